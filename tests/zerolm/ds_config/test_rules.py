@@ -247,6 +247,8 @@ def test_deepspeeds_own_muon_example_is_accepted_with_notices_of_what_is_filled_
     result = resolved(MUON_EXAMPLE)
     assert result["gradient_clipping"] == 0
     assert result["zero_optimization"]["reduce_scatter"] is False
+    second = resolved({**MUON_EXAMPLE, "zero_optimization": {"stage": 2}})
+    assert "reduce_scatter" not in second["zero_optimization"]
 
 
 def test_options_that_nothing_reads_are_notices_and_defaults_are_not():
@@ -256,7 +258,7 @@ def test_options_that_nothing_reads_are_notices_and_defaults_are_not():
         "comms_logger": {"enabled": False},
         "csv_monitor": {"enabled": False},
     }
-    assert notices({**zero(1), **quiet}) == []
+    assert notices({**zero(1), **quiet}) == found({**zero(1), **quiet}) == []
     assert "comms_logger" not in resolved(quiet), "DeepSpeed would collect without being enabled"
     loud = {
         "activation_checkpointing": {"cpu_checkpointing": 1},
