@@ -71,6 +71,7 @@ class SizeMonitor(threading.Thread):
         self.completed = True
 
 
+@pytest.mark.soak
 def test_a_faulty_store_gives_the_sequences_and_losses_of_local_shards(tmp_path, llama, data):
     """With 503s, delays, truncated objects, cut connections and changed bytes, on two ranks.
 

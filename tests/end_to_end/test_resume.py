@@ -23,7 +23,7 @@ from tests.launching import (
     start_ranks,
 )
 
-STEPS, SAVE, VALIDATE = 60, 10, 20
+STEPS, SAVE, VALIDATE = 40, 5, 20
 HEALTH = ("clipped_share", "param_norm/layers.0", "update_ratio", "update_ratio/embed_tokens")
 COMPARED = (
     *("train/loss", "train/grad_norm", "train/learning_rate", "train/param_norm"),
@@ -77,7 +77,7 @@ def test_a_killed_run_equals_an_uninterrupted_one(
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     done = run_ranks(2, *run_flags(llama, corpus, held_out, uninterrupted, json_file), *more)
     assert done.returncode == 0, done.stdout[-4000:]
-    step = random.randint(2 * SAVE, STEPS - 30)  # the second save waits for the first
+    step = random.randint(2 * SAVE, STEPS - 20)  # the second save waits for the first
     before = shared_memory()
     flags = [*run_flags(llama, corpus, held_out, killed, json_file), *more]
     with open(tmp_path / "log", "w") as log:

@@ -20,6 +20,7 @@ def probe(tmp_path, *words, **more):
     return run_module("launch", *command, TMPDIR=str(tmp_path))
 
 
+@pytest.mark.soak
 def test_a_probe_agrees_with_the_prediction_and_plans_with_it(tmp_path):
     result = probe(tmp_path, "--deepspeed_config", str(DS), "--probe_ranks", "2", "--json")
     assert result.returncode == 0, result.stdout + result.stderr

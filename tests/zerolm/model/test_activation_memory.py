@@ -37,6 +37,10 @@ FAMILIES = {
     "gpt_neox": {"intermediate_size": 384},
     "gpt2": {"n_positions": 256, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
 }
+SOAKED = ("mistral", "qwen3", "gpt_neox")
+EACH_FAMILY = [
+    pytest.param(name, marks=pytest.mark.soak if name in SOAKED else ()) for name in FAMILIES
+]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -69,7 +73,7 @@ def saved_bytes(config, precision, attention, checkpointing):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_saved_bytes_equal_those_of_torch(family, precision):
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     for attention in ("sdpa", "eager"):
@@ -82,7 +86,7 @@ def test_saved_bytes_equal_those_of_torch(family, precision):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH_FAMILY)
 def test_selective_checkpointing_saves_the_predicted_bytes_and_keeps_gradients(family, attention):
     config = AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
     traced = activation_memory.trace(config, SEQ_LEN, "bf16", eager=attention == "eager")

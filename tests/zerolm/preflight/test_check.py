@@ -247,6 +247,7 @@ def test_missing_packing_index_is_refused_with_the_command_that_creates_it(input
     assert "python -m data_prep pack" in problem and "--seq_len 32 needs it" in problem
 
 
+@pytest.mark.soak
 def test_fewer_hosts_than_requested_are_refused_under_the_real_launcher(inputs, tmp_path):
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("localhost slots=1\n")

@@ -124,6 +124,7 @@ def test_the_tracker_of_a_killed_run_sends_why_it_ended(run_dir) -> None:
     assert of_kind(records, "exit")[0].exit_code == 1 and wandb_rows(records) == own_rows(run_dir)
 
 
+@pytest.mark.soak
 def test_a_rollback_starts_another_wandb_run_with_the_complete_curve(run_dir) -> None:
     """The earlier W&B run keeps the rolled-back rows; a restart resumes the new one."""
     log = begin(run_dir, 0, tensorboard=True)

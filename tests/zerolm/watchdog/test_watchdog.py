@@ -241,7 +241,7 @@ def test_a_killed_rank_is_named_with_its_signal(ranks) -> None:
     ("act", "shown"),
     [
         ("while True: pass", '"act.py", line 1 in <module>'),
-        (HOLDS_THE_GIL, "re/__init__.py"),
+        pytest.param(HOLDS_THE_GIL, "re/__init__.py", marks=pytest.mark.soak),
     ],
     ids=["in Python", "holding the interpreter"],
 )
