@@ -1,13 +1,10 @@
 """The expected duration of a run: its arithmetic, its basis, and the notice about years."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 
-from tests import ROOT
-from tests.launching import environment
+from tests.launching import run_module
 from tests.zerolm.preflight.preflight_inputs import command
 from zerolm.plan import duration
 from zerolm.preflight import check
@@ -66,9 +63,6 @@ def test_devices_that_are_not_here_are_assumed_and_the_command_for_others_is_nam
 def test_check_prints_the_duration_on_this_device(inputs):
     words = command(inputs, "--deepspeed_config fp32.json --check --wandb off --total_tokens 5e14 "
         "--max_epochs 1e12")  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "pretrain.py", *words], cwd=ROOT, env=environment(DS_ACCELERATOR="cpu"),
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    done = run_module("pretrain", *words)
     assert done.returncode == 0, done.stderr
     assert " years at 60% MFU of 1 x " in done.stdout and "note: this run would" in done.stdout
