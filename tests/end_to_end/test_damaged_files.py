@@ -48,8 +48,8 @@ from zerolm.watchdog import progress, verdict
 HANG_SECONDS = 60
 METRICS = "run/metrics.jsonl"
 NUMBERS, MORE_NUMBERS = (
-    ["0", "-1", "NaN", "1e999"],
-    ["1e-300", "1e300", "9" * 30, "null", "-Infinity"],
+    ["NaN", "1e999"],
+    ["0", "-1", "1e-300", "1e300", "9" * 30, "null", "-Infinity"],
 )
 FEW, MANY = 25, int(os.environ.get("ZEROLM_DAMAGE_EXAMPLES", "2000"))
 

@@ -60,15 +60,11 @@ def shared_memory() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
 
 
+@pytest.mark.soak  # always: test_checkpoints.py and test_supervision.py
 @pytest.mark.parametrize(
     ("bf16", "stage", "more"),
-    [
-        pytest.param(False, 2, [], id="fp32-2", marks=pytest.mark.soak),
-        pytest.param(False, 3, [], id="fp32-3"),
-        pytest.param(True, 2, [], id="bf16-2", marks=pytest.mark.soak),
-        pytest.param(True, 3, [], id="bf16-3", marks=pytest.mark.soak),
-        pytest.param(True, 3, ["--fp8"], id="fp8-3", marks=pytest.mark.soak),
-    ],
+    [(False, 2, []), (False, 3, []), (True, 2, []), (True, 3, []), (True, 3, ["--fp8"])],
+    ids=["fp32-2", "fp32-3", "bf16-2", "bf16-3", "fp8-3"],
 )
 def test_a_killed_run_equals_an_uninterrupted_one(
     tmp_path, llama, corpus, held_out, stage, bf16, more

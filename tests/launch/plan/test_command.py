@@ -14,6 +14,7 @@ from launch.plan.reliability import daly_interval, interruptions
 from tests import ROOT, tracked
 
 MODELS = tracked("model_configs/*.json")
+FEW = ("gpt2", "llama-160m", "moe-1.6b", "tiny")  # tests/zerolm/model has the counts of all
 PLACES = {"8 x H100": ("H100", 8), "64 x A100": ("A100-80GB", 64)}
 GOLDEN = ROOT / "tests" / "launch" / "plan" / "golden_plans.json"
 # A change of transformers may move these a little; everything else is equal.
@@ -63,7 +64,13 @@ def test_measuring_attention_logits_takes_flops(capsys):
     assert "normalizes queries and keys (q_norm)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(path, marks=() if path.stem in FEW else pytest.mark.soak, id=path.stem)
+        for path in MODELS
+    ],
+)
 def test_parameter_counts_equal_those_of_the_real_class(model, capsys):
     import torch
 

@@ -40,6 +40,7 @@ def test_loader_workers_do_not_change_batches(
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.soak
 def test_spawned_workers_and_a_plain_loader_give_the_same_batches(sources):
     expected = list(stream(sources, end_position=64))
     spawning = make_loader(stream(sources, end_position=64), 2, pin_memory=False)
