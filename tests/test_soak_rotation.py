@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import soak_rotation
 from tests.soak_rotation import (
     MINUTES,
     SECONDS,
     START_SECONDS,
-    Outcome,
     duration,
+    ended,
     groups,
     length,
     number_of_commit,
@@ -114,17 +115,20 @@ def test_a_failure_fails_the_turn_and_a_test_that_does_not_end_is_ended(tmp_path
     assert not good
     good, found = run([group[1:]], {}, now + 600, now + 60)
     assert good and [each.outcome for each in found] == ["passed", "passed"]
-    endless = f"{file}::test_endless"
-    # It has failed only if it had three times its seconds, of which starting takes START_SECONDS.
-    for recorded, passes in ((3 - START_SECONDS, False), (30.0, True)):
-        start = time.monotonic()
-        good, found = run([[endless]], {endless: recorded}, start + 60, start + 10)
-        assert good is passes and found == [Outcome(endless, 0, "ended: out of time")]
+    endless, until = [f"{file}::test_endless"], time.monotonic() + 20
+    assert run_group(endless, until) == (False, ended(endless))
     pid = int(file.with_suffix(".pid").read_text())
     deadline = time.monotonic() + 20
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(("recorded", "passes"), [(-START_SECONDS, False), (30.0, True)])
+def test_what_is_ended_has_failed_only_after_three_times_its_seconds(monkeypatch, recorded, passes):
+    monkeypatch.setattr(soak_rotation, "run_group", lambda group, until: (False, ended(group)))
+    later = time.monotonic() + 600
+    assert run([["a::b"]], {"a::b": recorded}, later, later) == (passes, ended(["a::b"]))
 
 
 def test_a_group_that_no_longer_fits_waits_and_fails_nothing(tmp_path):
