@@ -68,6 +68,11 @@ def test_a_flat_window_makes_no_spike_of_a_wiggle() -> None:
     assert robust_z(3.0 * 1.1, [3.0] * 64, 0.02) < 6 < robust_z(3.0 * 1.2, [3.0] * 64, 0.02)
 
 
+def test_of_a_window_of_zeros_anything_else_is_infinitely_far() -> None:
+    scores = [robust_z(value, [0.0] * 3, 0.02) for value in (1e-9, -0.0, -1.0)]
+    assert scores == [math.inf, 0.0, -math.inf]
+
+
 def test_only_what_goes_up_is_a_spike_and_only_after_half_a_window() -> None:
     guard = SpikeGuard(SMALL, History())
     for step in range(1, 4):
