@@ -6,6 +6,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 for name, value in {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -38,3 +40,8 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     if Path(shared).is_dir():
         shutil.copytree(shared, private, ignore=shutil.ignore_patterns("lock"))
     os.environ["TORCH_EXTENSIONS_DIR"] = private
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with files whose tests wait most of the time, so that none is left alone at the end."""
+    items.sort(key=lambda item: "zerolm/watchdog" not in item.nodeid)
