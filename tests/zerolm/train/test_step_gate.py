@@ -10,7 +10,6 @@ from tests.launching import run_workers, write_json
 BATCH = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
 OFFLOADED_ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
-MUON = {"type": "Muon", "params": {"lr": 1e-3}}
 
 
 def configs() -> dict[str, dict]:
@@ -41,12 +40,14 @@ def configs() -> dict[str, dict]:
             **found[f"zero{stage}-offload"],
             "data_types": {"grad_accum_dtype": "fp32"},
         }
-    cpu = {"offload_optimizer": {"device": "cpu"}}
-    for name, zero in (("zero2", {}), ("zero3", {}), ("zero2-offload", cpu)):
+    cpu, plain = {"offload_optimizer": {"device": "cpu"}}, {"torch_adam": True}
+    for name, zero, params in (
+        ("zero2", {}, plain), ("zero3", {}, plain), ("zero2-offload", cpu, {}),
+    ):  # fmt: skip
         found[f"{name}-muon"] = {
             **BATCH,
             "gradient_clipping": 0.0,
-            "optimizer": MUON,
+            "optimizer": {"type": "Muon", "params": {"lr": 1e-3, **params}},
             "zero_optimization": {"stage": int(name[4]), "reduce_scatter": False, **zero},
         }
     return found
