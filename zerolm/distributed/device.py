@@ -116,7 +116,7 @@ def _cuda(index: int, memory_bytes: int, supported: bool) -> Device:
     return Device("cuda", memory_bytes, supported, name, lacks, ratio)
 
 
-def library_versions() -> dict[str, str]:
+def gpu_library_versions() -> dict[str, str]:
     """Return the versions of CUDA's libraries that torch uses here; empty without a GPU.
 
     They decide on kernels: cuDNN's on that of scaled dot-product attention, for example.

@@ -19,7 +19,7 @@ from zerolm.data import epochs
 from zerolm.data.mixture import Mixture
 from zerolm.data.order import Order
 from zerolm.data.packing import num_rows
-from zerolm.distributed.device import library_versions
+from zerolm.distributed.device import gpu_library_versions
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config import topology
 from zerolm.ds_config.profile import Profile
@@ -131,7 +131,7 @@ class Plan:
             "initial_weights": self.initial.digest if self.initial else None,
             "versions": [installed.get(package) for package in DECISIVE_PACKAGES],
             "device": self.device if self.device == "cpu" else [self.device, self.device_name],
-            "libraries": library_versions(),
+            "libraries": gpu_library_versions(),
         }
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -15,7 +15,7 @@ from zerolm.common.run_files import RunFiles, foreign_entries
 from zerolm.data import mixture
 from zerolm.distributed import collectives
 from zerolm.distributed.collectives import print_safely
-from zerolm.distributed.device import driver_version, library_versions
+from zerolm.distributed.device import driver_version, gpu_library_versions
 from zerolm.plan.plan import Plan
 
 
@@ -59,7 +59,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "mixture": mixture.record(plan.mixture, plan.source_names),
         "world_size": plan.world_size,
         "zero_stage": plan.profile.zero_stage,
-        "versions": versions() | library_versions() | driver_version(),
+        "versions": versions() | gpu_library_versions() | driver_version(),
         "git_commit": git_commit(Path(__file__).parent),
         "host": platform.node(),
         "device": plan.device_name,

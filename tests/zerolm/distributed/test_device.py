@@ -81,11 +81,11 @@ def test_a_cpu_is_judged_by_its_products(monkeypatch, ratio, lacks):
 
 
 def test_the_versions_of_a_gpus_libraries_are_known(monkeypatch):
-    assert device.library_versions() == {}
+    assert device.gpu_library_versions() == {}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     expected = {"CUDA": "13.0", "cuDNN": "91900", "NCCL": "2.28.9"}
-    assert device.library_versions() == expected
+    assert device.gpu_library_versions() == expected
