@@ -54,6 +54,7 @@ def test_a_rank_has_its_own_arguments_directory_and_numbers_and_nothing_of_this_
     assert found["ours"] == [] and found["session"] not in (os.getsid(0), os.getpid())
 
 
+@pytest.mark.soak
 def test_a_variable_that_libraries_read_when_they_are_imported_is_set_before(script):
     script.write_text("from huggingface_hub import constants; print(constants.HF_HOME)")
     home = str(script.parent / "home")
@@ -73,6 +74,7 @@ def test_ranks_that_do_not_end_in_time_are_killed(script):
     wait_until(lambda: not session_members(session))
 
 
+@pytest.mark.soak
 def test_no_process_is_left_when_the_pytest_process_is_killed(script, tmp_path):
     mark = tmp_path / "mark"
     script.write_text(f"""

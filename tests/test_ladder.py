@@ -8,6 +8,7 @@ except for the list of all commands, `zerolm/__main__.py`.
 """
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -106,13 +107,15 @@ def imports_of(name: str) -> set[str]:
     return named & set(MODULES) - {name}
 
 
-IMPORTS = {name: imports_of(name) for name in MODULES}
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+    return {name: imports_of(name) for name in MODULES}
 
 
 def upward_imports() -> list[str]:
     """Return each import that the ladder forbids."""
     found = []
-    for name, imported in IMPORTS.items():
+    for name, imported in all_imports().items():
         for target in imported:
             package, other = name.partition(".")[0], target.partition(".")[0]
             if room(name) == room(target) or name in ALL:
@@ -129,7 +132,7 @@ def upward_imports() -> list[str]:
 def cycle() -> list[str]:
     """Return the modules of an import cycle; empty if there is none."""
     try:
-        list(TopologicalSorter(IMPORTS).static_order())
+        list(TopologicalSorter(all_imports()).static_order())
     except CycleError as error:
         return list(error.args[1])
     return []
@@ -219,7 +222,7 @@ def table() -> str:
         files = [path for module, path in MODULES.items() if room(module) == name]
         count = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
         lines.append(f"{number:<6}{name:<24}{len(files):>7}{count:>8,}")
-    edges = sum(map(len, IMPORTS.values()))
+    edges = sum(map(len, all_imports().values()))
     lines.append(f"{edges:,} imports, {len(upward_imports())} upward, {len(cycle())} in a cycle")
     return "\n".join(lines)
 

@@ -101,6 +101,7 @@ def test_endless():
 """
 
 
+@pytest.mark.soak
 def test_a_failure_fails_the_turn_and_a_test_that_does_not_end_is_ended(tmp_path):
     file = tmp_path / "test_x.py"
     file.write_text(TESTS)

@@ -65,6 +65,7 @@ def test_the_wheel_has_what_a_checkout_has(site):
     assert "zerolm = zerolm.__main__:console_script" in entry_points.read_text()
 
 
+@pytest.mark.soak  # always: tests/setup_rotation.py installs and checks
 def test_the_installed_wheel_checks_a_run_with_shipped_configs(site, tmp_path):
     shards = write_shards(tmp_path / "shards", 50)
     model, profile = "model_configs/tiny.json", "ds_configs/zero1.json"

@@ -26,11 +26,13 @@ from zerolm.optim import ema
 from zerolm.preflight import check
 from zerolm.shards.reader import open_source
 
+pytestmark = pytest.mark.soak  # always: tests/zerolm/export/test_merge.py
+
 STEPS = 6
 HALF_LIFE = 2 * STEP_TOKENS
 BF16 = {1: False, 2: True, 3: False}
 # ranks and stages; the last stage is also trained without an average
-LAUNCHES = [((2, (3,)), ()), ((2, (1, 2)), pytest.mark.soak), ((1, (1, 2, 3)), pytest.mark.soak)]
+LAUNCHES = [(2, (3,)), (2, (1, 2)), (1, (1, 2, 3))]
 
 Weights = dict[str, np.ndarray]
 
@@ -102,11 +104,7 @@ class Runs(NamedTuple):
         return f"zero{self.stages[-1]}"
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(launch, marks=marks) for launch, marks in LAUNCHES],
-    ids=["2_ranks-3", "2_ranks-1_2", "1_rank"],
-)
+@pytest.fixture(scope="module", params=LAUNCHES, ids=["2_ranks-3", "2_ranks-1_2", "1_rank"])
 def runs(tmp_path_factory, request, llama, corpus, held_out) -> Runs:
     """Train with a checkpoint of every step and the engine's weights beside it."""
     ranks, stages = request.param
@@ -162,7 +160,6 @@ def require_merges(run: Path, tmp_path: Path) -> None:
     require_close(merged(f"{run}@2:6", "--method", "wsm"), decayed, ROUNDED_ONCE)
 
 
-@pytest.mark.soak
 def test_a_merge_is_a_model_directory_or_nothing(runs, tmp_path) -> None:
     run, out = runs / runs.last, tmp_path / "out"
     argv = [sys.executable, "-m", "zerolm", "merge", str(run), str(out), "--max_shard_size", "90kB"]
@@ -234,7 +231,6 @@ def test_an_exported_average_has_the_loss_of_the_evaluation(runs, held_out, tmp_
     assert result.metric_value == found and "| eval/loss |" not in card.text
 
 
-@pytest.mark.soak
 def test_an_average_is_resharded_and_begins_and_ends_as_the_flags_say(
     tmp_path, llama, corpus, held_out
 ) -> None:
@@ -273,7 +269,6 @@ def test_an_average_is_resharded_and_begins_and_ends_as_the_flags_say(
         saved_average(tmp_path / "removed", STEPS)
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_every_optimizer_keeps_the_average(tmp_path, llama, corpus, held_out) -> None:
     cases = [

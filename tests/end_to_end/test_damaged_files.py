@@ -48,8 +48,8 @@ from zerolm.watchdog import progress, verdict
 HANG_SECONDS = 60
 METRICS = "run/metrics.jsonl"
 NUMBERS, MORE_NUMBERS = (
-    ["NaN", "1e999"],
-    ["0", "-1", "1e-300", "1e300", "9" * 30, "null", "-Infinity"],
+    ["NaN"],
+    ["1e999", "0", "-1", "1e-300", "1e300", "9" * 30, "null", "-Infinity"],
 )
 FEW, MANY = 25, int(os.environ.get("ZEROLM_DAMAGE_EXAMPLES", "2000"))
 
@@ -239,7 +239,7 @@ def test_an_undamaged_run_is_accepted_by_everything(base) -> None:
         assert read_run(base / "run").problems == []
 
 
-@pytest.mark.parametrize("what", ["a directory", "a pipe"])
+@pytest.mark.parametrize("what", ["a directory", pytest.param("a pipe", marks=pytest.mark.soak)])
 def test_each_file_that_is_no_file_of_ours_is_survived(base, what) -> None:
     for name in files_in(base):
         if name.startswith("run/") and MANIFEST not in name:
@@ -259,7 +259,7 @@ def shown(base: Path, what: str) -> None:
     render(report_data([read_run(base / "run")]))
 
 
-@pytest.mark.parametrize("number", ["-1", "1e999"])
+@pytest.mark.parametrize("number", ["-1", pytest.param("1e999", marks=pytest.mark.soak)])
 def test_any_number_in_the_events_is_survived(base, number) -> None:
     path = base / "run" / "events.jsonl"
     lines = path.read_text().splitlines()
@@ -271,6 +271,7 @@ def test_any_number_in_the_events_is_survived(base, number) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.soak
 def test_a_manifest_without_any_of_its_keys_is_survived(base) -> None:
     name = f"run/checkpoints/step-00000015/{MANIFEST}"
     manifest = json.loads((base / name).read_text())

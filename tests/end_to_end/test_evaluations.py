@@ -14,6 +14,8 @@ from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, 
 from zerolm.__main__ import main
 from zerolm.evaluate.exported_model import evaluate_export
 
+pytestmark = pytest.mark.soak  # always: tests/zerolm/evaluate
+
 STEPS, ITEMS, POSITIONS, NEW_TOKENS = 4, 40, 96, 12
 CORE_ITEMS, TASK_ITEMS = 6, 15
 SEQ_LEN = 64  # below POSITIONS: no text may have more tokens
@@ -143,7 +145,7 @@ def assert_equal_to_lm_eval(run_dir: Path, found) -> float:
     return worst
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_evaluations_are_correct_and_do_not_change_training(tmp_path, texts, stage, capfd) -> None:
     plain, run_dir = tmp_path / "plain", tmp_path / "evaluated"
     done = train(texts, plain, stage, 2, evaluated=False)
@@ -216,7 +218,6 @@ def greedy(exported: Path) -> list[str]:
     return texts
 
 
-@pytest.mark.soak
 def test_hellaswag_is_the_same_on_every_profile(tmp_path, texts) -> None:
     found = {}
     for stage, num_ranks in ((2, 1), (2, 2), (3, 1), (3, 2)):
@@ -241,7 +242,6 @@ def test_hellaswag_is_the_same_on_every_profile(tmp_path, texts) -> None:
         assert worst < 1e-3
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sequence_parallel_evaluations_equal_those_without(tmp_path, texts, stage) -> None:
     """HellaSwag by item, lm-eval's tasks and samples."""
@@ -267,7 +267,6 @@ def test_sequence_parallel_evaluations_equal_those_without(tmp_path, texts, stag
     assert worst < 1e-3
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_kill_before_or_during_an_evaluation_neither_loses_nor_repeats_results(
     tmp_path, texts, stage
@@ -288,7 +287,6 @@ def test_a_kill_before_or_during_an_evaluation_neither_loses_nor_repeats_results
     assert outcomes(killed) == outcomes(uninterrupted)
 
 
-@pytest.mark.soak
 def test_an_evaluation_that_crashes_a_run_is_retried_once(tmp_path, texts) -> None:
     run_dir, fault = tmp_path / "failing", {"FAULT": "evaluation.measure:1:2:raise"}
     ends = [train(texts, run_dir, 2, 2, evaluated=True, **fault) for _ in range(3)]
@@ -302,7 +300,6 @@ def test_an_evaluation_that_crashes_a_run_is_retried_once(tmp_path, texts) -> No
     assert {each["step"] for each in samples(run_dir)} == {1, 3, 4}
 
 
-@pytest.mark.soak
 def test_a_run_continues_without_a_deleted_tokenizer_and_items(tmp_path, texts) -> None:
     base = shutil.copytree(texts, tmp_path / "texts")
     run_dir, fault = tmp_path / "run", {"FAULT": "step.begin:0:4:kill"}
@@ -316,7 +313,6 @@ def test_a_run_continues_without_a_deleted_tokenizer_and_items(tmp_path, texts) 
     assert all("there is no tokenizer" in each["error"] for each in failed)
 
 
-@pytest.mark.soak
 def test_a_slow_task_is_not_taken_for_a_hang(tmp_path, texts) -> None:
     base = shutil.copytree(texts, tmp_path / "texts")
     (base / "tasks" / "broken.py").write_text(

@@ -30,12 +30,8 @@ MODELS = {
         "output_router_logits": True,
     },
 }  # fmt: skip
-ALWAYS = {("gpt2", 3, "fp32")}
 COMBINATIONS = [
-    pytest.param(
-        model, stage, precision, id=f"{model}-{stage}-{precision}",
-        marks=() if (model, stage, precision) in ALWAYS else pytest.mark.soak,
-    )
+    pytest.param(model, stage, precision, id=f"{model}-{stage}-{precision}")
     for model in MODELS for stage in (2, 3) for precision in ("fp32", "bf16")
 ]  # fmt: skip
 
@@ -47,6 +43,7 @@ def logits_of(directory: Path, saved: dict) -> torch.Tensor:
     return found[saved["positions"]][:, saved["token_ids"]]
 
 
+@pytest.mark.soak  # always: tests/zerolm/export/test_weights.py
 @pytest.mark.parametrize(("model", "stage", "precision"), COMBINATIONS)
 def test_an_export_has_the_logits_of_the_engine(
     tmp_path, corpus, model, stage, precision, capsys

@@ -96,7 +96,6 @@ KEYS = ("train/loss", "train/grad_norm", "train/clip_norm", "train/param_norm")
 ZCLIP = {"adaptive_clip": 0.8, "steps": 44, "stop": 33}  # ZClip starts after 25 steps
 EXACT = {"exact": True, "by_step": True}
 FAMILIES = {
-    "always": [Case(MUON, 3, **EXACT), Case(OWN, 3)],
     "own": [Case(OWN, stage) for stage in (1, 2, 3)],
     "AdamW": [Case(ADAMW, stage, offload=True) for stage in (2, 3)],  # test_parity.py has the rest
     "Muon": [
@@ -123,11 +122,9 @@ def arguments(case: Case, run_dir: Path, llama: Path, corpus: Path, json_file: P
     return [*flags, "--adaptive_clip", case.adaptive_clip]
 
 
+@pytest.mark.soak  # always: tests/zerolm/optim, AdamW in test_parity.py
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=() if name == "always" else pytest.mark.soak) for name in FAMILIES],
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_curves_equal_plain_pytorch_and_a_resumed_run_equals_an_uninterrupted_one(
     tmp_path, llama, corpus, family
 ) -> None:

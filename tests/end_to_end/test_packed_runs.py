@@ -63,7 +63,8 @@ def plain_training(shards, is_masked: bool) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.soak), 3])
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_killed_packed_run_equals_training_on_separate_documents(
     tmp_path, llama, shards, separately, stage
 ) -> None:

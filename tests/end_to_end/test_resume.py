@@ -138,6 +138,7 @@ def test_a_stop_on_request_saves_and_exits_75(stopped) -> None:
     assert run_module("zerolm", "verify-checkpoint", run_dir).returncode == 0
 
 
+@pytest.mark.soak
 def test_an_export_has_the_logits_of_the_master_weights(stopped, tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 

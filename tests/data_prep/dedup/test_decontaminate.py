@@ -201,6 +201,7 @@ def test_a_field_may_be_inside_an_object(tmp_path):
         read_items(f"{path}:question.x")
 
 
+@pytest.mark.soak
 def test_dedup_and_decontaminate_run_in_sequence_as_commands(hellaswag, corpus, tmp_path):
     texts = [text for text, _ in corpus[:80]] * 2
     raw = tmp_path / "raw.jsonl"

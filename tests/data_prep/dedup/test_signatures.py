@@ -113,6 +113,7 @@ def test_the_old_text_is_not_read_again(chain, parts, tmp_path):
     assert [each["num_documents"] for each in manifest["against"]] == [70, 1, 79]
 
 
+@pytest.mark.soak
 def test_a_killed_comparison_resumes_with_the_same_bytes(chain, parts, tmp_path):
     output = tmp_path / chain[3].parent.name / chain[3].name  # its name is in the signatures
     command = [sys.executable, "-m", "data_prep", "dedup", "--input", parts[3], "--output", output]

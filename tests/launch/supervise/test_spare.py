@@ -81,6 +81,7 @@ def launch(command: list[str], directory: Path, spare: Spare | None, number: int
     return process, code, imported
 
 
+@pytest.mark.soak
 def test_a_forked_launch_is_like_a_started_one(spare, tmp_path, monkeypatch) -> None:
     library = tmp_path / "edited_library.py"
     library.write_text("VALUE = 1\n")

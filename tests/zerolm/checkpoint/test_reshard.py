@@ -112,7 +112,7 @@ def saved(tmp_path_factory) -> Path:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param((3, SOME), id="three ranks"),
+        pytest.param((3, SOME), id="three ranks", marks=pytest.mark.soak),
         pytest.param((1, ALL), id="one rank, all", marks=pytest.mark.soak),
         pytest.param((3, ALL), id="three ranks, all", marks=pytest.mark.soak),
     ],

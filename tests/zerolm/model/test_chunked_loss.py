@@ -126,6 +126,7 @@ def test_other_calls_return_the_logits_of_the_original_head() -> None:
     assert list(plain.state_dict()) == list(chunked.state_dict())
 
 
+@pytest.mark.soak
 def test_a_compiled_model_has_the_same_losses() -> None:
     model = model_of("llama")
     chunked_loss.install(model, 50)
@@ -137,8 +138,7 @@ def test_a_compiled_model_has_the_same_losses() -> None:
     assert model.get_output_embeddings().weight.grad.norm() > 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize(("precision", "chunk"), [("fp32", 16), ("bf16", 64)])
 def test_the_peak_memory_equals_the_prediction(precision, chunk) -> None:
     rows, length, vocabulary = 4, 128, 20_000
     model = model_of("llama", DTYPES[precision], vocab_size=vocabulary)

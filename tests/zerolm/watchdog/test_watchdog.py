@@ -237,11 +237,12 @@ def test_a_killed_rank_is_named_with_its_signal(ranks) -> None:
     assert event["ranks"][0]["pid"] == ranks.started[1].pid and ranks.started[0].returncode == 1
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("act", "shown"),
     [
         ("while True: pass", '"act.py", line 1 in <module>'),
-        pytest.param(HOLDS_THE_GIL, "re/__init__.py", marks=pytest.mark.soak),
+        (HOLDS_THE_GIL, "re/__init__.py"),
     ],
     ids=["in Python", "holding the interpreter"],
 )
