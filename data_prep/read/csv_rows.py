@@ -9,7 +9,7 @@ from data_prep.read.documents import Chunk, Document, InputRules, Problem
 from data_prep.read.encodings import UTF8
 from data_prep.read.inputs import END, Input, InputRange, problem_chunk, stream_of
 from data_prep.read.lines import read_line_blocks
-from data_prep.read.parse import Parsed, too_long_problem
+from data_prep.read.parse import Parsed, encoding_problem, too_long_problem
 from data_prep.read.streams import Failure, Stream
 
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}  # in order of preference
@@ -197,9 +197,9 @@ def read_fields(chunk: Chunk, rules: InputRules) -> Parsed:
         try:
             size = len("".join(fields).encode())
         except UnicodeEncodeError as error:
-            byte = ord(error.object[error.start]) & 0xFF
-            detail = f"not UTF-8: byte 0x{byte:02x}. Name its encoding with --encoding, or auto."
-            add_problem("not_utf8", start, detail)
+            byte = bytes([ord(error.object[error.start]) & 0xFF])
+            reason, detail = encoding_problem(chunk, byte, 0)
+            add_problem(reason, start, detail)
             continue
         if size > rules.max_document_bytes:
             problems.append(too_long_problem(chunk, start, size, rules.max_document_bytes))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from data_prep.read.encodings import canonical
 from data_prep.read.inputs import (
     ARCHIVE_FORMATS,
     CODE,
@@ -122,7 +123,7 @@ def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, s
         is_tree = Path(each.argument).is_dir() or is_url(each.argument)
         keys = code_keys(each.name, each.argument if is_tree else str(Path(each.name).parent))
     is_fixed = each.suffix.startswith((*ARCHIVE_FORMATS, ".parquet", "hub"))
-    encoding = "utf-8" if is_fixed else encoding
+    encoding = "utf-8" if is_fixed else canonical(encoding)
     each = replace(each, encoding=encoding, keys=keys, packages=packages)
     is_table = each.suffix.startswith((*TABLE_FORMATS, ".parquet"))
     return checked_table(each, text_field) if is_table else each

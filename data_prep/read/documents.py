@@ -72,7 +72,7 @@ BAD_REASONS = {
     "damaged": "damaged files, records or row groups",
     "expands": "files that expand more than --max_expansion times",
     "unreadable": "files that cannot be opened",
-    "encoding": "files in an unknown encoding",
+    "encoding": "documents or files of another encoding than the named one",
     "fields": "CSV rows with a wrong number of fields",
     "slow_page": "pages whose extraction took more than --max_page_seconds",
     "failed_page": "pages whose text cannot be extracted",

@@ -1,6 +1,7 @@
 """Finds out how text is encoded, decodes it, and repairs it. Opens no files."""
 
 import codecs
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from html import unescape
@@ -18,6 +19,7 @@ UNCLEAR = Failure(
     "the file.",
 )
 REPAIRS = ("ftfy", "entities", "nfc")  # in this order
+MARK_INVALID = "zerolm.mark_invalid"  # a handler of errors of codecs
 SAMPLE_BYTES = 1 << 16
 WORDS_BYTES = 1 << 13  # of them; chardet reads 60 kB/s
 ISO_2022 = b"\x1b$"  # ASCII, and so valid UTF-8, to those who do not know it
@@ -27,6 +29,26 @@ MARKS = {  # of the encodings that begin with one
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+
+
+def canonical(encoding: str) -> str:
+    """Return `utf-8` for every name of that codec, and another encoding as it is."""
+    try:
+        is_utf8 = codecs.lookup(encoding).name in (UTF8, "utf-8-sig")
+    except LookupError:  # auto, or unknown
+        is_utf8 = False
+    return UTF8 if is_utf8 else encoding
+
+
+def _mark_invalid(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Handle an error of a codec: a byte that is not UTF-8 makes its line bad, and no other."""
+    if isinstance(error, UnicodeDecodeError):
+        return "\udc80", error.end
+    assert isinstance(error, UnicodeEncodeError)
+    return b"\x80" * (error.end - error.start), error.end
+
+
+codecs.register_error(MARK_INVALID, _mark_invalid)
 
 
 def reading_problems(
@@ -69,29 +91,38 @@ def detect_encoding(sample: bytes) -> str | None:
 def find_encoding(stream: Stream) -> str | None:
     """Return the encoding of a file by its byte order mark, as UTF-8, or by its content.
 
-    Reads the file up to the first bytes that are not UTF-8, and a sample from there.
+    Reads the file up to the first bytes that are not UTF-8, and a sample around them. If more of
+    the sample's words that are not ASCII are UTF-8 than are not, the file is UTF-8 with bad lines.
 
     Returns:
         None if it is not clear.
     """
     decoder = codecs.getincrementaldecoder(UTF8)()
     before = b""
-    blocks = iter(stream)
+    blocks = itertools.chain(iter(stream), [b""])
     for block in blocks:
         if not before and (mark := next((m for m in MARKS if block.startswith(m)), None)):
             return MARKS[mark]
         try:
-            decoder.decode(block)
+            decoder.decode(block, final=not block)
         except UnicodeDecodeError as error:
             known = len(before) + max(0, error.start - len(decoder.getstate()[0]))
             sample = before + block
             start = sample.rfind(b"\n", 0, known) + 1
             while len(sample) - start < SAMPLE_BYTES and (block := next(blocks, b"")):
                 sample += block
+            if _is_mostly_utf8(sample[: start + SAMPLE_BYTES]):
+                return UTF8
             sample = sample[start : start + SAMPLE_BYTES]
             return detect_encoding(sample[: sample.rfind(b"\n") + 1] or sample)
         before = (before + block)[-SAMPLE_BYTES:]
     return UTF8
+
+
+def _is_mostly_utf8(sample: bytes) -> bool:
+    words = [word for word in sample.split() if not word.isascii()]
+    valid = sum("\ufffd" not in word.decode(errors="replace") for word in words)
+    return 2 * valid > len(words) and ISO_2022 not in sample
 
 
 def decode_page(content: bytes, content_type: str) -> str:
@@ -135,19 +166,13 @@ class DecodedStream(Stream):
         if self.encoding == UNKNOWN:
             self.failure = UNCLEAR
             return
-        decoder = codecs.getincrementaldecoder(self.encoding)()
+        decoder = codecs.getincrementaldecoder(self.encoding)(MARK_INVALID)
         skip = self.first
         for block in self._stored_blocks():
             try:
-                data = decoder.decode(block, final=not block).encode()
-            except UnicodeError as error:
-                detail = (
-                    f"is not {self.encoding} ({error.reason}, near byte {self.read_bytes:,}). Name "
-                    f"its encoding with --encoding."
-                    if isinstance(error, UnicodeDecodeError)
-                    else f"is not {self.encoding}: it has a lone surrogate."
-                )
-                self.failure = Failure("encoding", detail)
+                data = decoder.decode(block, final=not block).encode(errors=MARK_INVALID)
+            except UnicodeError as error:  # of a codec that knows no handlers
+                self.failure = Failure("encoding", f"is not {self.encoding} ({error}).")
                 return
             if skip >= len(data):
                 skip, self.skipped_bytes = skip - len(data), self.read_bytes

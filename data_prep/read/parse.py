@@ -113,7 +113,7 @@ def _parse_unusual_line(chunk: Chunk, place: int, line: bytes, field: str) -> tu
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return problem("not_utf8", _utf8_error(error), error.start)
+        return problem(*encoding_problem(chunk, line, error.start), error.start)
     except (ValueError, RecursionError) as error:
         shown = line[:SHOWN_CHARACTERS].decode("utf-8", "replace")
         return problem(
@@ -180,9 +180,10 @@ def _parse_values(
             try:
                 value = value.removeprefix(BYTE_ORDER_MARK if not is_row else b"").decode("utf-8")
             except UnicodeDecodeError as error:
-                at = start if is_row else error.start
-                detail = PARQUET_TEXT if is_row else _utf8_error(error)
-                problems.append(Problem("not_utf8", chunk.name, input_index, at, is_row, detail))
+                at = start if is_row else error.start + len(value) - len(error.object)
+                reason, detail = encoding_problem(chunk, error.object, error.start)
+                detail = PARQUET_TEXT if is_row else detail
+                problems.append(Problem(reason, chunk.name, input_index, at, is_row, detail))
                 continue
         if value is None:
             skipped["null"] += 1
@@ -233,13 +234,14 @@ def _lone_surrogate(text: str) -> str | None:
     return None
 
 
-def _utf8_error(error: UnicodeDecodeError) -> str:
-    """Return the message for bytes that are not UTF-8."""
-    byte = error.object[error.start]
+def encoding_problem(chunk: Chunk, content: bytes, at: int) -> tuple[str, str]:
+    """Return reason and detail of a byte that is not of the encoding of its file."""
+    if chunk.encoding:
+        return "encoding", f"not {chunk.encoding}. Name its encoding with --encoding, or auto."
     for magic, advice in CONTENTS.items():
-        if error.object.startswith(magic):
-            return f"not UTF-8: {advice}"
-    return (
-        f"not UTF-8: byte 0x{byte:02x} ({error.reason}). Name its encoding with --encoding, for "
+        if content.startswith(magic):
+            return "not_utf8", f"not UTF-8: {advice}"
+    return "not_utf8", (
+        f"not UTF-8: byte 0x{content[at]:02x}. Name its encoding with --encoding, for "
         f"example cp1252, or auto to detect it."
     )

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from data_prep.read.bad_input import MAX_PROBLEMS, Tally, describe_problems
 from data_prep.read.csv_rows import read_fields
 from data_prep.read.documents import Chunk, Document, InputRules, Position, Problem
-from data_prep.read.encodings import UTF8, repair
+from data_prep.read.encodings import UTF8, canonical, repair
 from data_prep.read.inputs import END, LINE_FORMATS, Input, InputRange
 from data_prep.read.pages import read_pages
 from data_prep.read.parquet import parquet_errors
@@ -139,7 +139,8 @@ def inputs_fingerprint(inputs: Sequence[Input], rules: InputRules) -> str:
         + each.identity()
         for each in inputs
     ]
-    rules = replace(rules, max_bad_fraction=0)  # does not change what is read
+    # The fraction does not change what is read.
+    rules = replace(rules, max_bad_fraction=0, encoding=canonical(rules.encoding))
     shown = ", ".join(f"{name}={value!r}" for name, value in rules.content().items())
     content = json.dumps([listed, f"InputRules({shown})"], separators=(",", ":"))
     return hashlib.sha256(content.encode("utf-8", "surrogateescape")).hexdigest()

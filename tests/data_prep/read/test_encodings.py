@@ -65,13 +65,59 @@ def test_a_named_encoding_is_obeyed_and_its_errors_are_named(tmp_path):
     assert read([path], "koi8-r")[0][0].text == RUSSIAN
     assert read([path], "cp1251")[0][0].text != RUSSIAN  # wrong, as was asked
     path.write_bytes(FRENCH.encode("utf-16")[:-1])
-    with pytest.raises(ConfigError, match=r"a\.txt.*: is not utf-16 \(truncated data"):
+    with pytest.raises(ConfigError, match=r"a\.txt:1: not utf-16. Name its encoding"):
         read([path], "utf-16")
     path.write_bytes(bytes(range(128, 256)) * 3 + b"\0\1\2\3" * 99)
     with pytest.raises(ConfigError, match="its content does not tell its encoding"):
         read([path])
     with pytest.raises(ConfigError, match="Name its encoding with --encoding"):
         read([path], "utf-8")
+
+
+GOOD = '{"text": "naïve %d"}\n'
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "txt", "jsonl.gz"])
+@pytest.mark.parametrize(
+    ("encoding", "codec", "bad"),
+    [("utf-8", "utf-8", b"\xe9"), ("UTF-8", "utf-8", b"\xe9"), ("U8", "utf-8", b"\xe9"),
+     ("utf-8-sig", "utf-8-sig", b"\xe9"), ("cp1252", "cp1252", b"\x81"),
+     ("utf-16", "utf-16", b"\x00\xd8"), ("Shift-JIS", "shift_jis", b"\x80"),
+     ("auto", "utf-8", b"\xe9"), ("auto", "utf-8-sig", b"\xe9")],
+)  # fmt: skip
+def test_a_bad_line_costs_only_itself_however_its_codec_is_spelled(
+    tmp_path, suffix, encoding, codec, bad
+):
+    """201 documents and one line that is not of the encoding, in the first block."""
+    plain = GOOD.replace("ï", "i") if codec == "shift_jis" else GOOD
+    if suffix == "csv":
+        plain = "naive %d\n" if codec == "shift_jis" else "naïve %d\n"
+    lines = [plain % n for n in range(201)]
+    head = "text\n" if suffix == "csv" else ""
+    before = (head + lines[0]).encode(codec)
+    rest = "".join(lines[1:]).encode(codec.removesuffix("-sig"))
+    line_end = "\n".encode(codec)
+    if codec == "utf-16":
+        rest, line_end = rest[2:], line_end[2:]
+    content = before + bad + line_end.removeprefix(b"\xef\xbb\xbf") + rest
+    path = tmp_path / f"a.{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix.endswith("gz") else content)
+    documents, tally = read([path], encoding, on_bad_input="skip")
+    reason = "not_utf8" if codec.startswith("utf-8") else "encoding"
+    assert tally.bad == {reason: 1}
+    texts = [plain.strip().removeprefix('{"text": "').removesuffix('"}') % n for n in range(201)]
+    assert [each.text for each in documents] == ([] if suffix == "txt" else texts)
+    with pytest.raises(ConfigError, match=rf"a\.{suffix}:{3 if suffix == 'csv' else 2}: not "):
+        read([path], encoding)
+
+
+def test_auto_looks_at_the_last_bytes(tmp_path):
+    """Of a character that UTF-8 would continue."""
+    path = tmp_path / "a.txt"
+    for text, codec in ((FRENCH + "fâché", "cp1252"), (RUSSIAN[:-2], "cp1251")):
+        path.write_bytes(text.encode(codec))
+        documents, tally = read([path])
+        assert documents[0].text == text and tally.changed == {f"from {codec}": 1}
 
 
 def test_lines_in_another_encoding_resume_after_any_batch(tmp_path):
