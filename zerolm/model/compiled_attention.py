@@ -13,7 +13,7 @@ MIN_CHUNK = 128  # keys; products of fewer are slower
 MAX_CHUNKS = 8  # each adds code to the graph
 # CPU time of torch's attention over this one's, in bf16: 1.62 for sequences of 512 tokens, 1.20 for
 # 1,024, 1.07 for 2,048; longer ones were not measured. In float32 0.84 to 0.94 for 256 to 2,048.
-# (benchmarks/compiled_attention.py, an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-23)
+# (benchmarks/README.md, an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-23)
 MAX_TOKENS = 2048
 DTYPES = (torch.bfloat16, torch.float16)
 

@@ -1,7 +1,7 @@
 """`zerolm data convert` against files that the peers' own libraries wrote, and damaged ones.
 
 `peer_files.json` has small files of Megatron-LM, mosaicml-streaming and litdata, compressed with
-zlib. benchmarks/converters compares 12,000 documents with the libraries themselves.
+zlib. benchmarks/results/converters.md compares 12,000 documents with the libraries themselves.
 """
 
 import base64

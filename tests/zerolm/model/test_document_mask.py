@@ -16,8 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flash_attention
 
-from benchmarks.host_reads import counting
 from tests.zerolm.attention import varlen_on_cpu
+from tests.zerolm.train.host_reads import counting
 from zerolm.attention import flash as flash_kernel
 from zerolm.attention import varlen as varlen_kernel
 from zerolm.common.errors import ConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from benchmarks.host_reads import count_ours
+from tests.zerolm.train.host_reads import count_ours
 
 STEPS = 4
 

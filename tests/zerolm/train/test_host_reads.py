@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.host_reads import OURS, flags_of, profile_of
 from data_prep.tokenize.pack import pack
+from tests import ROOT
 from tests.launching import LLAMA, run_workers, write_json, write_shards
 from zerolm.shards.reader import open_source
 
@@ -17,19 +17,26 @@ KINDS = {
     "masked": (2, ["--document_mask", "--attn_implementation", "sdpa"]),
     "packed": (2, ["--packing", "best_fit"]),
 }
+FLAGS = [
+    "--seq_len", 32, "--batch_tokens", 256, "--micro_batch_size", 2, "--total_tokens", 25_600,
+    "--learning_rate", 1e-3, "--log_interval", 1000, "--wandb", "off",
+]  # fmt: skip
 OF_DEEPSPEED = {"zero1": 4, "zero2": 6, "masked": 6, "packed": 6}  # 0.19.8, in a step
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, dict[str, float]]:
     directory = tmp_path_factory.mktemp("reads")
-    write_json(directory / "llama.json", LLAMA)
+    llama = write_json(directory / "llama.json", LLAMA)
     corpus = write_shards(directory / "corpus")
     pack(open_source(corpus), 32)
     jobs = {}
     for name, (stage, more) in KINDS.items():
-        flags = flags_of(directory, OURS, 1, profile_of(directory, OURS, stage, "bf16"))
-        jobs[name] = [*flags, *more, "--run_dir", str(directory / name)]
+        ds_json = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
+        profile = write_json(directory / f"{stage}.json", ds_json | {"bf16": {"enabled": True}})
+        flags = ["--deepspeed_config", profile, "--model_config", llama, "--data", corpus]
+        flags += ["--run_dir", directory / name, *FLAGS, *more]
+        jobs[name] = list(map(str, flags))
     files = write_json(directory / "jobs.json", jobs), directory / "places.json"
     run_workers(1, Path(__file__).with_name("host_reads_worker.py"), *files)
     return json.loads(files[1].read_text())
