@@ -15,7 +15,7 @@ from data_prep.cli.input_flags import (
     print_notes,
 )
 from data_prep.cli.problems import Problems
-from data_prep.read.documents import BAD_REASONS, InputRules
+from data_prep.read.documents import BAD_REASONS, InputRules, describe_skipped
 from zerolm.common.errors import ConfigError
 
 Json = dict[str, Any]
@@ -100,6 +100,8 @@ def print_summary(output: Path, manifest: Json, seconds: float, details: Path) -
     for reason, count in manifest["dropped"].items():
         size = manifest["dropped_bytes"][reason] / 1e6
         print(f"dropped     {count:,} {reason.replace('_', ' ')}, {size:,.1f} MB")
+    for what, count in describe_skipped(manifest["skipped_documents"]).items():
+        print(f"skipped     {count:,} {what}")
     for reason, count in manifest["bad_documents"].items():
         print(f"skipped     {count:,} {BAD_REASONS[reason]}")
     print(f"listed in   {details}")

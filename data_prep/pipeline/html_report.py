@@ -6,7 +6,7 @@ from typing import Any
 
 from data_prep.pipeline.html_quality import escape, name_of, scores, share_of, shares, size_of
 from data_prep.read.bad_input import describe_changes
-from data_prep.read.documents import BAD_REASONS, SKIP_REASONS, Problem
+from data_prep.read.documents import BAD_REASONS, Problem, describe_skipped
 
 STYLE = """
 :root { --ink: #1c2733; --soft: #5b6b7b; --line: #dde3ea; --kept: #2a7f62; --dropped: #c8553d;
@@ -163,7 +163,7 @@ def _reasons(source: Mapping[str, Any]) -> str:
 def _read(stage: Mapping[str, Any]) -> str:
     """Return what was not read as a document and where, and what was decoded or repaired."""
     reading = stage.get("reading", {})
-    counts = {SKIP_REASONS.get(key, key): n for key, n in reading.get("skipped", {}).items()}
+    counts = describe_skipped(reading.get("skipped", {}))
     counts |= {BAD_REASONS.get(key, key): n for key, n in reading.get("bad", {}).items()}
     parts = []
     if counts:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.read.documents import BAD_REASONS, SKIP_REASONS, InputRules, Problem
+from data_prep.read.documents import BAD_REASONS, InputRules, Problem, describe_skipped
 from data_prep.read.inputs import ARCHIVE_FORMATS, PAGE_FORMATS, Input, stream_of
 from data_prep.read.lines import count_lines
 from zerolm.common.errors import ConfigError
@@ -148,8 +148,7 @@ def describe_changes(changed: Mapping[str, int]) -> list[str]:
 def summary_lines(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> list[str]:
     """Return the lines that a command prints about skipped documents and bad input."""
     lines = [
-        f"skipped: {count:,} {SKIP_REASONS.get(reason, reason)}"
-        for reason, count in sorted(tally.skipped.items())
+        f"skipped: {count:,} {what}" for what, count in describe_skipped(tally.skipped).items()
     ]
     lines += [f"documents {line}" for line in describe_changes(tally.changed)]
     for reason, count in sorted(tally.bad.items()):

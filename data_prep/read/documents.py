@@ -3,6 +3,8 @@
 `data_prep.read.parse` makes documents and problems of chunks.
 """
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -86,6 +88,24 @@ SKIP_REASONS = {  # harmless, always skipped
     "http_error": "pages with an HTTP status other than 2xx",
     "binary": "binary files in code trees",
 }
+SHOWN_TYPES = 6  # of other content than pages
+
+
+def describe_skipped(skipped: Mapping[str, int]) -> dict[str, int]:
+    """Return counts by what was skipped; a key `REASON.TYPE` is counted and shown by type."""
+    counts: Counter[str] = Counter()
+    types: dict[str, Counter[str]] = {}
+    for key, count in skipped.items():
+        reason, _, kind = key.partition(".")
+        counts[reason] += count
+        types.setdefault(reason, Counter())[kind] += count
+    described = {}
+    for reason, count in sorted(counts.items()):
+        shown = [f"{n:,} {kind}" for kind, n in types[reason].most_common(SHOWN_TYPES) if kind]
+        shown += ["..."] if len(types[reason]) > SHOWN_TYPES else []
+        what = SKIP_REASONS.get(reason, reason)
+        described[f"{what} ({', '.join(shown)})" if shown else what] = count
+    return described
 
 
 @dataclass(frozen=True)

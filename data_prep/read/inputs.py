@@ -90,7 +90,7 @@ def packages_of(suffix: str, encoding: str) -> tuple[str, ...]:
     names: tuple[str, ...] = ()
     if suffix.startswith((*PAGE_FORMATS, *ARCHIVE_FORMATS)):
         names = ("trafilatura", "lxml", "w3lib", "chardet")
-        names += ("warcio",) if suffix.startswith(ARCHIVE_FORMATS) else ()
+        names += ("warcio", "brotli", "zstandard") if suffix.startswith(ARCHIVE_FORMATS) else ()
     elif suffix == CODE:
         names = ("identify",)
     elif encoding == AUTO and not suffix.endswith((".parquet", "hub")):

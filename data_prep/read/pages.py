@@ -31,7 +31,7 @@ class Page(NamedTuple):
     content_type: str = ""  # as the server sent it
     keys: Mapping[str, str] = {}  # for the document
     is_html: bool = True  # otherwise plain text
-    skipped: str = ""  # a key of SKIP_REASONS
+    skipped: str = ""  # a key of SKIP_REASONS, of other content with its type
 
 
 def read_pages(chunk: Chunk, rules: InputRules) -> Parsed:
@@ -43,13 +43,16 @@ def read_pages(chunk: Chunk, rules: InputRules) -> Parsed:
         if page.skipped:
             skipped[page.skipped] += 1
             continue
-        answer = (
-            _extractor.extract(page.content, page.content_type, rules.max_page_seconds)
-            if page.is_html
-            else {"text": page.content.decode(errors="replace")}
-        )
+        where = chunk.name, chunk.input, page.start
+        if page.is_html:
+            answer = _extractor.extract(page.content, page.content_type, rules.max_page_seconds)
+        else:
+            try:
+                answer = {"text": page.content.decode()}
+            except UnicodeDecodeError as error:
+                detail = f"a record of text that is not UTF-8 ({error.reason}). Remove it."
+                answer = {"reason": "not_utf8", "detail": detail}
         if "reason" in answer:
-            where = chunk.name, chunk.input, page.start
             problems.append(Problem(answer["reason"], *where, False, answer["detail"]))
         elif not answer["text"]:
             skipped["no_main_text"] += 1

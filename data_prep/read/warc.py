@@ -8,10 +8,10 @@ because it ends a damaged record early, without an error.
 import re
 import zlib
 from collections.abc import Iterator
-from contextlib import redirect_stderr
-from io import BytesIO, StringIO
+from io import BytesIO
 from typing import BinaryIO, NamedTuple
 
+from data_prep.read.content_coding import decode_content
 from data_prep.read.documents import Chunk, InputRules
 from data_prep.read.inputs import END, Input, InputRange, problem_chunk
 from data_prep.read.pages import MAX_PAGE_BYTES, Page
@@ -23,8 +23,9 @@ SEARCH_BYTES = 1 << 20
 PROBE_BYTES = 1 << 12  # of a member, to see whether it is a record
 MAX_HEADER_BYTES = 1 << 16
 HTML_TYPES = ("text/html", "application/xhtml+xml")
-CODINGS = ("gzip", "deflate", "br")  # of HTTP; warcio knows these
 PAGE_RECORDS = ("response", "resource", "conversion")  # the others describe these
+_TYPE_LINE = re.compile(rb"(?im)^warc-type:.*$")
+_MEDIA_TYPE = re.compile(r"[\w.+-]{1,40}/[\w.+-]{1,40}")
 _CONTENT_LENGTH = re.compile(rb"(?im)^content-length:\s*(\d+)\s*$")
 _HTML_START = re.compile(
     rb"\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)\b", re.I | re.S
@@ -206,25 +207,24 @@ def page_of(record: Record) -> Page | Failure | None:
     """Return the page in a record, a page to skip, or None for a record that describes others."""
     from warcio.recordloader import ArcWarcRecordLoader
 
-    stream = BytesIO(record.data)
-    messages = StringIO()  # warcio prints what it cannot decompress, and returns less
+    stream = BytesIO(_TYPE_LINE.sub(lambda line: line[0].lower(), record.data, count=1))
+    reason = ""
     try:
         parsed = ArcWarcRecordLoader(verify_http=False, arc2warc=False).parse_record_stream(
             stream, check_digests=True
         )
+        headers, http = parsed.rec_headers, parsed.http_headers
+        content = parsed.raw_stream.read()
         is_page = parsed.rec_type in PAGE_RECORDS
-        with redirect_stderr(messages):
-            source = parsed.content_stream() if is_page else parsed.raw_stream
-            content = source.read(MAX_PAGE_BYTES + 1)
+        is_truncated = headers.get_header("WARC-Truncated") is not None
+        if is_page and http is not None:
+            try:
+                content = decode_content(content, http.headers, MAX_PAGE_BYTES, is_truncated)
+            except ValueError as error:
+                reason = str(error)
     except Exception as error:  # warcio has its own, and fails in other ways on missing headers
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         return Failure("damaged", f"cannot be read as a WARC record ({reason}).")
-    coding = (parsed.http_headers and parsed.http_headers.get_header("Content-Encoding")) or ""
-    is_packed = bool(coding) and content.startswith(GZIP_MAGIC)
-    if messages.getvalue() or is_packed or coding.lower() not in ("", "identity", *CODINGS):
-        return Failure(
-            "failed_page", f"its content, with the encoding {coding}, cannot be decoded."
-        )
     if any("block digest failed" in each for each in parsed.digest_checker.problems):
         detail = "differs from its WARC-Block-Digest. Restore the file, or remove it."
         return Failure("damaged", detail)
@@ -232,7 +232,6 @@ def page_of(record: Record) -> Page | Failure | None:
         return ONE_MEMBER
     if not is_page:
         return None
-    headers, http = parsed.rec_headers, parsed.http_headers
     keys = {
         key: value
         for key, name in (
@@ -243,12 +242,20 @@ def page_of(record: Record) -> Page | Failure | None:
         if (value := headers.get_header(name))
     }
     sent = (http.get_header("Content-Type") if http else parsed.content_type) or ""
-    kind = (headers.get_header("WARC-Identified-Payload-Type") or sent).partition(";")[0].strip()
+    kind = _media_type(headers.get_header("WARC-Identified-Payload-Type") or sent)
     is_text = parsed.rec_type == "conversion" and kind in ("", "text/plain")
     if http is not None and not http.get_statuscode().startswith("2"):
         return Page(record.start, b"", skipped="http_error")
     if not is_text and kind not in HTML_TYPES and (kind or not _HTML_START.match(content)):
-        return Page(record.start, b"", skipped="not_a_page")
+        kind = kind if _MEDIA_TYPE.fullmatch(kind) else "unknown"
+        return Page(record.start, b"", skipped=f"not_a_page.{kind}")
+    if reason:
+        return Failure("failed_page", f"its content cannot be decoded ({reason}).")
     if len(content) > MAX_PAGE_BYTES:
         return _too_long(len(content), MAX_PAGE_BYTES)
     return Page(record.start, content, sent, keys, not is_text)
+
+
+def _media_type(header: str) -> str:
+    """Return the type in a header, without parameters and in lower case."""
+    return header.partition(";")[0].partition(",")[0].strip(" \t\"'").lower()

@@ -6,15 +6,19 @@ import json
 import os
 import random
 import signal
+import zlib
 
+import brotli
 import pytest
 import trafilatura
+import zstandard
 from warcio.archiveiterator import ArchiveIterator
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from data_prep.read import inputs, pages, warc
-from data_prep.read.bad_input import Tally
+from data_prep.read.bad_input import Tally, summary_lines
+from data_prep.read.content_coding import decode_content
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
 from data_prep.read.work_units import plan_units, read_batches
@@ -166,13 +170,72 @@ def test_what_is_not_a_page_is_counted(tmp_path):
     path.write_bytes(stream.getvalue())
     documents, tally = read(path)
     assert [FOX in each.text for each in documents] == [True] * 4
-    assert tally.skipped == {"not_a_page": 2, "http_error": 1, "no_main_text": 1}
+    assert tally.skipped == {
+        "not_a_page.application/pdf": 1, "not_a_page.text/dns": 1, "http_error": 1,
+        "no_main_text": 1,
+    }  # fmt: skip
+    line = "WARC records of other content than pages (1 application/pdf, 1 text/dns)"
+    assert f"skipped: 2 {line}" in summary_lines([], tally, KEEP)
     broken = packed[:30] + b"0000" + packed[34:]
-    for coding, content in (("gzip", broken), ("zstd", b"abc")):
+    for coding, content in (("gzip", broken), ("zstd", b"\xffabc"), ("lzma", b"\xffabc")):
         add("200 OK", "text/html", content, **{"Content-Encoding": coding})
+    add("200 OK", "text/html", packed[:-20], **{"Content-Encoding": "gzip"})
+    add("", "text/plain", b"caf\xe9", "conversion")
     path.write_bytes(stream.getvalue())
     _, tally = read(path, SKIP)
-    assert tally.bad == {"failed_page": 2}
+    assert tally.bad == {"failed_page": 4, "not_utf8": 1}
+
+
+RAW_DEFLATE = zlib.compressobj(wbits=-15)
+PAGE = page("t", FOX)
+CHUNKED = b"%x\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (99, PAGE[:99], len(PAGE) - 99, PAGE[99:])
+CODED = {
+    "br": (brotli.compress(PAGE), "br"),
+    "BR, in capitals": (brotli.compress(PAGE), "BR"),
+    "zstd": (zstandard.ZstdCompressor().compress(PAGE), "zstd"),
+    "an alias": (gzip.compress(PAGE), "x-gzip"),
+    "zlib": (zlib.compress(PAGE), "Deflate"),
+    "deflate": (RAW_DEFLATE.compress(PAGE) + RAW_DEFLATE.flush(), "deflate"),
+    "two codings": (gzip.compress(brotli.compress(PAGE)), "br, gzip"),
+    "none": (PAGE, "identity"),
+    "undone by the crawler": (PAGE, "br"),
+    "not a coding": (PAGE, "UTF-8"),
+    "chunks": (CHUNKED, "", "Chunked"),
+    "a coding of the transfer": (gzip.compress(PAGE), "", "gzip"),
+    "chunks, undone": (PAGE, "", "chunked"),
+}
+
+
+@pytest.mark.parametrize("content_type", ["text/html", "Text/HTML; Charset=UTF-8", "TEXT/HTML , x"])
+def test_header_values_are_read_in_any_spelling(tmp_path, content_type):
+    """Of types and codings, as browsers do: each page gives the text that it has uncoded."""
+    stream = io.BytesIO()
+    writer = WARCWriter(stream, gzip=True)
+    for content, coding, *transfer in CODED.values():
+        sent = [("content-TYPE", content_type), ("Content-encoding", coding)]
+        sent += [("Transfer-Encoding", each) for each in transfer]
+        headers = StatusAndHeaders("200 OK", sent, protocol="HTTP/2")
+        record = writer.create_warc_record(
+            "https://a.example/x", "response", payload=io.BytesIO(content), http_headers=headers
+        )
+        writer.write_record(record)
+    path = tmp_path / "a.warc.gz"
+    path.write_bytes(stream.getvalue())
+    documents, tally = read(path)
+    assert [each.text for each in documents] == [extracted(PAGE)] * len(CODED), tally
+    (tmp_path / "a.warc").write_bytes(gzip.decompress(stream.getvalue()).replace(
+        b"WARC-Type: response", b"WARC-Type: Response"))  # fmt: skip
+    assert len(read(tmp_path / "a.warc")[0]) == len(CODED)
+
+
+@pytest.mark.parametrize("coding", ["br", "gzip", "zstd"])
+def test_content_that_expands_is_cut_soon(coding):
+    packed = {
+        "br": lambda content: brotli.compress(content, quality=1), "gzip": gzip.compress,
+        "zstd": zstandard.ZstdCompressor().compress,
+    }[coding](bytes(1 << 27))  # fmt: skip
+    content = decode_content(packed, [("Content-Encoding", coding)], 1 << 20, False)
+    assert 1 << 20 < len(content) < 1 << 26
 
 
 @pytest.mark.parametrize("suffix", [".html", ".htm.gz"])
