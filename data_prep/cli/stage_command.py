@@ -70,12 +70,14 @@ def _open(arguments: list[str], rules: InputRules, output: Path) -> tuple[Any, s
     """Open a stage or other inputs; large ones that cannot be split are first read into a stage."""
     from data_prep.filters.clean import CleanOptions, run_clean
     from data_prep.read.discovery import find_inputs
-    from data_prep.read.stage_files import is_stage, read_stage
+    from data_prep.read.stage_files import check_text_field, is_stage, read_stage
     from data_prep.stages.documents import input_documents, stage_documents
     from data_prep.stages.output_rules import overlap_problems
 
     if len(arguments) == 1 and is_stage(arguments[0]):
-        return stage_documents(read_stage(arguments[0]))
+        stage = read_stage(arguments[0])
+        check_text_field(stage, rules.text_field)
+        return stage_documents(stage)
     skip = rules.on_bad_input == "skip"
     inputs, notes = find_inputs(arguments, rules.text_field, skip, rules.encoding, rules.code)
     if overlaps := overlap_problems(output, (), inputs):

@@ -28,7 +28,13 @@ from data_prep.read.inputs import (
 from data_prep.read.readers import checked_table, open_hub
 from data_prep.read.remote import list_files
 from data_prep.read.source_code import code_keys, language_of
-from data_prep.read.stage_files import STAGE_MANIFEST, is_stage, is_unfinished, read_stage
+from data_prep.read.stage_files import (
+    STAGE_MANIFEST,
+    check_text_field,
+    is_stage,
+    is_unfinished,
+    stage_of,
+)
 from data_prep.read.streams import Failure
 from zerolm.common.errors import ConfigError
 from zerolm.common.url import is_url
@@ -85,7 +91,7 @@ def find_inputs(
             raise ConfigError(f"--code: {error.problems[0]}") from None
     kind_of = _code_suffix if code else _suffix
     for argument in arguments:
-        candidates += _expand(argument, kind_of, notes, problems)
+        candidates += _expand(argument, text_field, kind_of, notes, problems)
     inputs: list[Input] = []
     seen: dict[str, str] = {}
     missing: dict[str, str] = {}  # packages, once for all files that need them
@@ -130,7 +136,7 @@ def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, s
 
 
 def _expand(
-    argument: str, kind_of: KindOf, notes: list[str], problems: list[str]
+    argument: str, text_field: str, kind_of: KindOf, notes: list[str], problems: list[str]
 ) -> Iterator[Input]:
     """Yield the inputs of one argument."""
     if is_url(argument):
@@ -158,8 +164,16 @@ def _expand(
         )
         return
     for path in paths:
-        if Path(path, STAGE_MANIFEST).is_file():
-            yield from _stage_inputs(argument, path, problems)
+        try:
+            stage = stage_of(path)
+            if stage is not None:
+                check_text_field(stage, text_field)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if stage is not None:
+            is_one = stage.directory != Path(path)
+            yield from _stage_inputs(argument, [Path(path)] if is_one else stage.paths)
         elif Path(path).is_dir():
             yield from _walk(argument, path, kind_of, notes, problems)
         elif (suffix := kind_of(path)) is None:
@@ -168,15 +182,10 @@ def _expand(
             yield _file_input(argument, path, suffix)
 
 
-def _stage_inputs(argument: str, path: str, problems: list[str]) -> Iterator[Input]:
-    """Yield the files of a stage, and no other files of its directory."""
-    try:
-        files = read_stage(Path(path)).paths
-    except ConfigError as error:
-        problems += error.problems
-        return
-    for file in files:
-        yield replace(_file_input(argument, str(file), _suffix(file.name) or ""), of_stage=True)
+def _stage_inputs(argument: str, paths: Sequence[Path]) -> Iterator[Input]:
+    """Yield files of a stage, and no other files of its directory."""
+    for path in paths:
+        yield replace(_file_input(argument, str(path), _suffix(path.name) or ""), of_stage=True)
 
 
 def _expand_url(

@@ -186,6 +186,35 @@ def read_stage(directory: str | Path) -> Stage:
     return Stage(directory, manifest, [directory / entry["file"] for entry in manifest["files"]])
 
 
+def stage_of(argument: str) -> Stage | None:
+    """Return the stage that an --input names, or one of whose files it names; None if it is none.
+
+    Raises:
+        ConfigError: the stage is damaged.
+    """
+    path = Path(argument)
+    if is_stage(path):
+        return read_stage(path)
+    if path.name.endswith(STAGE_SUFFIX) and is_stage(path.parent):
+        stage = read_stage(path.parent)
+        return stage if path in stage.paths else None
+    return None
+
+
+def check_text_field(stage: Stage, text_field: str) -> None:
+    """Compare the key of the text with the one that a stage has written.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if stage.text_field != text_field:
+        raise ConfigError(
+            f"{stage.directory}: is a stage with its text in the key {stage.text_field!r}, not "
+            f"{text_field!r}. Set text_field to {stage.text_field}, or give inputs with another "
+            f"key to a command or a source of their own."
+        )
+
+
 def check_stage_file(path: Path) -> None:
     """Compare a file of a published stage with its checksum; other files are not checked.
 

@@ -1,9 +1,13 @@
+import contextlib
+import io
 import json
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from data_prep.__main__ import main
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
 from data_prep.read.readers import InputRange, read_input
@@ -116,3 +120,50 @@ def test_provenance_is_everything_but_the_files(tmp_path):
     assert before["before"] == {"inputs": ["raw"]}
     assert before["num_files"] == 2
     assert "files" not in before
+
+
+def run_command(*arguments: object) -> tuple[int, str]:
+    """Run a command in this process; return its exit code and what it printed as errors."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = main([str(each) for each in arguments])
+    for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+        signal.signal(number, handler)
+    return code, errors.getvalue()
+
+
+def test_every_later_command_reads_the_key_that_a_stage_wrote(tmp_path, tokenizer_directory):
+    """Or is refused: a key `text` beside it may hold the raw text."""
+    raw, stage = tmp_path / "a.jsonl", tmp_path / "clean"
+    text = "mail me at john.doe%d@example-site.com now, word for word"
+    lines = [{"content": text % n, "text": f"raw {text % n}"} for n in range(20)]
+    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    filters = tmp_path / "filters.json"
+    filters.write_text('[{"filter": "length", "min_words": 1}]')
+    flags = ["--workers", 1, "--output"]
+    code, _ = run_command(
+        "clean", "--input", raw, "--text_field", "content", "--filters", filters, *flags, stage
+    )
+    assert code == 0 and read_stage(stage).text_field == "content"
+    commands = {
+        "tokenize": ["--tokenizer", tokenizer_directory],
+        "clean": ["--filters", filters],
+        "dedup": [],
+        "train-tokenizer": ["--vocab_size", 300],
+    }
+    for name, more in commands.items():
+        more = [*more, *(flags if name != "train-tokenizer" else flags[2:])]
+        one_file = [stage / "00000.jsonl.zst", *more]
+        for number, arguments in enumerate(([stage, *more], one_file)):
+            output = tmp_path / f"{name}-{number}"
+            code, errors = run_command(name, "--input", *arguments, output)
+            assert code == 0, (name, errors)
+            if name == "tokenize":
+                size = json.loads((output / "manifest.json").read_text())["text_bytes"]
+                assert size == sum(len(line["content"]) for line in lines)
+            elif name != "train-tokenizer":
+                assert read_stage(output).text_field == "content"
+        for wrong in ([stage, "--text_field", "text"], [stage, raw], one_file[:1] + [raw]):
+            code, errors = run_command(name, "--input", *wrong, *more, tmp_path / "refused")
+            assert code == 2 and "text in the key 'content', not 'text'" in errors, (name, errors)
