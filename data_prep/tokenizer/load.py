@@ -211,6 +211,11 @@ def _describe_backend(
     content: dict[str, Any],
     save: Callable[[Path], object],
 ) -> Tokenizer:
+    if dropout := content["model"].get("dropout"):
+        raise ConfigError(
+            f"--tokenizer {name}: tokenizer.json: model.dropout is {dropout}, with which equal "
+            f"texts get other ids each time. Set it to null."
+        )
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     definition = [*(content[key] for key in keys), eos_id]
     vocab = content["model"]["vocab"]  # for Unigram a list of (token, score) in the order of ids

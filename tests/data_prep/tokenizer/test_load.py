@@ -187,12 +187,22 @@ def test_tiktoken_encodings_load_by_name_and_from_the_copy(tmp_path, local_tikto
         ("{tmp}", "not a tokenizer directory"),
         ("{tmp}/file", "is a file"),
         ("{tmp}/no-eos", "has no EOS token"),
+        ("{tmp}/dropout", r"model\.dropout is 0\.1, with which equal texts get other ids"),
+        ("{tmp}/dropout-slow", r"model\.dropout is 0\.1"),
         ("{tmp}/other-eos", r"'<.endoftxt.>' is not in its vocabulary.* \"<.endoftext.>\""),
     ],
 )
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, tokenizer_directory, name, message):
     (tmp_path / "file").write_text("{}")
     change(tokenizer_directory, tmp_path / "no-eos", eos_token=None)
+    model = json.loads((tokenizer_directory / "tokenizer.json").read_text())["model"]
+    sampling, file = {**model, "dropout": 0.1}, "tokenizer.json"
+    slow = change(tokenizer_directory, tmp_path / "slow", pad_token="<|endoftext|>", split=1)
+    change(tokenizer_directory, tmp_path / "dropout", file=file, model=sampling)
+    change(slow, tmp_path / "dropout-slow", file=file, model=sampling)
+    change(tokenizer_directory, tmp_path / "none", file=file, model={**model, "dropout": 0.0})
+    expected = load_tokenizer(str(tokenizer_directory)).vocab_size
+    assert load_tokenizer(str(tmp_path / "none")).vocab_size == expected
     change(tokenizer_directory, tmp_path / "other-eos", eos_token="<|endoftxt|>")
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(name.format(tmp=tmp_path))
