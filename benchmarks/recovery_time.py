@@ -102,7 +102,6 @@ class Run:
 
     def __init__(self, tree: Path, base: Path):
         self.run_dir = base / "run"
-        self.has_spare = (tree / "launch/supervise/spare.py").exists()
         self.mark = f"ZEROLM_BENCHMARK={random.getrandbits(64):x}"
         profile = write_json(base / "ds.json", {"zero_optimization": {"stage": 2}})
         llama = write_json(base / "llama.json", LLAMA)
@@ -145,8 +144,6 @@ class Run:
         """Inject a fault; return the seconds of each part of the recovery."""
         begun = self.step()
         self.wait(lambda: self.step() >= max(begun, 1) + SAVE + AFTER_SAVE)
-        if self.has_spare:
-            self.line_after("supervise: a spare process", 0.0)
         self.wait(lambda: self.step() % SAVE == AFTER_SAVE)
         self.wait(lambda: self.saved() >= self.step() - AFTER_SAVE)
         pid, first = self.rank()["pid"], len(self.starts())

@@ -6,6 +6,7 @@ signalled by process name.
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -19,8 +20,6 @@ from typing import Any
 
 from launch.supervise.downtime import downtime
 from launch.supervise.outcome import Outcome, classify
-from launch.supervise.spare import Spare, end_with_parent
-from launch.supervise.spare_process import Forked
 from zerolm.common import jsonl, processes
 from zerolm.common.jsonl import EventRow
 from zerolm.common.run_files import RunFiles
@@ -38,6 +37,7 @@ SUSPENDED_SECONDS = 6.0  # a check this late means that this process was suspend
 KILL_SECONDS = 5.0
 STACKS_SECONDS = 2.0  # for ranks to write their stacks
 MAX_OUTPUT_LINES = 400
+PR_SET_PDEATHSIG = 1
 
 
 class Attempt:
@@ -48,7 +48,6 @@ class Attempt:
         mark: value of ZEROLM_SUPERVISOR in the environment of its processes, unique to this launch.
         run_dir: run directory of the command.
         start_seconds: time limit for the first heartbeat of a rank.
-        spare: starts the process, if it can.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class Attempt:
         mark: str,
         run_dir: Path,
         start_seconds: float = 1800.0,
-        spare: Spare | None = None,
     ):
         self.mark = f"{processes.SUPERVISOR}={mark}"
         self.files, self.start_seconds = RunFiles(run_dir), start_seconds
@@ -75,11 +73,9 @@ class Attempt:
         self._gone_since: float | None = None
         self._stopped_since: float | None = None
         self._started = self._checked = time.monotonic()
-        environment = {**os.environ, processes.SUPERVISOR: mark}
-        launched = None if spare is None else spare.launch(command, environment)
-        self.process: Forked | subprocess.Popen[bytes] = launched or subprocess.Popen(
+        self.process = subprocess.Popen(
             list(command),
-            env=environment,
+            env={**os.environ, processes.SUPERVISOR: mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -90,11 +86,6 @@ class Attempt:
         self._reader.start()
 
     # ---- While it runs
-
-    @property
-    def training(self) -> bool:
-        """Whether a rank has begun a step."""
-        return any(beat["phase"] in ("data", "step") for beat in self._beats)
 
     def running(self) -> bool:
         """Return whether the launch is running, after killing it if it is stuck."""
@@ -296,3 +287,8 @@ def _is_writable(directory: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process if its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

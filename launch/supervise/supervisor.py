@@ -24,8 +24,6 @@ from launch.supervise.config_files import ConfigFiles
 from launch.supervise.hosts import without_failing_hosts
 from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
-from launch.supervise.spare import Spare
-from launch.supervise.spare_process import Forked
 from zerolm.checkpoint import memory
 from zerolm.common import jsonl, processes
 from zerolm.common.errors import (
@@ -76,8 +74,6 @@ class Supervisor:
         self.run_dir = run_directory(self.command)
         self.restarts = Restarts(policy, self.run_dir)
         self.identity = secrets.token_hex(8)
-        files = RunFiles(self.run_dir)
-        self.spare = Spare(files.modules, files.forkable)
         self.attempts = 0
         self.corrupt_hosts: set[str] = set()
         self.signals: list[int] = []
@@ -106,7 +102,6 @@ class Supervisor:
         finally:
             seconds = report_process.FINISH_SECONDS if code == EXIT_BUG else 0.0
             self._guarded("finish the HTML report", self._end_report, seconds)
-            self._guarded("end the spare process", self.spare.end)
             self._guarded("release its lock", self.lock.release)
             if code in (EXIT_DONE, EXIT_GAVE_UP) or self.keeps_failing:
                 self._guarded("remove copies in memory", memory.remove_copies, self.run_dir)
@@ -187,20 +182,11 @@ class Supervisor:
 
     def _start(self, command: list[str]) -> Attempt:
         self.log(f"attempt {self.attempts}: {' '.join(command)}")
-        mark = f"{self.identity}-{self.attempts}"
-        self._guarded("start a spare process", self.spare.prepare, self.command)
-        attempt = Attempt(command, mark, self.run_dir, spare=self.spare)
-        if isinstance(attempt.process, Forked):
-            self.log("started from the spare process")
-        return attempt
+        return Attempt(command, f"{self.identity}-{self.attempts}", self.run_dir)
 
     def _watch(self, attempt: Attempt) -> Outcome:
         forwarded, problem = self.stop_reason is not None, None
         while attempt.running():
-            if attempt.training and (
-                news := self._guarded("start a spare process", self.spare.tick, self.command)
-            ):
-                self.log(news)
             if attempt.problem != problem:
                 problem = attempt.problem
                 self.log(f"{problem}; the run continues")

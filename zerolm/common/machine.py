@@ -8,7 +8,6 @@ import importlib
 import os
 import platform
 import shutil
-import sys
 import sysconfig
 import tempfile
 import time
@@ -203,12 +202,10 @@ def share_cores(environment: MutableMapping[str, str]) -> None:
     """
     if ranks_of_host(environment) == 1:
         return
-    threads = environment.setdefault("OMP_NUM_THREADS", str(cores_of_rank(environment)))
+    environment.setdefault("OMP_NUM_THREADS", str(cores_of_rank(environment)))
     environment.setdefault(
         "TORCHINDUCTOR_COMPILE_THREADS", str(min(MAX_COMPILE_WORKERS, cores_of_rank(environment)))
     )
-    if "torch" in sys.modules and threads.isdigit():  # in the spare process of `launch supervise`
-        sys.modules["torch"].set_num_threads(int(threads))
 
 
 def num_nodes(environment: Mapping[str, str]) -> int | None:
@@ -233,8 +230,7 @@ def _commands() -> list[list[str]]:
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            # A spare of `launch supervise` leaves zeros after the arguments.
-            text = path.read_bytes().decode(errors="replace").rstrip("\0")
+            text = path.read_bytes().decode(errors="replace").removesuffix("\0")
             commands.append(text.split("\0"))
         except OSError:  # the process has ended, or belongs to another user
             continue

@@ -51,8 +51,6 @@ class RunFiles:
         self.checkpoints = run_dir / "checkpoints"
         self.latest = self.checkpoints / LATEST
         self.ranks = run_dir / "ranks"
-        self.modules = self.ranks / "modules.json"  # that rank 0 has imported
-        self.forkable = self.ranks / "forkable"  # exists if a spare process that did can be forked
         self.profile = run_dir / "profile"
         self.uploads = run_dir / "uploads"
         self.uploads_lock = self.uploads / "lock"

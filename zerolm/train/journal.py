@@ -3,9 +3,6 @@
 Between `Run`, which reports what has happened, and the `RunLog` with its trackers.
 """
 
-import contextlib
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +11,6 @@ from typing import Any
 from zerolm.checkpoint.load import DamagedCheckpoint
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common import processes
-from zerolm.common.files import encode_json, write_atomically
 from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import Rollback
 from zerolm.data import mixture
@@ -133,10 +129,6 @@ class Journal:
                 lost = {"lost_seconds": round(max(0.0, time.time() - self.last_row_at), 2)}
             total = round(sum(parts.values()), 2)
             self.log.event("startup", step, seconds=total, parts=parts, **lost)
-            if processes.SUPERVISOR in os.environ:  # which imports them before the next restart
-                with contextlib.suppress(OSError):
-                    path = RunFiles(self.plan.run_dir).modules
-                    write_atomically(path, encode_json(list(sys.modules)), durable=False)
         if self.failed is not None and step >= self.failed.step:
             seconds, parts = startup.recovery(self.failed, launcher)
             repeated = max(0, self.failed.step - self.first_step)
