@@ -3,8 +3,6 @@
 `NgramIndex` searches documents for them.
 """
 
-import gzip
-import io
 import json
 import re
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from typing import Any, NamedTuple
 from data_prep.read.discovery import SHOWN_SUFFIXES, SUFFIXES
 from data_prep.read.parse import find_text
 from data_prep.read.readers import TEXT_FORMATS
+from data_prep.read.streams import COMPRESSIONS, Stream
 from zerolm.common.errors import ConfigError, did_you_mean
 
 WIKIHOW_MARK = re.compile(r"\[.*?\]")  # in HellaSwag: [header], [title], ...
@@ -100,18 +99,15 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _is_text(path: Path) -> bool:
-    return Path(path.name.removesuffix(".gz").removesuffix(".zst")).suffix in TEXT_FORMATS
+    name = path.stem if path.suffix in COMPRESSIONS else path.name
+    return Path(name).suffix in TEXT_FORMATS
 
 
 def _content(path: Path) -> bytes:
-    content = path.read_bytes()
-    if path.suffix == ".gz":
-        return gzip.decompress(content)
-    if path.suffix == ".zst":
-        import pyarrow as pa
-
-        with pa.CompressedInputStream(pa.PythonFile(io.BytesIO(content), mode="r"), "zstd") as file:
-            return file.read()
+    stream = Stream(str(path), path.name, 0, max_expansion=1 << 40)
+    content = b"".join(stream)
+    if stream.failure is not None:
+        raise ValueError(stream.failure.detail)
     return content
 
 

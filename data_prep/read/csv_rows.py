@@ -10,7 +10,7 @@ from data_prep.read.encodings import UTF8
 from data_prep.read.inputs import END, Input, InputRange, problem_chunk, stream_of
 from data_prep.read.lines import read_line_blocks
 from data_prep.read.parse import Parsed, encoding_problem, too_long_problem
-from data_prep.read.streams import Failure, Stream
+from data_prep.read.streams import COMPRESSIONS, Failure, Stream
 
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}  # in order of preference
 BLOCK_BYTES = 1 << 18
@@ -26,13 +26,14 @@ class Header(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row at [start, stop); or the place of one that is not CSV, at which reading ends."""
+    """A row at [start, stop); or the place of one that is not CSV."""
 
     start: int
     stop: int
     fields: list[str]
     read_bytes: int  # of the stored file
-    failure: Failure | None = None
+    problem: str = ""  # why it is not CSV
+    failure: Failure | None = None  # why reading ends at it
 
 
 class _Lines:
@@ -67,19 +68,28 @@ def header_of(source: Input, rules: InputRules) -> tuple[Header | None, Failure 
     """
     stream = stream_of(source, 0, rules)
     lines = _Lines(stream, 0, rules.max_document_bytes)
-    line = next((line for line in lines if line.strip()), None)
-    if line is None:
-        missing = Failure("fields", "has no header, a first row with the names of its columns.")
-        return None, stream.failure or missing
+    iterator, seen = iter(lines), list[tuple[str, int]]()  # lines, and the byte after each
+
+    def replay() -> Iterator[str]:
+        yield from (line for line, _ in seen)
+        for line in iterator:
+            seen.append((line, lines.stop))
+            yield line
+
     choices = DELIMITERS[source.suffix[:4]]
+    names: list[str] = []
     try:
         for delimiter in (*choices, choices[0]):
-            names = next(csv.reader([line], delimiter=delimiter))
-            if rules.text_field in names:
+            reader = csv.reader(replay(), delimiter=delimiter, strict=True)
+            names = next((row for row in reader if "".join(row).strip()), [])
+            if rules.text_field in names or not names:
                 break
     except csv.Error as error:
         return None, Failure("fields", f"has a header that is not CSV ({error}). Correct it.")
-    header = Header(names, delimiter, lines.stop)
+    if not names:
+        missing = Failure("fields", "has no header, a first row with the names of its columns.")
+        return None, stream.failure or missing
+    header = Header(names, delimiter, seen[reader.line_num - 1][1])
     if rules.text_field not in names:
         detail = (
             f"no column {rules.text_field!r}; it has {', '.join(names)[:500]}. Choose one with "
@@ -104,15 +114,15 @@ def read_table(
         return
     start = max(header.stop, part.start)
     stream = stream_of(source, start - 1, rules)
-    is_stored = source.encoding == UTF8 and not source.suffix.endswith((".gz", ".zst"))
+    is_stored = source.encoding == UTF8 and not source.suffix.endswith(COMPRESSIONS)
     counted = -1 if part.start else 0  # stored bytes that chunks account for so far
-    rows: list[tuple[int, int, list[str]]] = []
+    rows: list[tuple[int, int, list[str] | str]] = []
     first = stop = start
     for row in read_rows(stream, header, start, rules.max_document_bytes):
         if counted < 0:
             counted = start if is_stored else stream.skipped_bytes
         if row.failure is None:
-            rows.append((row.start, row.stop, row.fields))
+            rows.append((row.start, row.stop, row.problem or row.fields))
             stop = row.stop
         if rows and (row.failure is not None or stop - first >= chunk_bytes):
             read = stop if is_stored else row.read_bytes
@@ -137,7 +147,7 @@ def _chunk(
     stream: Stream,
     part: InputRange,
     header: Header,
-    rows: list[tuple[int, int, list[str]]],
+    rows: list[tuple[int, int, list[str] | str]],
     start: int,
     read_bytes: int,
 ) -> Chunk:
@@ -164,9 +174,14 @@ def read_rows(stream: Stream, header: Header, start: int, max_bytes: int) -> Ite
         except csv.Error as error:
             if stream.failure is not None:  # the quoted field ends with the file
                 return
-            detail = f"the file is not CSV from here on ({error}). Correct the row."
-            yield Row(begin, lines.stop, [], lines.read_bytes, Failure("damaged", detail))
-            return
+            if "unexpected end of data" in str(error):
+                detail = "the file is not CSV from here on: a quote has no end. Correct the row."
+                yield Row(
+                    begin, lines.stop, [], lines.read_bytes, failure=Failure("damaged", detail)
+                )
+                return
+            yield Row(begin, lines.stop, [], lines.read_bytes, f"is not CSV ({error}).")
+            continue
         yield Row(begin, lines.stop, fields, lines.read_bytes)
 
 
@@ -181,6 +196,9 @@ def read_fields(chunk: Chunk, rules: InputRules) -> Parsed:
         problems.append(Problem(reason, chunk.name, chunk.input, start, False, detail))
 
     for start, stop, fields in rows:
+        if isinstance(fields, str):
+            add_problem("fields", start, f"the row {fields} Correct it, or remove it.")
+            continue
         if not fields:
             skipped["blank_lines"] += 1
             continue

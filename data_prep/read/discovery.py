@@ -35,23 +35,23 @@ from data_prep.read.stage_files import (
     is_unfinished,
     stage_of,
 )
-from data_prep.read.streams import Failure
+from data_prep.read.streams import COMPRESSIONS, Failure
 from zerolm.common.errors import ConfigError
 from zerolm.common.url import is_url
 
-COMPRESSED = (".json.gz", ".json.zst")  # JSON lines; an uncompressed .json is seldom that
 PLAIN_FORMATS = (*TEXT_FORMATS, *LINE_FORMATS, *PAGE_FORMATS, *TABLE_FORMATS)
 SUFFIXES = tuple(
-    [each + end for each in PLAIN_FORMATS for end in ("", ".gz", ".zst")]
+    [each + end for each in PLAIN_FORMATS for end in ("", *COMPRESSIONS)]
     + [each + end for each in ARCHIVE_FORMATS for end in ("", ".gz")]
-    + [*COMPRESSED, ".parquet"]
+    + [".json" + end for end in COMPRESSIONS]  # JSON lines; an uncompressed .json is seldom that
+    + [".parquet"]
 )
 SHOWN_KINDS = 6
 KindOf = Callable[[str], str | None]  # from a path to its suffix, or None if it is not read
 DATASET_CARD = "README.md"  # describes the files beside it
 SHOWN_SUFFIXES = (
-    ".txt, .md, .html, .csv, .tsv, .jsonl, .ndjson (also .gz, .zst), .json.gz, .json.zst, "
-    ".warc, .wet (also .gz), .parquet"
+    ".txt, .md, .html, .csv, .tsv, .jsonl, .ndjson (also .gz, .zst, .bz2, .xz), .json.gz (.zst, "
+    ".bz2, .xz), .warc, .wet (also .gz), .parquet"
 )
 HUB_ID = re.compile(
     r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.+-]+))?"
@@ -132,7 +132,7 @@ def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, s
     encoding = "utf-8" if is_fixed else canonical(encoding)
     each = replace(each, encoding=encoding, keys=keys, packages=packages)
     is_table = each.suffix.startswith((*TABLE_FORMATS, ".parquet"))
-    return checked_table(each, text_field) if is_table else each
+    return checked_table(each, text_field) if is_table and each.size_bytes else each
 
 
 def _expand(

@@ -75,11 +75,12 @@ BAD_REASONS = {
     "expands": "files that expand more than --max_expansion times",
     "unreadable": "files that cannot be opened",
     "encoding": "documents or files of another encoding than the named one",
-    "fields": "CSV rows with a wrong number of fields",
+    "fields": "CSV rows that do not fit the header, or are not CSV",
     "slow_page": "pages whose extraction took more than --max_page_seconds",
     "failed_page": "pages whose text cannot be extracted",
 }
 SKIP_REASONS = {  # harmless, always skipped
+    "no_bytes": "files of no bytes",
     "empty": "empty documents",
     "null": "documents whose text is null",
     "blank_lines": "blank lines",

@@ -13,7 +13,7 @@ from data_prep.read.streams import Failure, Stream
 from zerolm.common.errors import ConfigError
 from zerolm.common.provenance import installed_version
 
-TEXT_FORMATS = (".txt", ".md")  # a document each; with .gz or .zst at the end too
+TEXT_FORMATS = (".txt", ".md")  # a document each; with one of streams.COMPRESSIONS at the end too
 PAGE_FORMATS = (".html", ".htm", ".xhtml")  # the same
 CODE = ".code"  # a document each: any file of a code tree
 LINE_FORMATS = (".jsonl", ".ndjson")  # a document per line; the same

@@ -1,10 +1,12 @@
 """Reads Parquet row groups as lists of bounded size, with values as JSON types."""
 
 import base64
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from data_prep.read.documents import InputRules
+from data_prep.read.parse import find_text, replace_text
 from data_prep.read.streams import MIN_CHECKED_BYTES, Failure
 
 MAX_ROWS = 8192  # in a list
@@ -41,7 +43,10 @@ def check_parquet(stored: Any, text_field: str) -> tuple[Failure | None, int]:
             f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose one with "
             f"--text_field.",
         )
-    elif not is_text_type(column_type):
+    elif schema.names.count(text_field) > 1:
+        detail = f"has several columns {text_field!r}. Rename all but one."
+        failure = Failure("no_text_field", detail)
+    elif not (is_text_type(column_type) or is_untyped(column_type)):
         failure = Failure(
             "not_a_string",
             f"column {text_field!r} has type {column_type}, not string. Choose another with "
@@ -61,9 +66,7 @@ def _column_type(schema: object, text_field: str) -> object | None:
         names = schema.names if isinstance(schema, pa.Schema) else [each.name for each in schema]
         if head not in names:
             continue
-        column_type = schema.field(head).type
-        if pa.types.is_dictionary(column_type):
-            column_type = column_type.value_type
+        column_type = _value_type(schema.field(names.index(head)).type)
         if not tail:
             return column_type
         if pa.types.is_struct(column_type):
@@ -119,29 +122,46 @@ def read_row_group(
 
 def _entire_rows(batch: Any, field: str) -> list:
     """Return rows with all of their columns; a value that is not UTF-8 affects only its own row."""
-
     try:
-        return json_values(batch.to_pylist())
+        rows = batch.to_pylist()
     except UnicodeDecodeError:
-        pass
-    columns = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        values = _column_values(column)
-        if is_text_type(column.type):
-            columns[name] = [_decoded(value, name == field) for value in values]
-        else:
-            columns[name] = json_values(values)
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        columns = {}
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            values = _column_values(column)
+            if name != field and is_text_type(_value_type(column.type)):
+                values = [_decoded(value, "backslashreplace") for value in values]
+            columns[name] = values
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return json_rows(rows, field)
 
 
-def _decoded(value: bytes | str | None, is_text: bool) -> bytes | str | None:
-    """Return a string; text that is not UTF-8 stays bytes, so that it is counted as bad."""
-    if not isinstance(value, bytes):
-        return value
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value if is_text else value.decode(errors="backslashreplace")
+def json_rows(rows: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
+    """Return rows in JSON types, with the text decoded if it is bytes in UTF-8.
+
+    Text that is not UTF-8 stays bytes, so that it is counted as bad.
+    """
+    converted = []
+    for row in rows:
+        text = find_text(row, field)[1]
+        row = json_values(row)
+        if isinstance(text, bytes):
+            with contextlib.suppress(UnicodeDecodeError):
+                text = text.decode()
+            row = replace_text(row, field, text)
+        converted.append(row)
+    return converted
+
+
+def _decoded(value: bytes | str | None, errors: str) -> str | None:
+    return value.decode(errors=errors) if isinstance(value, bytes) else value
+
+
+def _value_type(column_type: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(column_type, pa.BaseExtensionType):  # of JSON, for example
+        column_type = column_type.storage_type
+    return column_type.value_type if pa.types.is_dictionary(column_type) else column_type
 
 
 def json_values(value: Any) -> Any:
@@ -179,6 +199,17 @@ def is_text_type(column_type: Any) -> bool:
 
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
     return any(is_kind(column_type) for is_kind in kinds)
+
+
+def is_untyped(column_type: Any) -> bool:
+    """Whether a type may hold text without saying so: bytes, which may be UTF-8, or only nulls.
+
+    Spark, Impala and DuckDB have written strings as bytes without a logical type.
+    """
+    import pyarrow as pa
+
+    kinds = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
+    return any(is_kind(column_type) for is_kind in (*kinds, pa.types.is_null))
 
 
 def parquet_errors() -> tuple[type[BaseException], ...]:

@@ -20,6 +20,10 @@ CONTENTS = {  # what begins so is not text, or not UTF-8
     b"\xfe\xff": UTF16,
     b"\x1f\x8b": "it is compressed with gzip. Rename the file to end in .gz.",
     b"\x28\xb5\x2f\xfd": "it is compressed with Zstandard. Rename the file to end in .zst.",
+    b"BZh": "it is compressed with bzip2. Rename the file to end in .bz2.",
+    b"\xfd7zXZ\x00": "it is compressed with xz. Rename the file to end in .xz.",
+    b"PAR1": "it is Parquet. Rename the file to end in .parquet.",
+    b"PK\x03\x04": "it is a zip archive. Unpack it.",
 }
 PARQUET_TEXT = "not UTF-8, as the text of a table must be. Write the file again, or remove the row."
 BEYOND_64_BITS = float(1 << 63)

@@ -30,7 +30,7 @@ from data_prep.read.pages import MAX_PAGE_BYTES, Page
 from data_prep.read.parquet import (
     RowGroupRefused,
     check_parquet,
-    json_values,
+    json_rows,
     parquet_errors,
     read_row_group,
 )
@@ -38,7 +38,7 @@ from data_prep.read.parse import too_long_problem
 from data_prep.read.remote import open_stored, stat_file
 from data_prep.read.source_code import header_license
 from data_prep.read.stage_files import check_stage_file
-from data_prep.read.streams import Failure
+from data_prep.read.streams import COMPRESSIONS, Failure
 from data_prep.read.warc import read_archive
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.url import is_url
@@ -67,6 +67,8 @@ def read_input(
         yield from _read_hub(source, part, rules)
     elif (failure := _check_unchanged(source)) is not None:
         yield problem_chunk(source, part, 0, failure, 1, size), END
+    elif source.size_bytes == 0:
+        yield Chunk(source.name, "skipped", 0, "no_bytes", 0, part.input), END
     elif source.suffix.startswith((*TEXT_FORMATS, *PAGE_FORMATS, CODE)):
         yield from _read_text(source, part, rules)
     elif source.suffix.startswith(ARCHIVE_FORMATS):
@@ -122,7 +124,7 @@ def _read_text(source: Input, part: InputRange, rules: InputRules) -> Iterator[t
     is_page = source.suffix.startswith(PAGE_FORMATS)
     limit = min(rules.max_document_bytes, MAX_PAGE_BYTES) if is_page else rules.max_document_bytes
     stream = stream_of(source, 0, rules)
-    is_too_long = not source.suffix.endswith((".gz", ".zst")) and size > limit
+    is_too_long = not source.suffix.endswith(COMPRESSIONS) and size > limit
     blocks, text_bytes = [], size if is_too_long else 0
     for block in stream if not is_too_long else ():
         text_bytes += len(block)
@@ -152,7 +154,7 @@ def _read_lines(
         check_stage_file(Path(source.name))
     stream = stream_of(source, max(0, part.start - 1), rules)
     limit = rules.max_document_bytes
-    is_compressed = source.encoding != UTF8 or source.suffix.endswith((".gz", ".zst"))
+    is_compressed = source.encoding != UTF8 or source.suffix.endswith(COMPRESSIONS)
     counted, next_start = None, part.start  # `counted`: stored bytes that chunks account for so far
     is_plain = not is_compressed and not is_url(source.name)
     blocks = read_plain_line_blocks if is_plain else read_line_blocks
@@ -257,7 +259,7 @@ def _read_hub(source: Input, part: InputRange, rules: InputRules) -> Iterator[tu
                 f"{', '.join(batch)}. Choose one with --text_field."
             )
         if rules.keep_records:
-            rows = json_values(rows)
+            rows = json_rows(rows, rules.text_field)
         elif rules.text_field in batch:
             rows = batch[rules.text_field]
         yield Chunk(source.name, "rows", row, rows, 0, part.input), row + len(rows)

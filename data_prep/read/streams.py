@@ -4,8 +4,11 @@ Bad content does not raise: the stream ends, and `failure` has the reason. Indep
 of documents.
 """
 
+import bz2
+import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from data_prep.read.remote import open_stored
@@ -14,6 +17,9 @@ READ_BYTES = 1 << 16  # of the file at a time; larger blocks do not stay in the 
 BLOCK_BYTES = 1 << 18  # decompressed at a time
 MIN_CHECKED_BYTES = 64 << 20  # decompressed; below this, the expansion is not limited
 SALVAGE_BYTES = 256  # step size for reading the data before a damaged place
+MEMBERS = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
+COMPRESSIONS = (".gz", ".zst", *MEMBERS)
+LONG_WINDOW_BYTES = 1 << 10  # of zstd at a time: pieces, which expand to 32 MiB at most
 GZIP = 16 + zlib.MAX_WBITS
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -40,7 +46,7 @@ class Stream:
 
     Args:
         path: a regular file, or the URL of one.
-        suffix: of the file; if it ends in `.gz` or `.zst`, the file is decompressed.
+        suffix: of the file; if it ends in one of COMPRESSIONS, the file is decompressed.
         start: first byte to yield, of the decompressed content.
         max_expansion: ratio of decompressed to compressed size at which the stream ends.
     """
@@ -57,6 +63,9 @@ class Stream:
             self._blocks = self._from_start(self._gzip)
         elif suffix.endswith(".zst"):
             self._blocks = self._from_start(self._zstd)
+        elif suffix.endswith(tuple(MEMBERS)):
+            open_member = MEMBERS[suffix[suffix.rindex(".") :]]
+            self._blocks = self._from_start(partial(self._members, open_member=open_member))
         else:
             self._blocks = self._plain
 
@@ -77,9 +86,9 @@ class Stream:
             yield block[skip:]
             skip = 0
 
-    def _read(self, raw: BinaryIO) -> bytes:
+    def _read(self, raw: BinaryIO, size: int = 0) -> bytes:
         try:
-            block = raw.read(READ_BYTES)
+            block = raw.read(size or READ_BYTES)
         except OSError as error:
             self.failure = Failure("damaged", f"cannot be read further ({error.strerror}).")
             return b""
@@ -161,6 +170,9 @@ class Stream:
             try:
                 block = stream.read(BLOCK_BYTES)
             except (OSError, ValueError) as error:
+                if "too much memory" in str(error):  # a window of more than 128 MiB
+                    yield from self._long_zstd(raw, done)
+                    return
                 self.failure = Failure("damaged", f"{_one_line(error)}. {RESTORE_HINT}")
                 if "Truncated" in str(error):
                     self.failure = TRUNCATED
@@ -184,6 +196,78 @@ class Stream:
                         yield block
                 except (OSError, ValueError):
                     pass
+
+    def _long_zstd(self, raw: BinaryIO, skip: int) -> Iterator[bytes]:
+        """Read a file again whose windows are larger than pyarrow allows, after `skip` bytes."""
+        try:
+            from zstandard import ZstdDecompressor
+        except ImportError:
+            detail = "has a zstd window of more than 128 MiB, which needs: pip install zstandard."
+            self.failure = Failure("damaged", detail)
+            return
+        raw.seek(0)
+        self.read_bytes = 0
+        new = ZstdDecompressor(max_window_size=1 << 31).decompressobj
+        for block in self._members(raw, new, LONG_WINDOW_BYTES, limit=()):
+            yield block[skip:]
+            skip = max(0, skip - len(block))
+
+    def _members(
+        self,
+        raw: BinaryIO,
+        open_member: Callable[[], Any],
+        piece_bytes: int = READ_BYTES,
+        limit: tuple[int, ...] = (BLOCK_BYTES,),
+    ) -> Iterator[bytes]:
+        """Decompress a file of one or more members, and up to the last byte before damage.
+
+        Args:
+            limit: of what `decompress` of a member returns, if it takes one.
+        """
+        done = 0
+        for block in self._decompress(raw, open_member, lambda: piece_bytes, limit):
+            done += len(block)
+            yield block
+        if self.failure is None or self.failure.reason != "damaged":
+            return
+        damaged_at = self.read_bytes - piece_bytes  # read again, there byte by byte
+        self.failure, self.read_bytes = None, 0
+        raw.seek(0)
+        pieces = lambda: piece_bytes if self.read_bytes < damaged_at else 1  # noqa: E731
+        for block in self._decompress(raw, open_member, pieces, limit):
+            yield block[done:]
+            done = max(0, done - len(block))
+
+    def _decompress(
+        self,
+        raw: BinaryIO,
+        open_member: Callable[[], Any],
+        piece_bytes: Callable[[], int],
+        limit: tuple[int, ...],
+    ) -> Iterator[bytes]:
+        member, data, first = None, b"", True
+        while True:
+            if not data and getattr(member, "needs_input", True):
+                data = self._read(raw, piece_bytes())
+                if not data:
+                    if self.failure is None and (member is not None or first):
+                        self.failure = TRUNCATED
+                    return
+            if member is None:
+                if not first and not data.strip(b"\0"):  # padding
+                    data = b""
+                    continue
+                member, first = open_member(), False
+            try:
+                block = member.decompress(data, *limit)
+            except Exception as error:  # each library has its own
+                self.failure = Failure("damaged", f"{_one_line(error)}. {RESTORE_HINT}")
+                return
+            data = b""
+            if member.eof:
+                data, member = member.unused_data, None
+            for start in range(0, len(block), BLOCK_BYTES):
+                yield block[start : start + BLOCK_BYTES]
 
 
 def _fast_zlib() -> Any:

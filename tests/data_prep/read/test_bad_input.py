@@ -97,7 +97,9 @@ CASES = {
     "long.txt": Case(b"x" * 10_001, {"too_long": 1}, [], "{file}:1: 10,001 bytes are more"),
     "cut.jsonl.gz": Case(CUT_GZ, {"cut": 1}, READABLE.count(b"\n"), "ends too early"),
     "cut.jsonl.zst": Case(zst(GOOD * 9) + zst(GOOD)[:-3], {"cut": 1}, 10, "ends too early"),
-    "nothing.jsonl.gz": Case(b"", {"cut": 1}, [], "{file}:1: the compressed data ends too early"),
+    "nothing.jsonl.gz": Case(
+        gzip.compress(b"")[:9], {"cut": 1}, [], "{file}:1: the compressed data ends too early"
+    ),
     "damaged.jsonl.gz": Case(
         flipped(gzip.compress(GOOD * 9), -6), {"damaged": 1}, 9, "{file}:10: "
     ),
@@ -109,6 +111,9 @@ CASES = {
     "other_column.parquet": Case(
         table(body=["a", "b", "c"]), {"no_text_field": 3}, [], "no column 'text'; it has body"
     ),
+    "latin.parquet": Case(
+        table(text=pa.array([b"a", b"\xe9"])), {"not_utf8": 1}, ["a"], "{file}:2: not UTF-8"
+    ),
     "numbers.parquet": Case(table(text=[1, 2]), {"not_a_string": 2}, [], "int64, not string"),
     "surrogate.parquet": Case(table(text=SURROGATE), {"not_utf8": 1}, ["a"], "{file}:2: not UTF-8"),
     "long.parquet": Case(
@@ -118,8 +123,19 @@ CASES = {
 HARMLESS = {
     "null.jsonl": Case(GOOD + b'{"text": null}\n', {}, ["good"], "", {"null": 1}),
     "empty.jsonl": Case(GOOD + b'{"text": ""}\n', {}, ["good"], "", {"empty": 1}),
-    "empty.txt": Case(b"", {}, [], "", {"empty": 1}),
-    "nothing.jsonl": Case(b"", {}, [], ""),
+    "mark_only.txt": Case(b"\xef\xbb\xbf", {}, [], "", {"empty": 1}),
+    **{
+        f"no_bytes{suffix}": Case(b"", {}, [], "", {"no_bytes": 1})
+        for suffix in (".txt", ".jsonl", ".jsonl.gz", ".csv", ".parquet", ".warc.gz", ".html")
+    },
+    "bytes.parquet": Case(
+        table(text=pa.array([b"\xc3\xa4", None, b"b"])),
+        {},
+        ["ä", "b"],
+        "",
+        {"null": 1},
+    ),
+    "nulls.parquet": Case(table(text=pa.nulls(3)), {}, [], "", {"null": 3}),
     "windows.jsonl": Case(b'{"text": "a"}\r\n\r\n', {}, ["a"], "", {"blank_lines": 1}),
     "mark.jsonl": Case(b'\xef\xbb\xbf{"text": "a"}', {}, ["a"], ""),
     "mark.txt": Case(b"\xef\xbb\xbfa", {}, ["a"], ""),

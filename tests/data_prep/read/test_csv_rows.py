@@ -108,7 +108,7 @@ def test_bad_rows_are_named_by_line(tmp_path):
 def test_a_quote_without_an_end_loses_the_rest_and_says_so(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes(b'id,text\n1,good\n2,"no end\n3,good\n4,good\n')
-    with pytest.raises(ConfigError, match=r"a\.csv:3: the file is not CSV from here on"):
+    with pytest.raises(ConfigError, match=r"a\.csv:3: the file is not CSV from.*: a quote has no"):
         read(path)
     documents, tally = read(path, on_bad_input="skip", max_bad_fraction=1.0)
     assert len(documents) == 1 and tally.lost_bytes == len(b'2,"no end\n3,good\n4,good\n')
@@ -119,9 +119,31 @@ def test_a_quote_without_an_end_loses_the_rest_and_says_so(tmp_path):
     assert [each.record for each in documents] == ROWS[: len(documents)]
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_a_row_that_is_not_csv_costs_only_itself(tmp_path, encoding):
+    """Text after a closing quote, or a carriage return inside a field."""
+    rows = [f"{n},after {n}" for n in range(1000)]
+    bad = {3: '3,"quoted" junk', 400: '400,"two\nlines" and more', 700: "7\r00,x"}
+    lines = [bad.get(n, row) for n, row in enumerate(rows)]
+    path = tmp_path / "a.csv"
+    header = '"number\nof the row",text'
+    path.write_bytes("\n".join([header, *lines]).encode(encoding))
+    documents, tally = read(path, encoding, on_bad_input="skip")
+    assert [each.text for each in documents] == [
+        f"after {n}" for n in range(1000) if n not in bad
+    ]  # fmt: skip
+    assert documents[5].record == {"number\nof the row": "6", "text": "after 6"}
+    assert tally.bad == {"fields": 3} and tally.lost_bytes == 0
+    with pytest.raises(ConfigError) as caught:
+        read(path, encoding)
+    first, second, third = caught.value.problems
+    assert first.startswith(f"{path}:6: the row is not CSV (',' expected after")
+    assert second.startswith(f"{path}:403: ") and third.startswith(f"{path}:704: ")
+
+
 def test_a_header_without_the_text_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "a.csv").write_text("id;body\n1;x\n")
-    (tmp_path / "b.csv").write_text("")
+    (tmp_path / "b.csv").write_text("\n")
     (tmp_path / "c.tsv").write_text("text\ttext\nx\ty\n")
     (tmp_path / "d.csv").write_bytes(b"id,text\r1,x\r2,y\r")
     with pytest.raises(ConfigError) as caught:

@@ -184,11 +184,37 @@ def test_hidden_files_are_not_read_and_are_named(tmp_path):
     assert read([str(tmp_path / ".b.txt")]) == [".b.txt"], "named, it is read"
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string", "string_view"])
-def test_every_type_of_string_in_parquet_is_read(tmp_path, kind):
-    table = pa.table({"text": pa.array(TEXTS, getattr(pa, kind)())})
-    pq.write_table(table, tmp_path / "a.parquet")
-    assert read([str(tmp_path)]) == TEXTS
+KINDS = [
+    pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(),
+    pa.binary_view(), pa.dictionary(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.binary()),
+    pa.json_(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("field", ["text", "a.b", "a.text"])
+def test_every_type_that_holds_text_is_read(tmp_path, kind, field):
+    """A column, one with a dot in its name, or a field of an object; with the records too."""
+    values = [*TEXTS, None]
+    is_bytes = "binary" in str(kind)
+    column = pa.array([v.encode() if v and is_bytes else v for v in values])
+    if isinstance(kind, pa.DictionaryType):
+        column = column.dictionary_encode()
+    column = column.cast(kind.storage_type if kind == pa.json_() else kind)
+    if kind == pa.json_():
+        column = pa.ExtensionArray.from_storage(kind, column)
+    if field == "a.text":
+        column = pa.StructArray.from_arrays([column], ["text"])
+    pq.write_table(pa.table({"id": range(len(values)), field.removesuffix(".text"): column}),
+                   tmp_path / "a.parquet")  # fmt: skip
+    inputs, _ = find_inputs([str(tmp_path)], field)
+    for keep in (False, True):
+        rules = InputRules(text_field=field, keep_records=keep)
+        (batch,) = read_batches(inputs, plan_units(inputs)[0], rules, Tally())
+        assert [each.text for each in batch.documents] == TEXTS
+    for each in batch.documents:
+        record = each.record["a"]["text"] if field == "a.text" else each.record[field]
+        assert record == each.text
 
 
 CONTENTS = {

@@ -228,14 +228,6 @@ def test_a_parquet_row_that_is_not_utf8_does_not_affect_the_others(tmp_path):
     assert record["bad"] == {"not_utf8": 1} and record["skipped"] == {"null": 1}
 
 
-@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
-def test_parquet_with_other_string_types_is_read(tmp_path, kind):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": pa.array(["a", "b", None]).cast(kind)}), path)
-    inputs, _ = find_inputs([str(path)], "text")
-    assert [text for text, _, _ in read(inputs, plan_units(inputs))[0]] == ["a", "b"]
-
-
 def test_a_nested_field_of_parquet_is_read_with_and_without_records(tmp_path):
     path = tmp_path / "a.parquet"
     rows = [{"a": {"b": "one", "c": 1}, "id": 5}, {"a": {"b": None, "c": 2}, "id": 6}]
