@@ -27,6 +27,7 @@ from zerolm.common.values import (
     shown,
     shown_setting,
 )
+from zerolm.config.inheritance import OWN_SETTINGS, Layer, derived_names
 from zerolm.config.run_records import find_run_json
 from zerolm.config.settings import (
     COMMAND_LINE,
@@ -44,11 +45,9 @@ INTRODUCTION = (
     "Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. Write flags with dashes or "
     "underscores; numbers as 3e9, 3B, 500M or 2k; bytes as 5GB or 32GiB; durations as 3h50m or "
     "90s; switches as --flag or --no-flag. Omitted flags have defaults that are derived from the "
-    "model; --check prints them."
+    "model; --check prints them. --no-FLAG takes back a value of --settings or --branch."
 )
 SWITCHES = ("switch", "recompute")  # may be given without a value
-# Of a run alone: its directory, its store and its name in W&B. A branch does not take them over.
-OWN_SETTINGS = frozenset({"run_dir", "upload_to", "wandb_name", "branch"})
 
 
 def parse_settings(
@@ -61,24 +60,35 @@ def parse_settings(
         other_flags: names that a mistyped flag may also be meant to be.
 
     Returns:
-        (settings, problems). A refused value is treated as if it had not been given.
+        (settings, problems). A refused value is treated as if it had not been given, and so is what
+        `--no-NAME` takes back.
     """
     problems: list[str] = []
     flags = _read_flags(argv, problems, other_flags)
     given: dict[str, Any] = {}
     origins: dict[str, str] = {}
     path = flags.get("settings")
-    file = {} if path is None else _read_file(path, problems)
-    # A run.json has every setting already.
-    complete = "branch" not in flags and Path(str(path)).name == RunFiles("").record.name
-    base, base_path, is_trunk = _branch_settings({} if complete else {**file, **flags}, problems)
-    for values, where in ((base, f"{base_path}: settings."), (file, f"{path}: settings.")):
-        for name, value in values.items():
+    file, is_record = (Layer({}), False) if path is None else _read_file(path, problems)
+    # A run.json has every setting already, of the run and of its trunk.
+    complete = is_record and "branch" not in flags
+    base, base_path, is_trunk = _branch_settings({} if complete else file.values | flags, problems)
+    run_dir = flags.get("run_dir") or file.values.get("run_dir")
+    resumes = is_record and isinstance(run_dir, str) and _is_record_of(run_dir, str(path))
+    file = file.without_derived(but_keep=resumes or (complete and "branch" in file.values))
+    derived: frozenset[str] = frozenset()
+    for layer, where in ((base, f"{base_path}: settings."), (file, f"{path}: settings.")):
+        for name, value in layer.values.items():
             _accept(name, value, f"{where}{name}", given, origins, problems)
+        derived = derived - layer.values.keys() | layer.derived
     for name, value in flags.items():
-        _accept(name, value, f"{COMMAND_LINE}: --{name}", given, origins, problems)
-    inherited = frozenset(base if is_trunk else ()) & frozenset(given) - {*file, *flags}
-    explicit = frozenset(given) - {"local_rank"}
+        if value is None:  # --no-NAME
+            given.pop(name, None)
+            origins.pop(name, None)
+        else:
+            _accept(name, value, f"{COMMAND_LINE}: --{name}", given, origins, problems)
+    trunks = frozenset(base.values if is_trunk else ()) - file.values.keys() - flags.keys()
+    inherited = trunks & given.keys()
+    explicit = frozenset(given) - (derived - flags.keys()) - {"local_rank"}
     settings = Settings(**given, explicit=explicit, inherited=inherited, origins=origins)
     if settings.world_size is not None and not settings.check:
         problems.append(
@@ -88,9 +98,15 @@ def parse_settings(
     return settings, problems
 
 
+def _is_record_of(run_dir: str, path: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return RunFiles(parse_path(run_dir)).record.samefile(path)
+    return False
+
+
 def _branch_settings(
     given: Mapping[str, Any], problems: list[str]
-) -> tuple[dict[str, Any], Path | None, bool]:
+) -> tuple[Layer, Path | None, bool]:
     """Return the settings that a run with `--branch` has without further flags.
 
     Those of the trunk's run.json; once the branch has a run.json of its own, those in it.
@@ -100,22 +116,22 @@ def _branch_settings(
     """
     branch, run_dir = given.get("branch"), given.get("run_dir")
     if not isinstance(branch, str):
-        return {}, None, False
+        return Layer({}), None, False
     if isinstance(run_dir, str):
         own = RunFiles(parse_path(run_dir)).record
         with contextlib.suppress(RecordError):  # reported when the run directory is checked
             if "branch" in (find_run_json(own.parent) or {}):
-                return _read_file(str(own), problems), own, False
+                return _read_file(str(own), problems)[0].without_derived(but_keep=True), own, False
     trunk = RunFiles(run_of(branch)[0]).record
     if not trunk.is_file():
         problems.append(
             f"{COMMAND_LINE}: --branch: {branch}, there is no {trunk}. Name the directory of a run "
             f"that has started, with or without a step: runs/first@1000."
         )
-        return {}, None, False
-    values = _read_file(str(trunk), problems)
+        return Layer({}), None, False
+    values, derived = _read_file(str(trunk), problems)[0].without_derived(but_keep=True)
     shared = {name: value for name, value in values.items() if name not in OWN_SETTINGS}
-    return shared, trunk, True
+    return Layer(shared, derived - OWN_SETTINGS), trunk, True
 
 
 def _accept(
@@ -178,6 +194,9 @@ def _read_flags(
         name = written.replace("-", "_")
         negated = name.startswith("no_") and FLAGS.get(name[3:], {}).get("kind") in SWITCHES
         kind = FLAGS.get(name, {}).get("kind")
+        if name.startswith("no_") and name[3:] in FLAGS and not negated and not equals:
+            flags[name[3:]] = None
+            continue
         if kind == "recompute" and not equals and remaining and remaining[0] in RECOMPUTE_NAMES:
             equals, value = "=", remaining.pop(0)
         if negated or kind in SWITCHES:
@@ -201,21 +220,29 @@ def _read_flags(
                 f"{FLAGS[name]['shows'] or '|'.join(FLAGS[name]['choices'])}."
             )
         elif FLAGS[name]["kind"] == "list":
-            flags[name] = (*flags.get(name, ()), value)
+            flags[name] = (*(flags.get(name) or ()), value)
         else:
             flags[name] = value
     return flags
 
 
-def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
-    """Read a settings file or a run.json; null counts as not given."""
+def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
+    """Read a settings file or a run.json; null counts as not given.
+
+    Returns:
+        The settings; whether they are all of a run.
+    """
     try:
-        values = read_json(path, "a JSON file with settings, or the run.json of a run")
+        record = read_json(path, "a JSON file with settings, or the run.json of a run")
     except ConfigError as error:
         problems.extend(error.problems)
-        return {}
-    if isinstance(values.get("settings"), dict):
-        values = values["settings"]
+        return Layer({}), False
+    values = record
+    if isinstance(record.get("settings"), dict):
+        values = record["settings"]
+    is_record = values is not record and (
+        "ds_config" in record or Path(path).name == RunFiles("").record.name
+    )
     known = {}
     choices = [name for name, about in FLAGS.items() if about["saved"]]
     for written, value in values.items():
@@ -225,7 +252,8 @@ def _read_file(path: str, problems: list[str]) -> dict[str, Any]:
             problems.append(f"{path}: settings.{written}: {shown(value)}, no such setting.{hint}")
         elif value is not None:
             known[name] = value
-    return known
+    derived = derived_names(record) & known.keys() if is_record else frozenset()
+    return Layer(known, derived), is_record
 
 
 def answer(

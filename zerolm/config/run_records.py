@@ -56,12 +56,13 @@ class BranchRecord(_BranchPoint, total=False):
     """Where a run with `--branch` began: a checkpoint of another run, the trunk.
 
     `run` is the trunk's directory, `digest` that of the checkpoint, `changes` {setting: [old, new]}
-    of what shapes the loss curve, `data` what `--data` gave if it became a stage of the mixture,
-    and `branch` the trunk's own record, if it is a branch too.
+    of what shapes the loss curve, `data` and `mixture_temperature` what was given if that became a
+    stage of the mixture, and `branch` the trunk's own record, if it is a branch too.
     """
 
     changes: dict[str, Any]
     data: list[str]
+    mixture_temperature: float | None
     branch: dict[str, Any]
 
 
@@ -69,6 +70,7 @@ class RunJson(TypedDict, total=False):
     """The content of run.json. Every key may be absent: early releases wrote fewer."""
 
     settings: RecordedSettings
+    derived_settings: dict[str, Any]  # those of them that nobody chose
     model_config: dict[str, Any]
     ds_config: dict[str, Any]
     data_fingerprint: str

@@ -687,8 +687,8 @@ class Settings:
 
     local_rank: int = _flag("hidden", "count", "", default=0, minimum=0, saved=False)
 
-    explicit: frozenset[str] = frozenset()  # names given by a flag or in the settings file
-    inherited: frozenset[str] = frozenset()  # those of them that --branch took from another run
+    explicit: frozenset[str] = frozenset()  # names chosen by a flag, in a file, or for the trunk
+    inherited: frozenset[str] = frozenset()  # names whose values --branch took from another run
     origins: dict[str, str] = field(default_factory=dict)  # `file: key` by name, of values given
 
     def where(self, name: str) -> str:

@@ -99,10 +99,11 @@ def _weights(
             )
         sizes = [source.num_tokens for source in training]
         weights = temperature_weights(sizes, settings.mixture_temperature or 1.0)
-    if settings.mixture_temperature is not None and num_given:
+    if settings.mixture_temperature not in (None, 1) and num_given:
         problems.append(
             f"{settings.where('mixture_temperature')}: {settings.mixture_temperature:g}, derives "
-            f"weights from sizes, but --data gives weights. Remove one of them."
+            f"weights from sizes, but --data gives weights. Remove one of them "
+            f"(--no-mixture_temperature)."
         )
     if len(weights) == len(training) and min(weights, default=0) >= 0 and any(weights):
         if 0 in weights and not settings.data_stage:

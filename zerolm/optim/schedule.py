@@ -59,8 +59,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         rate: (settings of the curve, tokens) -> learning rate, for tokens after warm-up.
-        decays: whether the rate ends at the minimum; otherwise the minimum is not used, and is the
-            peak by default.
+        decays: whether the rate ends at the minimum; otherwise the minimum is not used.
         uses_decay_tokens: whether `decay_tokens` is the length of the decay.
         needs_total: whether the curve depends on `total_tokens`, which then must not change when a
             run is resumed.

@@ -49,6 +49,8 @@ def fill_batch(
     ramp = settings.batch_ramp_tokens
     if settings.batch_ramp_start and ramp is None:
         ramp = math.ceil(total * defaults.RAMP_SHARE)
+    elif not settings.batch_ramp_start and "batch_ramp_tokens" not in settings.explicit:
+        ramp = None
     return replace(settings, batch_tokens=batch, batch_ramp_tokens=ramp)
 
 
@@ -78,13 +80,15 @@ def fill_remaining(
         peak = defaults.learning_rate(flops_per_token * total)
     kind = settings.schedule or (None if json_schedules else "cosine")
     low = settings.min_learning_rate
-    if low is None and kind is not None:
-        low = peak * defaults.MIN_LEARNING_RATE_SHARE if SCHEDULES[kind].decays else peak
+    if low is None and kind is not None and SCHEDULES[kind].decays:
+        low = peak * defaults.MIN_LEARNING_RATE_SHARE
     warmup = settings.warmup_tokens
     if warmup is None and kind is not None:
         warmup = min(total, max(batch, math.ceil(total * defaults.WARMUP_SHARE)))
     decay = settings.decay_tokens
-    if decay is None and kind is not None and SCHEDULES[kind].uses_decay_tokens:
+    if kind is None or not SCHEDULES[kind].uses_decay_tokens:
+        decay = decay if "decay_tokens" in settings.explicit else None
+    elif decay is None:
         decay = max(1, min(math.ceil(total * defaults.DECAY_SHARE), total - (warmup or 0)))
     steps = num_steps(schedule, seq_len, total)
     filled: dict[str, Any] = {
@@ -223,14 +227,15 @@ def schedule_problems(settings: Settings) -> list[str]:
     if decay and kind is not None and not SCHEDULES[kind].uses_decay_tokens:
         problems.append(
             f"{settings.where('decay_tokens')}: {decay}, needs --schedule {WITH_DECAY_TOKENS}, got "
-            f"{kind}. Remove it, or use --schedule {WITH_DECAY_TOKENS}."
+            f"{kind}. Remove it (--no-decay_tokens), or use --schedule {WITH_DECAY_TOKENS}."
         )
     elif decay and total and decay + (warmup or 0) > total:
         problems.append(
             f"{settings.where('decay_tokens')}: {decay}, plus --warmup_tokens {warmup or 0} must "
             f"not exceed --total_tokens {total}. Use at most {max(1, total - (warmup or 0))}."
         )
-    if peak is not None and low is not None and low > peak:
+    ends_low = kind is None or SCHEDULES[kind].decays
+    if ends_low and peak is not None and low is not None and low > peak:
         problems.append(
             f"{settings.where('min_learning_rate')}: {low}, must not exceed --learning_rate "
             f"{peak}. Lower it, for example to {peak / 10:.3g}."

@@ -96,8 +96,10 @@ def _resume(settings: Settings, own: Mapping[str, Any], where: str) -> tuple[Set
                 f"--branch to resume that run."
             )
     recorded = block(own, "settings")
-    if list(settings.data) == record.get("data"):  # which then became a stage of the mixture
-        settings = replace(
+    same_data = list(settings.data) in (record.get("data"), recorded.get("data"))
+    temperatures = (None, record.get("mixture_temperature"))
+    if "data" in record and same_data and settings.mixture_temperature in temperatures:
+        settings = replace(  # it became a stage of the mixture
             settings,
             data=tuple(recorded["data"]),
             data_stage=tuple(recorded["data_stage"]),
@@ -131,12 +133,12 @@ def _begin(settings: Settings, where: str) -> tuple[Settings, Start]:
     }
     if "branch" in trunk:
         record["branch"] = trunk["branch"]
-    given = list(settings.data)
     settings = _with_schedule(settings, trunk, progress.tokens, where)
     fixed = used_sequences_end(progress.position, progress.skipped_windows)
-    settings = _with_mixture(settings, trunk, fixed)
-    if list(settings.data) != given:
-        record["data"] = given
+    given, settings = settings, _with_mixture(settings, trunk, fixed)
+    if settings.data != given.data:
+        record["data"] = list(given.data)
+        record["mixture_temperature"] = given.mixture_temperature
     group = (
         settings.wandb_group or block(trunk, "settings").get("wandb_name") or run_dir.resolve().name
     )
@@ -181,17 +183,17 @@ def _with_schedule(
         )
     if kind is None or total is None:
         return settings
-    inherited = settings.inherited
-    old = SCHEDULES.get(str(block(trunk, "settings").get("schedule")))
-    if SCHEDULES[kind].decays and old and not old.decays and "min_learning_rate" in inherited:
-        settings = _without(settings, "min_learning_rate")  # it was the peak
-    if "decay_tokens" in settings.explicit - inherited:
+    if "decay_tokens" in settings.explicit - settings.inherited:
         return settings
     if not SCHEDULES[kind].uses_decay_tokens:
         return _without(settings, "decay_tokens")
-    if not {"total_tokens", "schedule"} - inherited & settings.explicit:
+    old = block(trunk, "settings")
+    decay: int | None = total - max(tokens, settings.warmup_tokens or 0)
+    if (total, kind) == (old.get("total_tokens"), old.get("schedule")):
+        decay = old.get("decay_tokens")
+    if decay == settings.decay_tokens:
         return settings
-    decay = min(total - tokens, total - (settings.warmup_tokens or 0))
+    settings = _without(settings, "decay_tokens")
     origins = {**settings.origins, "decay_tokens": f"{where}: decay_tokens"}
     return replace(settings, decay_tokens=decay, origins=origins)
 
@@ -205,18 +207,23 @@ def _without(settings: Settings, name: str) -> Settings:
 
 
 def _with_mixture(settings: Settings, trunk: Mapping[str, Any], fixed: int) -> Settings:
-    """Return the settings with another `--data` as a stage of the mixture from the branch point.
+    """Return the settings with other `--data` or another `--mixture_temperature` as a stage.
 
-    So each source continues where the trunk was in it. The stage starts at the next mixing block,
-    because the blocks before it must be as in the trunk.
+    It starts at the branch point, so each source continues where the trunk was in it: at the next
+    mixing block, because the blocks before it must be as in the trunk.
 
     Args:
         fixed: the trunk has consumed or skipped the sequence numbers below this.
     """
-    old_data, seq_len = block(trunk, "settings").get("data") or [], settings.seq_len
+    old, seq_len = block(trunk, "settings"), settings.seq_len
+    old_data, old_temperature = old.get("data") or [], old.get("mixture_temperature")
+    has_weights = any(_path(spec) != spec for spec in settings.data)
+    if has_weights and "mixture_temperature" in settings.inherited:
+        settings = _without(settings, "mixture_temperature")
     recorded = block(trunk, "mixture").get("stages")
     own_order = (settings.explicit - settings.inherited) & ORDER_SETTINGS
-    if list(settings.data) == old_data or own_order or not recorded or seq_len is None:
+    is_same = list(settings.data) == old_data and settings.mixture_temperature == old_temperature
+    if is_same or own_order or not recorded or seq_len is None:
         return settings
     stages = stages_from_record(recorded)
     problems: list[str] = []
@@ -233,7 +240,7 @@ def _with_mixture(settings: Settings, trunk: Mapping[str, Any], fixed: int) -> S
     added = (0.0,) * (len(paths) - len(old_data))
     shares = exact_shares([*started.weights, *added], allow_zero=True)
     if exact_shares(list(new.values()), allow_zero=True) == shares:
-        return replace(settings, data=tuple(old_data))
+        return replace(settings, data=tuple(old_data), mixture_temperature=old_temperature)
     weights = (*stages[0].weights, *added)
     data = tuple(f"{path}={weight!r}" for path, weight in zip(paths, weights, strict=True))
     settings = replace(settings, data=data, mixture_temperature=None)
@@ -246,8 +253,9 @@ def _with_mixture(settings: Settings, trunk: Mapping[str, Any], fixed: int) -> S
     ]
     earlier = [spec for spec in settings.data_stage if _stage_start(spec, seq_len) < max(1, fixed)]
     origins = {**settings.origins, "data_stage": settings.where("data")}
+    explicit = settings.explicit - {"mixture_temperature"} | {"data_stage"}
     stage = f"{start * seq_len}:{','.join(named)}"
-    return replace(settings, data_stage=(*earlier, stage), origins=origins)
+    return replace(settings, data_stage=(*earlier, stage), origins=origins, explicit=explicit)
 
 
 def _path(spec: str) -> str:

@@ -95,13 +95,12 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     else:
         existing, plan = existing_run.NO_RUN, None
     config = given.model.config if given.model is not None else None
-    # Only if typed: run.json holds the resolved value of every setting.
     for name, is_idle, reason in (
         ("min_learning_rate", settings.schedule == "constant", "with --schedule constant"),
         ("replay_interval", not settings.corruption_checks, "without --corruption_checks"),
     ):
-        if is_idle and (where := settings.where(name)).startswith("command line"):
-            found.notices.append(f"{where}: has no effect {reason}")
+        if is_idle and name in settings.explicit:
+            found.notices.append(f"{settings.where(name)}: has no effect {reason}")
     missing = evaluation_rules.input_problems(settings, given.sources.training, config, environment)
     if existing.resumes:  # a missing package or account for evaluation must not stop a resume
         found.notices += [f"the run resumes without: {line}" for line in missing]

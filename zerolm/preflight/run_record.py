@@ -52,6 +52,7 @@ CURVE_SETTINGS = (
     "router_z_loss",
     "z_loss",
 )
+MIXTURE_SETTINGS = ("data_stage", "max_epochs", "mixture_temperature", "over_max_epochs")
 # Values of settings that did not exist when an old run started.
 LEGACY_DEFAULTS = {
     "packing": CONCAT,
@@ -203,6 +204,8 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
         same = settings.schedule == old_settings.get("schedule")
         if name == "total_tokens" and same and schedule and not schedule.needs_total:
             continue  # the learning rate does not depend on it, so the run may be extended
+        if name == "min_learning_rate" and schedule and not schedule.decays:
+            continue
         old, new = old_settings.get(name, LEGACY_DEFAULTS.get(name)), getattr(settings, name)
         where = settings.where(name)
         if name == "init_from" and _same_weights(record, plan):
@@ -251,11 +254,7 @@ def _stage_pair(
     recorded = block(record, "mixture").get("stages")
     old = stages_from_record(recorded) if recorded else list(new[:1])
     where = next(
-        (
-            settings.where(name)
-            for name in ("data_stage", "max_epochs", "mixture_temperature")
-            if name in settings.explicit
-        ),
+        (settings.where(name) for name in MIXTURE_SETTINGS if name in settings.explicit),
         settings.where("data"),
     )
     if same_order_until(old, new, fixed_sequences):

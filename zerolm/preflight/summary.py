@@ -4,6 +4,7 @@ from zerolm.common.values import shown_bytes
 from zerolm.config.run_records import lineage
 from zerolm.distributed import device
 from zerolm.evaluate import rules
+from zerolm.optim.schedule import SCHEDULES
 from zerolm.plan import memory
 from zerolm.plan.peak_flops import TF32
 from zerolm.plan.plan import Plan
@@ -119,7 +120,9 @@ def _learning_rate_line(plan: Plan) -> str:
     settings = plan.settings
     if plan.learning_rate is None:
         return f"{plan.profile.scheduler} of the ds config, peak {settings.learning_rate:g}"
-    line = f"{settings.schedule}, peak {settings.learning_rate:g} to {settings.min_learning_rate:g}"
+    line = f"{settings.schedule}, peak {settings.learning_rate:g}"
+    if SCHEDULES[plan.learning_rate.kind].decays:
+        line += f" to {plan.learning_rate.minimum:g}"
     line += f", warm-up {settings.warmup_tokens:,} tokens"
     return line + (f", decay {settings.decay_tokens:,}" if settings.decay_tokens else "")
 

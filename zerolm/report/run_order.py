@@ -78,7 +78,7 @@ def open_run(run_dir: Path) -> RunOrder:
     """
     path = RunFiles(run_dir).record
     record = read_run_json(run_dir)
-    settings, problems = parse_settings(["--settings", str(path)])
+    settings, problems = parse_settings(["--settings", str(path), "--run_dir", str(run_dir)])
     sources = open_sources(settings, problems)
     if problems:
         raise ConfigError(

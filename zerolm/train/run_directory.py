@@ -12,6 +12,7 @@ from zerolm.common.files import wait_until_visible, write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.provenance import git_commit, versions
 from zerolm.common.run_files import RunFiles, foreign_entries
+from zerolm.config.inheritance import derived_settings
 from zerolm.data import mixture
 from zerolm.distributed import collectives
 from zerolm.distributed.collectives import print_safely
@@ -52,6 +53,7 @@ def record(plan: Plan) -> dict[str, Any]:
     return {
         **({"branch": plan.branch} if plan.branch is not None else {}),
         "settings": plan.settings.to_json(),
+        "derived_settings": derived_settings(plan.settings),
         "model_config": plan.model.config.to_diff_dict(),
         "ds_config": plan.profile.json,
         "data_fingerprint": plan.data_fingerprint,

@@ -1,0 +1,111 @@
+"""What a run takes over from the run.json of a run: chosen values, and which derived ones.
+
+A run.json has every setting as resolved, and in `derived_settings` those that nobody chose. They
+are derived again in a new run. A branch and a resume continue a curve that already depends on them,
+so they keep them, except for those in `FOLLOWING`. Standard library only.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from zerolm.config import defaults
+from zerolm.config.settings import FLAGS, Settings
+from zerolm.optim.schedule import SCHEDULES, BatchSchedule
+
+# Of a run alone: its directory, its store and its name in W&B. A branch does not take them over.
+OWN_SETTINGS = frozenset({"run_dir", "upload_to", "wandb_name", "branch"})
+# Follow from other settings or from the machine, so they are derived again in every run.
+FOLLOWING = frozenset(
+    {
+        "attn_implementation",
+        "downstream_interval",
+        "loss_chunk_tokens",
+        "micro_batch_size",
+        "min_learning_rate",
+    }
+)
+STATIC_DEFAULTS: dict[str, Any] = {
+    field.name: list(field.default) if isinstance(field.default, tuple) else field.default
+    for field in dataclasses.fields(Settings)
+    if field.name in FLAGS
+}
+
+
+class Layer(NamedTuple):
+    """Settings of a file: values, of which nobody chose those that are named in `derived`."""
+
+    values: dict[str, Any]
+    derived: frozenset[str] = frozenset()
+
+    def without_derived(self, *, but_keep: bool) -> "Layer":
+        """Return the chosen values, and the derived ones that a continued curve depends on.
+
+        Args:
+            but_keep: whether the run continues that of the file.
+        """
+        dropped = self.derived & FOLLOWING if but_keep else self.derived
+        kept = {name: value for name, value in self.values.items() if name not in dropped}
+        return Layer(kept, self.derived - dropped)
+
+
+def derived_settings(settings: Settings) -> dict[str, Any]:
+    """Return the entry `derived_settings` of run.json: {name: value} that nobody chose."""
+    return {
+        name: value
+        for name, value in settings.to_json().items()
+        if name not in settings.explicit and value != STATIC_DEFAULTS[name]
+    }
+
+
+def derived_names(record: Mapping[str, Any]) -> frozenset[str]:
+    """Return the settings of a run.json that nobody chose; a value that was edited since is chosen.
+
+    Records of earlier releases have no `derived_settings`: there, what equals its default counts.
+    """
+    values: Mapping[str, Any] = record["settings"]
+    derived = record.get("derived_settings")
+    if not isinstance(derived, dict):
+        derived = _defaults_of(record)
+    unchosen = STATIC_DEFAULTS | derived
+    return frozenset(name for name, value in values.items() if unchosen.get(name) == value)
+
+
+def _defaults_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults that follow from a record's other settings, without those of the model.
+
+    Learning rate, batch and total of an earlier release count as chosen.
+    """
+    values = record["settings"]
+
+    def number(name: str) -> Any:
+        value = values.get(name)
+        return value if isinstance(value, int | float) else 0
+
+    total, batch, peak = number("total_tokens"), number("batch_tokens"), number("learning_rate")
+    schedule = SCHEDULES.get(str(values.get("schedule")), SCHEDULES["cosine"])
+    warmup = min(total, max(batch, math.ceil(total * defaults.WARMUP_SHARE)))
+    decay = min(math.ceil(total * defaults.DECAY_SHARE), total - number("warmup_tokens"))
+    optimizer = (record.get("ds_config") or {}).get("optimizer") or {}
+    lion = str(optimizer.get("type")).lower() == "lion"
+    found = {
+        "schedule": "cosine",
+        "min_learning_rate": peak * defaults.MIN_LEARNING_RATE_SHARE if schedule.decays else peak,
+        "warmup_tokens": warmup,
+        "decay_tokens": max(1, decay) if schedule.uses_decay_tokens else None,
+        "weight_decay": defaults.WEIGHT_DECAY,
+        "eval_tokens": max(defaults.EVAL_TOKENS, number("seq_len")),
+        "downstream_interval": values.get("eval_interval"),
+    }
+    found |= zip(("beta1", "beta2"), defaults.LION_BETAS if lion else defaults.BETAS, strict=True)
+    if number("batch_ramp_start"):
+        found["batch_ramp_tokens"] = math.ceil(total * defaults.RAMP_SHARE)
+    if seq_len := number("seq_len"):
+        sizes = ("batch_tokens", "batch_ramp_start", "batch_ramp_tokens")
+        ramped = BatchSchedule(*(math.ceil(number(name) / seq_len) for name in sizes))
+        steps = ramped.steps(0, math.ceil(total / seq_len)) if batch else 0
+        intervals = ("log", "eval", "checkpoint")
+        found |= {f"{what}_interval": defaults.interval(steps, what) for what in intervals}
+        found["rollback_margin"] = defaults.rollback_margin(steps)
+    return found
