@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -170,6 +171,18 @@ def test_only_the_name_that_is_needed_must_be_free(tmp_path, monkeypatch) -> Non
     needed.mkdir()
     with pytest.raises(FileNotFoundError):
         remove_unfinished(tmp_path, needed)
+
+
+def test_what_cannot_be_deleted_is_named_unless_its_name_is_needed(tmp_path, monkeypatch) -> None:
+    """Also one that is newer than the one that is needed."""
+    newer = tmp_path / ".tmp-step-00000015"
+    newer.mkdir()
+    (newer / "model.pt").touch()
+    monkeypatch.setattr(os, "unlink", lambda *_, **__: Path("/dev/null/x").stat())
+    [problem] = remove_unfinished(tmp_path, tmp_path / ".tmp-step-00000010")
+    assert problem.startswith(f"{newer} cannot be removed: [Errno 20]")
+    with pytest.raises(NotADirectoryError):
+        remove_unfinished(tmp_path, newer)
 
 
 def test_what_is_set_aside_again_gets_the_next_number(tmp_path) -> None:

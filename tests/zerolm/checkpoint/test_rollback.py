@@ -58,6 +58,8 @@ def test_target_is_never_a_checkpoint_with_a_damaged_manifest(run_dir) -> None:
     (run_dir / "checkpoints" / "step-00000020" / "MANIFEST.json").write_text("{")
     found = rollback.target(run_dir, 25, 0)
     assert found is not None and found.progress.step == 10
+    newer = rollback.target(run_dir, 35, 0)
+    assert newer is not None and newer.progress.step == 30
 
 
 def test_skipped_window_is_from_the_margin_before_the_spike_to_the_last_batch(run_dir) -> None:

@@ -9,7 +9,7 @@ from tests.launching import LLAMA
 from zerolm.config.settings import Settings
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config import topology
-from zerolm.ds_config.parallel_rules import model_problems
+from zerolm.ds_config.parallel_rules import ds_problems, model_problems
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.rules import rule_problems
 from zerolm.plan import memory
@@ -20,9 +20,9 @@ SEQUENCE = {"sequence_parallel_size": 2}
 
 
 def test_without_parallel_groups_every_rank_is_a_replica():
-    layout = Profile.parse(
-        {"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": 1}
-    ).layout(4)
+    profile = Profile.parse({"tensor_parallel": {"autotp_size": 0}, "sequence_parallel_size": 1})
+    assert ds_problems(profile, 4) == []
+    layout = profile.layout(4)
     assert layout == Layout(4) and layout.describe() == ""
     assert [layout.training_shard(rank) for rank in range(4)] == [(rank, 4) for rank in range(4)]
 

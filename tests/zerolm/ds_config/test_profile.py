@@ -104,6 +104,15 @@ def test_the_size_of_values_and_the_optimizer_class_are_the_engines(monkeypatch,
         assert profile.uses_bf16_optimizer is (kind == BFLOAT16)
 
 
+def test_gradients_of_a_micro_batch_are_kept_where_they_are_not_added_at_once():
+    """DeepSpeed's BF16_Optimizer frees them as they come; another optimizer after the pass."""
+    kept = {}
+    for written in ({}, {"immediate_grad_update": True}, {"immediate_grad_update": False}):
+        config = {"bf16": {"enabled": True, **written}, "data_types": {"grad_accum_dtype": "fp32"}}
+        kept[str(written)] = Profile.parse({**zero(1), **config}).keeps_micro_batch_gradients
+    assert list(kept.values()) == [False, False, True]
+
+
 @pytest.mark.parametrize(
     ("config", "master_bytes", "moment_bytes"),
     [

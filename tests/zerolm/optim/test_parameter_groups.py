@@ -131,6 +131,11 @@ def test_at_most_twelve_kinds_of_parameters_are_named(norms, more):
     assert line.endswith(f"{2 * norms} tensors with {8 * norms} values ({', '.join(kinds)}{more})")
 
 
+def test_a_group_without_parameters_is_described_by_zeros():
+    line = describe_groups(torch.nn.Linear(2, 3, bias=False), 0.1)
+    assert line == "weight decay 0.1: 1 tensors with 6 values; none: 0 tensors with 0 values"
+
+
 def test_the_groups_are_described_in_one_line():
     config = AutoConfig.for_model("llama", **SMALL)
     model = AutoModelForCausalLM.from_config(config)

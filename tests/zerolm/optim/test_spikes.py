@@ -202,6 +202,7 @@ def test_steps_with_a_spike_can_be_taken_all_the_same() -> None:
 
 def test_a_non_finite_step_that_was_applied_leads_to_a_rollback_at_once() -> None:
     guard = warmed_up()
+    assert not guard.weights_lost and not guard.refused
     guard.check_loss(3.0)
     assert guard.end_step(9, 3.0, math.inf, applied=True) == ROLL_BACK
     assert guard.weights_lost

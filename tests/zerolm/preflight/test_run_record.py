@@ -1,7 +1,10 @@
 """The progress of a run after it resumes with another data order."""
 
+import dataclasses
+
 from zerolm.checkpoint.manifest import Progress
-from zerolm.preflight.run_record import Difference, _same, _weights, carry_over
+from zerolm.config.settings import Settings
+from zerolm.preflight.run_record import LEGACY_DEFAULTS, Difference, _same, _weights, carry_over
 
 ORDER = {"seq_len": 512, "seed": 1, "weights": [0.7, 0.3], "data_fingerprint": "a"}
 PROGRESS = Progress(
@@ -25,6 +28,12 @@ def test_another_order_drops_skipped_windows_and_history() -> None:
         progress = carry_over(PROGRESS, ORDER, {**ORDER, **change})
         assert progress.position == PROGRESS.position
         assert progress.skipped_windows == [] and progress.history == {}
+
+
+def test_settings_that_an_old_record_lacks_were_off_as_they_are_by_default() -> None:
+    defaults = {each.name: each.default for each in dataclasses.fields(Settings)}
+    differing = {name for name, value in LEGACY_DEFAULTS.items() if defaults[name] != value}
+    assert differing == set(), "an old run would train on otherwise"
 
 
 def test_stage_that_has_not_started_may_change() -> None:

@@ -57,6 +57,16 @@ def test_each_fault_is_found_and_its_absence_is_not(kind, sick, healthy):
     assert kinds(rows(losses, **healthy)) == []
 
 
+@pytest.mark.parametrize(("level", "above", "found"), [
+    (4.0, 28, True), (4.0, 27, False),  # the median of 17 values has risen after nine
+    (3.1, 60, False), (3.2, 60, True),  # by more than 5%
+])  # fmt: skip
+def test_a_loss_has_diverged_once_its_median_is_5_percent_above_for_20_rows(level, above, found):
+    losses = np.r_[np.full(200, 3.0), np.full(above, level)]
+    [*diverged] = [each for each in findings(rows(losses)) if each.kind == "divergence"]
+    assert [each.step for each in diverged] == ([2090] if found else [])
+
+
 def test_each_source_that_is_read_too_often_is_named_at_the_step_where_it_was():
     epochs = {f"data/{name}/epochs": np.linspace(0, most, 200)
               for name, most in (("a", 3.9), ("b", 8.0), ("c", 4.0), ("d", 16.0))}  # fmt: skip

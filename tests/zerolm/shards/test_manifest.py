@@ -166,6 +166,11 @@ WRONG = (
 )
 
 
+@pytest.mark.parametrize("change", [{"shards": []}, {"shards": [1]}, {"dtype": "int7"}])
+def test_the_fast_check_is_in_doubt_without_entries_and_a_dtype(change):
+    assert not manifest._all_shards_valid({"shards": [{}], "dtype": "uint16"} | change)
+
+
 def test_the_fast_check_of_a_manifest_misses_nothing_that_the_slow_one_finds(monkeypatch, tmp_path):
     """For each key of a shard and each wrong value, or none: the same refusal."""
     content = (many_shards(tmp_path / "s", 3, monkeypatch) / "manifest.json").read_bytes()

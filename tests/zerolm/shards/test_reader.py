@@ -104,6 +104,13 @@ def test_an_id_outside_of_the_vocabulary_is_refused(tmp_path, token):
     assert not (tmp_path / "s").exists()
 
 
+def test_a_writer_says_when_its_manifest_is_there(tmp_path):
+    with writer(tmp_path / "s") as w:
+        w.add(np.array([1, EOS]))
+        assert not w.published and not (tmp_path / "s" / "manifest.json").exists()
+    assert w.published and (tmp_path / "s" / "manifest.json").exists()
+
+
 @pytest.mark.parametrize("eos_id", [-1, 1000])
 def test_documents_cannot_end_in_an_id_outside_of_the_vocabulary(tmp_path, eos_id):
     with pytest.raises(AssertionError):
