@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
     loaded = [problems.collect(load.load_tokenizer, name) for name in options.tokenizer]
     problems.refuse()
     inputs, notes = found
-    print_notes(notes)
+    print_notes([*notes, *(line for each in loaded for line in each.notices)])
     progress = Progress("compare-tokenizers", _total_bytes(inputs))
     tally = Tally()
     sample = text_sample.Sample(sample_bytes, text_sample.source_names(inputs))

@@ -37,6 +37,8 @@ def run(options: argparse.Namespace) -> None:
     problems.refuse()
     for source in recipe.sources:
         print_notes(source.notes)
+    if recipe.tokenizer is not None:
+        print_notes(recipe.tokenizer.notices)
     pipelines, training = prepare(recipe, executor)
     if options.check:
         print_plan(recipe, options.executor, workers, pipelines, training)

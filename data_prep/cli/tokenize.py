@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = problems.collect(load.load_tokenizer, options.tokenizer)
     problems.refuse()
     inputs, notes = found
-    print_notes(notes)
+    print_notes([*notes, *tokenizer.notices])
     summary = run_tokenization(
         inputs,
         tokenizer,

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_prep.cli.input_flags import add_output_flag, provenance
+from data_prep.cli.input_flags import add_output_flag, print_notes, provenance
 from data_prep.cli.problems import Problems
 from data_prep.shard_commands.reshard import inside_problems
 from zerolm.common.url import path_or_url
@@ -94,6 +94,7 @@ def _to_shards(options: argparse.Namespace, problems: Problems) -> None:
     problems.lines += space_problems(options.output, sum(file.size_bytes for file in files))
     problems.refuse()
     assert tokenizer is not None
+    print_notes(tokenizer.notices)
     rules = to_shards.Rules(options.boundaries or to_shards.ITEMS, options.append_eos, shard_tokens)
     arguments = [str(path) for path in options.inputs]
     manifest = to_shards.convert(

@@ -25,6 +25,7 @@ from zerolm.shards.tokenizer import (
     TIKTOKEN_FILE,
     TIKTOKEN_RANKS,
     load_auto_tokenizer,
+    make_portable,
     read_tiktoken,
 )
 
@@ -56,6 +57,7 @@ class Tokenizer:
             have gaps.
         fingerprint: hex SHA-256 of everything that determines the ids.
         save: writes the copy into an existing directory.
+        notices: lines for the user.
     """
 
     name: str
@@ -63,11 +65,13 @@ class Tokenizer:
     eos_id: int
     fingerprint: str
     save: Callable[[Path], object]
+    notices: tuple[str, ...] = ()
 
     def write_copy(self, directory: Path) -> dict[str, Any]:
         """Write the copy to a new directory and return its entry for the manifest."""
         directory.mkdir()
         self.save(directory)
+        make_portable(directory)
         files = [
             {
                 "file": path.relative_to(directory).as_posix(),
@@ -143,7 +147,8 @@ def _load_without_transformers(directory: Path) -> Tokenizer | None:
 
 
 def _load_with_transformers(name: str, local: bool) -> Tokenizer:
-    tokenizer = load_auto_tokenizer(name, local)
+    notices: list[str] = []
+    tokenizer = load_auto_tokenizer(name, local, notices)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"--tokenizer {name}: has no EOS token, which must end every document. Set eos_token "
@@ -159,6 +164,7 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
             len(tokenizer),
             orjson.loads(backend.to_str()),
             tokenizer.save_pretrained,
+            tuple(notices),
         )
     vocab = tokenizer.get_vocab()
     definition = [type(tokenizer).__name__, sorted(vocab.items()), tokenizer.eos_token_id]
@@ -210,6 +216,7 @@ def _describe_backend(
     length: int,
     content: dict[str, Any],
     save: Callable[[Path], object],
+    notices: tuple[str, ...] = (),
 ) -> Tokenizer:
     if dropout := content["model"].get("dropout"):
         raise ConfigError(
@@ -225,7 +232,7 @@ def _describe_backend(
     largest = max([largest, *(token["id"] for token in content["added_tokens"])])
     # If the ids have gaps, the largest id exceeds the length.
     fingerprint = _fingerprint(definition, has_floats)
-    return Tokenizer(name, max(length, largest + 1), eos_id, fingerprint, save)
+    return Tokenizer(name, max(length, largest + 1), eos_id, fingerprint, save, notices)
 
 
 def _fingerprint(definition: Any, has_floats: bool = True) -> str:

@@ -89,7 +89,7 @@ def evaluate_export(
         )
         _evaluate_texts(results, runner, items, core_tasks)
     if loaded is not None and coder.tokenizer is not None:
-        results["figures"] |= lm_eval.evaluate_directory(model, directory, loaded, task_items)
+        results["figures"] |= lm_eval.evaluate_directory(model, coder.tokenizer, loaded, task_items)
     elif loaded is not None:  # lm-eval's own model cannot load a tiktoken tokenizer
         for task in loaded.values():
             results["figures"] |= lm_eval.evaluate(runner, task, task_items)

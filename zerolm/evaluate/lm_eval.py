@@ -186,12 +186,12 @@ def evaluate(
 
 
 def evaluate_directory(
-    model: Any, directory: Path, tasks: Mapping[str, Any], limit: int | None = None
+    model: Any, tokenizer: Any, tasks: Mapping[str, Any], limit: int | None = None
 ) -> dict[str, float]:
     """Run loaded tasks on an exported model in one process, with lm-eval's own `hf` model.
 
     Args:
-        model: loaded from `directory`.
+        tokenizer: of transformers, from the model's directory.
         limit: maximum documents of each task; None for all.
 
     Returns:
@@ -200,9 +200,7 @@ def evaluate_directory(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    hf_model = HFLM(
-        pretrained=model, tokenizer=str(directory), batch_size=8, trust_remote_code=False
-    )
+    hf_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8, trust_remote_code=False)
     row: dict[str, float] = {}
     for task in tasks.values():
         output = lm_eval.evaluate(

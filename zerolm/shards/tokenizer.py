@@ -10,28 +10,46 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ConfigError
-from zerolm.common.files import sha256_file
+from zerolm.common.files import sha256_file, write_json
 from zerolm.config.custom_code import tokenizer_problem
 
+TOKENIZER_FILE = "tokenizer.json"
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
+# Texts that classes encode in other ways than tokenizer.json: short, because they are shown.
+EXAMPLES = ("don't", "The 2024", "a  b", "a\n\nb", " e\u0301", "ﬁ", "日本", "A\tB ", "<s>x", "")
 
 
-def load_auto_tokenizer(name: str, local: bool) -> Any:
+def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None) -> Any:
     """Load a tokenizer with transformers; code that it brings along is refused, never executed.
+
+    tokenizer.json is what defines it. transformers builds some classes again from the vocabulary
+    alone: such a class gives its special tokens only.
 
     Args:
         name: a directory, or a Hugging Face hub id.
         local: read local files only.
+        notices: gets a line if the class differs from tokenizer.json.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
     if local and (problem := tokenizer_problem(Path(name))):
         raise ConfigError(problem)
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers.utils import cached_file
 
+    options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=local, trust_remote_code=False)
+        of_class = AutoTokenizer.from_pretrained(name, **options)
+        found = cached_file(
+            name,
+            TOKENIZER_FILE,
+            local_files_only=local,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        if found is None or type(of_class) is PreTrainedTokenizerFast:
+            return of_class
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
     except Exception as error:  # OSError, ValueError, KeyError, ImportError, bare Exception
         if "trust_remote_code" in str(error):  # of a hub id, whose files are not here
             raise ConfigError(
@@ -44,6 +62,69 @@ def load_auto_tokenizer(name: str, local: bool) -> Any:
             f"--tokenizer {name}: not a tokenizer {where} ({reason}). Give a directory with "
             f"tokenizer.json, a hub id, or tiktoken:<encoding>."
         ) from error
+    for key, token in of_class.special_tokens_map.items():
+        if getattr(tokenizer, key, "") is None and str(token) in tokenizer.get_vocab():
+            setattr(tokenizer, key, token)
+    if notices is not None and (difference := _class_difference(of_class, tokenizer)):
+        notices.append(
+            f"{name}: AutoTokenizer loads it as {type(of_class).__name__}, which {difference}. "
+            f"tokenizer.json is used; load it with PreTrainedTokenizerFast elsewhere too"
+        )
+    return tokenizer
+
+
+def _class_difference(of_class: Any, tokenizer: Any) -> str:
+    """Return how a tokenizer class differs from tokenizer.json, with a text; empty if it does not.
+
+    Args:
+        tokenizer: as tokenizer.json defines it.
+    """
+    if getattr(of_class, "backend_tokenizer", None) is None:
+        return "does not read tokenizer.json"
+    theirs, ours = (
+        json.loads(each.backend_tokenizer.to_str(pretty=False)) for each in (of_class, tokenizer)
+    )
+    for model in (theirs["model"], ours["model"]):  # absent, "" and false have one meaning
+        model |= {key: None for key, value in model.items() if not value}
+    parts = [
+        key
+        for key in ("normalizer", "pre_tokenizer", "model", "decoder")
+        if theirs[key] != ours[key]
+    ]
+    added = [token["content"] for token in ours["added_tokens"] if not token["special"]]
+    for text in (*EXAMPLES, *(f"a {token} b" for token in added)):
+        found = [_ordinary_ids(each, text) for each in (of_class, tokenizer)]
+        if found[0] != found[1]:
+            what = ", ".join(parts) or "added_tokens"
+            return f"replaces its {what}: {text!r} is {found[0]}, by tokenizer.json {found[1]}"
+    return f"replaces its {', '.join(parts)}, with equal ids for the texts tried" if parts else ""
+
+
+def _ordinary_ids(tokenizer: Any, text: str) -> list[int] | str:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    except Exception as error:  # tokenizers raises bare Exception, for a missing unknown token
+        return f"an error ({error})"
+
+
+def make_portable(directory: Path) -> None:
+    """Let all versions of transformers load a copy of a tokenizer as its tokenizer.json says.
+
+    Version 4 does not know the class TokenizersBackend nor a list of `extra_special_tokens`, and
+    sets `add_prefix_space` of the pre-tokenizer, to false by default.
+    """
+    path = directory / "tokenizer_config.json"
+    if not ((directory / TOKENIZER_FILE).is_file() and path.is_file()):
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads((directory / TOKENIZER_FILE).read_text(encoding="utf-8"))
+    changed = {**config, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if isinstance(changed.get("extra_special_tokens"), list):
+        changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
+    if (prefix := (content["pre_tokenizer"] or {}).get("add_prefix_space")) is not None:
+        changed["add_prefix_space"] = prefix
+    if changed != config:
+        write_json(path, changed)
 
 
 def copy_problems(directory: Path, files: Sequence[dict[str, Any]]) -> list[str]:

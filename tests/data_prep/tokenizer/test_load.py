@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import tiktoken
+import tokenizers
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from data_prep.tokenizer.encoders import load_encoder
@@ -13,6 +14,7 @@ from data_prep.tokenizer.load import load_tokenizer
 from tests.data_prep.small_corpus import TEXTS
 from zerolm.common.errors import ConfigError
 from zerolm.data.window_text import load_decoder
+from zerolm.evaluate.text_coder import TextCoder
 
 
 def change(directory, target, file="tokenizer_config.json", **keys):
@@ -65,6 +67,83 @@ def test_loading_without_transformers_agrees_with_transformers(tmp_path, tokeniz
     assert quick.fingerprint == slow.fingerprint
     ids = ids_of(copy_of(slow, tmp_path / "copy"), TEXTS)
     assert ids == ids_of(copy_of(quick, tmp_path / "other"), TEXTS)
+
+
+def file_ids(directory, texts) -> list[list[int]]:
+    """Return the ids of each text as the library `tokenizers` gives them for tokenizer.json."""
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.encode_special_tokens = True
+    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+CLASSES = ("Qwen2Tokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizerFast")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_ids_are_those_of_tokenizer_json_whatever_its_class_does(
+    tmp_path, tokenizer_directory, name
+):
+    directory = change(
+        tokenizer_directory, tmp_path / "given", tokenizer_class=name, padding_side="left"
+    )
+    texts = [*TEXTS, "The 2024", " e\u0301", "don't STOP\n\n  now"]
+    expected = file_ids(directory, texts)
+    tokenizer = load_tokenizer(str(directory))
+    copy = copy_of(tokenizer, tmp_path / "copy")
+    assert ids_of(copy, texts) == expected
+    coders = [TextCoder(each) for each in (directory, copy)]
+    plain = [text for text in texts if "<" not in text]
+    for coder in coders:
+        assert [coder.encode(text, False) for text in plain] == file_ids(directory, plain)
+    text = " e\u0301"  # which these classes normalize
+    [ids], [[*of_class]] = file_ids(directory, [text]), reference_ids(directory, [text])
+    said = f"{name}, which replaces its "
+    shown = f": {text!r} is {of_class}, by tokenizer.json {ids}. "
+    assert [said in each and shown in each for each in tokenizer.notices] == [True] * (
+        ids != of_class
+    )
+    assert (ids != of_class) == (name != "PreTrainedTokenizerFast")
+
+
+def ids_of_version_4(directory, texts) -> list[list[int]]:
+    """Return the ids of each text as transformers 4.57 gives them for a directory.
+
+    Source: `PreTrainedTokenizerFast.__init__` of transformers 4.57.6, with which the result of this
+    function was compared.
+    """
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert isinstance(config.get("extra_special_tokens", {}), dict)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    prefix = config.get("add_prefix_space", False)
+    if content["pre_tokenizer"].get("add_prefix_space", prefix) != prefix:
+        content["pre_tokenizer"]["add_prefix_space"] = prefix
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    backend.add_special_tokens(config.get("additional_special_tokens", []))
+    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
+
+
+@pytest.mark.parametrize("changed", ["class", "prefix", "tokens", "class without transformers"])
+def test_version_4_of_transformers_gives_the_ids_of_the_copy(
+    tmp_path, tokenizer_directory, changed
+):
+    keys = {"tokenizer_class": "TokenizersBackend"}
+    if "without" not in changed:
+        keys["padding_side"] = "left"
+    if changed == "tokens":
+        keys["extra_special_tokens"] = ["<|user|>"]
+    directory = change(tokenizer_directory, tmp_path / "given", **keys)
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    if changed == "prefix":
+        content["pre_tokenizer"]["add_prefix_space"] = True
+        path.write_text(json.dumps(content))
+    copy = copy_of(load_tokenizer(str(directory)), tmp_path / "copy")
+    texts = ["one", "two words", "1 2024"]
+    assert ids_of_version_4(copy, texts) == ids_of(copy, texts) == file_ids(directory, texts)
+    if changed == "tokens":
+        [[user]] = ids_of_version_4(copy, ["<|user|>"])
+        assert user == AutoTokenizer.from_pretrained(copy).convert_tokens_to_ids("<|user|>")
 
 
 def test_the_fingerprint_does_not_depend_on_how_the_file_is_written(tmp_path, tokenizer_directory):
