@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.common.files import sync_directory
 from zerolm.common.values import shown_bytes
+from zerolm.shards.tokenizer import TOKENIZER_FILE, load_auto_tokenizer, make_portable
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_SHARD_BYTES = 5 * 10**9
@@ -102,7 +103,7 @@ def write_model(
         max_shard_bytes: maximum size of a safetensors file.
 
     Returns:
-        One line about the result.
+        One line about the result, and one for each note.
 
     Raises:
         ConfigError: `output` exists, or its disk has too little space.
@@ -110,8 +111,11 @@ def write_model(
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+    from zerolm.export.older_keys import add_older_keys
     from zerolm.export.weights import write_weights
 
+    notices: list[str] = []
+    by_file: list[str] = []  # why the tokenizer is to be loaded by its file
     precision = precision or manifest["precision"]
     dtype = getattr(torch, DTYPES[precision])
     settings = dict(manifest["model_config"])
@@ -135,6 +139,7 @@ def write_model(
     temporary.mkdir()
     try:
         saved.save_pretrained(temporary)
+        notices += add_older_keys(temporary, saved)
         if skeleton.can_generate():
             skeleton.generation_config.save_pretrained(temporary)
         size_bytes = write_weights(
@@ -142,7 +147,12 @@ def write_model(
         )
         if tokenizer_dir is not None and tokenizer_dir.is_dir():
             shutil.copytree(tokenizer_dir, temporary, dirs_exist_ok=True)
+            make_portable(temporary)
+            by_file = _tokenizer_notices(temporary)
+            notices += by_file
         for name, content in model_card(skeleton.num_parameters()).items():
+            if by_file:
+                content = content.replace(b"AutoTokenizer", b"PreTrainedTokenizerFast")
             (temporary / name).write_bytes(content)
         result = check(temporary, precision)
         os.replace(temporary, output)
@@ -150,7 +160,16 @@ def write_model(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_directory(output.absolute().parent)
-    return f"{precision}, {shown_bytes(size_bytes)} of weights; {result}"
+    notes = (f"\nnote: {line}".replace(str(temporary), str(output)) for line in notices)
+    return f"{precision}, {shown_bytes(size_bytes)} of weights; {result}" + "".join(notes)
+
+
+def _tokenizer_notices(directory: Path) -> list[str]:
+    """Return a line if AutoTokenizer gives other ids beside this model than the tokenizer alone."""
+    notices: list[str] = []
+    if (directory / TOKENIZER_FILE).is_file():
+        load_auto_tokenizer(str(directory), local=True, notices=notices)
+    return notices
 
 
 def set_special_ids(config: Any, eos_id: int) -> None:

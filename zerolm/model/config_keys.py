@@ -151,7 +151,8 @@ def _imports(file: Path, package: Path) -> Iterator[Path]:
 @functools.cache
 def _keys_in(file: Path) -> frozenset[str]:
     """Return the names that a module reads from configs and from keyword arguments."""
-    is_config = file.name.startswith("configuration_")
+    # modeling_rope_utils has a base class of all configs, besides the functions that read them.
+    is_config = file.name.startswith(("configuration_", "modeling_rope_utils"))
     found = set()
     for node in ast.walk(_tree(file)):
         match node:

@@ -23,6 +23,8 @@ WITHOUT_EFFECT = frozenset(
         "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "auto_map",
     }
 )  # fmt: skip
+# Older keys, whose values `rope_parameters` has too. Its own `type` is an older `rope_type`.
+REPEATED = frozenset({"original_max_position_embeddings", "partial_rotary_factor"})
 # Choices of training: regularisation, losses of routers, and the distribution of new rows.
 TRAINING_CHOICES = frozenset(
     {
@@ -69,7 +71,7 @@ def compare(
         leaf = key.rpartition(".")[2]
         line = f"{path}: {key}: {shown(new.get(key))}, --init_from {source_path} has "
         line += shown(old.get(key))
-        if leaf in WITHOUT_EFFECT:
+        if leaf in WITHOUT_EFFECT or key in REPEATED or (leaf == "type" and "rope" in key):
             continue
         if leaf in TRAINING_CHOICES or "dropout" in leaf or leaf.endswith("pdrop"):
             notices.append(f"{line}: the run uses {shown(new.get(key))}")

@@ -1,0 +1,110 @@
+"""Keys of an exported config.json for readers of transformers 4: vLLM, llama.cpp, MLX and others.
+
+transformers 5 writes rotary embeddings as `rope_parameters` only. A reader that looks for
+`rope_theta` and `rope_scaling` finds none and takes its defaults, silently: another model.
+"""
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerolm.common.files import write_json
+from zerolm.common.records import read_json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NEW = "rope_parameters"
+POSITIONS = "original_max_position_embeddings"
+# Names of the base, of that of sliding-window layers, and of the rotated share of a head.
+NAMES = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
+OTHER_NAMES = {
+    "gpt_neox": ("rotary_emb_base", "", "rotary_pct"),
+    "gpt_neox_japanese": ("rotary_emb_base", "", "rotary_pct"),
+    "modernbert-decoder": ("global_rope_theta", "local_rope_theta", ""),
+    "olmo3": ("rope_theta", "", ""),
+}
+# Classes of transformers 4 that accept these keys of `rope_scaling`, all of them and no other.
+LONGROPE = {"type", "short_factor", "long_factor"}
+ACCEPTED = {
+    "olmo": {"type", "factor"}, "olmo2": {"type", "factor"},
+    "phi3": LONGROPE, "phi4_multimodal": LONGROPE,
+}  # fmt: skip
+
+
+def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
+    """Add the older keys to the config.json that `config` wrote.
+
+    Returns:
+        A line for each part of the model whose rotary embeddings older keys cannot describe.
+    """
+    path, notices = directory / "config.json", []
+    values = read_json(path, "the config.json of a model")
+    for name in ("", *config.sub_configs):
+        part = getattr(config, name, None) if name else config
+        written = values.get(name) if name else values
+        if part is None or not isinstance(written, dict):
+            continue
+        keys = rope_keys(part)
+        if keys is None:
+            notices.append(
+                f"{path}: no older keys mean the same as {NEW} of {part.model_type}: readers made "
+                f"for transformers 4 would compute another model"
+            )
+        renamed = {"torch_dtype": "dtype", "num_experts": part.attribute_map.get("num_experts")}
+        same = {old: written[new] for old, new in renamed.items() if new in written}
+        written |= {**(keys or {}), **same, **written}
+    write_json(path, values)
+    return notices
+
+
+def rope_keys(config: "PretrainedConfig") -> dict[str, Any] | None:
+    """Return the older keys of a config's rotary embeddings; None if none mean the same."""
+    full, sliding = getattr(config, NEW, None), None
+    if not full:
+        return {}
+    if any(isinstance(each, dict) for each in full.values()):  # by type of layer
+        full, sliding = full.get("full_attention"), full.get("sliding_attention")
+    if not full:
+        return None
+    base, local_base, share = OTHER_NAMES.get(config.model_type, NAMES)
+    keys = {base: full["rope_theta"], "rope_scaling": _scaling(config, full)}
+    rotated = full.get("partial_rotary_factor")
+    if share and rotated is not None:
+        keys[share] = rotated
+    if full["rope_type"] == "longrope":
+        keys[POSITIONS] = full[POSITIONS]
+    if sliding is not None:
+        if local_base:
+            keys[local_base] = sliding["rope_theta"]
+        local = {"rope_type": "default", "rope_theta": keys.get(local_base, full["rope_theta"])}
+        if sliding != local | ({} if rotated is None else {"partial_rotary_factor": rotated}):
+            return None
+    values = config.to_dict()
+    if any(values.get(key, value) != value for key, value in keys.items()):
+        return None
+    try:  # this version reads both, and older keys must not change what it reads
+        read = type(config).from_dict(copy.deepcopy(values | keys))
+    except Exception:  # errors of strict dataclasses, and of the classes
+        return None
+    return keys if _without_type(getattr(read, NEW)) == _without_type(values[NEW]) else None
+
+
+def _scaling(config: "PretrainedConfig", parameters: dict[str, Any]) -> dict[str, Any] | None:
+    """Return `rope_scaling`: its kind is `rope_type`, and `type` for the oldest readers."""
+    elsewhere = {"rope_theta", "partial_rotary_factor"}
+    scaling = {key: value for key, value in parameters.items() if key not in elsewhere}
+    scaling["type"] = scaling["rope_type"]
+    if scaling.keys() == {"type", "rope_type"} and scaling["type"] == "default":
+        return None
+    accepted = ACCEPTED.get(config.model_type, set())
+    beside = {"rope_type", POSITIONS} if scaling["type"] == "longrope" else {"rope_type"}
+    if scaling.keys() - beside == accepted:
+        return {key: value for key, value in scaling.items() if key in accepted}
+    return scaling
+
+
+def _without_type(parameters: Any) -> Any:
+    if not isinstance(parameters, dict):
+        return parameters
+    return {key: _without_type(value) for key, value in parameters.items() if key != "type"}
