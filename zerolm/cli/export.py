@@ -41,6 +41,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     from zerolm.export.export import export
+    from zerolm.export.tokenizer import generation_of
     from zerolm.optim.ema import is_metric_of_average
 
     checkpoint = verified_checkpoint(arguments.checkpoint)
@@ -68,6 +69,7 @@ def run(arguments: argparse.Namespace) -> None:
             ),
             max_bytes,
             average=average,
+            source=generation_of(run_dir),
         )
 
     write_output(arguments, run_dir, write)

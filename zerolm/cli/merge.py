@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
         mean_coefficients,
         wsm_coefficients,
     )
+    from zerolm.export.tokenizer import generation_of
 
     tokens = [checkpoint.progress.tokens for checkpoint in checkpoints]
     shape = arguments.decay_shape or WSM_SHAPE
@@ -89,6 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
             lambda count: model_files(newest, name, count, _about(how, rows), lambda key: False),
             lambda directory, _: weights.check(directory),
             max_bytes,
+            generation_of(run_of(newest)),
         )
 
     write_output(arguments, run_of(newest), write)

@@ -34,15 +34,19 @@ class _Mixture(TypedDict, total=False):
     stages: list[tuple[Count, list[float]]]
 
 
-class InitialWeightsRecord(TypedDict):
-    """The source of `--init_from`, as `zerolm.pretrained.initial_source.InitialSource` has it."""
-
+class _Source(TypedDict):
     given: str
     source: str
     hub_id: str
     digest: str
     about: str
     vocab_size: Count
+
+
+class InitialWeightsRecord(_Source, total=False):
+    """The source of `--init_from`, as `zerolm.pretrained.initial_source.InitialSource` has it."""
+
+    generation: dict[str, Any]
 
 
 class _BranchPoint(TypedDict):

@@ -9,7 +9,6 @@ writes any other weights of a run's model.
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,6 +35,7 @@ def export(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
     average: bool = False,
+    source: Mapping[str, Any] | None = None,
 ) -> str:
     """Write the Hugging Face model directory of a checkpoint.
 
@@ -65,6 +65,7 @@ def export(
         model_card,
         lambda directory, precision: compare_logits(directory, logits, precision),
         max_shard_bytes,
+        source,
     )
 
 
@@ -87,6 +88,7 @@ def write_model(
     model_card: Callable[[int], Mapping[str, bytes]],
     check: Callable[[Path, str], str],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    source: Mapping[str, Any] | None = None,
 ) -> str:
     """Write a Hugging Face model directory: safetensors, config, tokenizer, model card.
 
@@ -101,6 +103,7 @@ def write_model(
         model_card: number of parameters -> {file name: content} of README.md and its images.
         check: (model directory, precision) -> one line about it; raises to refuse it.
         max_shard_bytes: maximum size of a safetensors file.
+        source: values of generation of the weights that the run began with, if any.
 
     Returns:
         One line about the result, and one for each note.
@@ -111,6 +114,7 @@ def write_model(
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+    from zerolm.export.generation import set_special_ids, with_values_of
     from zerolm.export.older_keys import add_older_keys
     from zerolm.export.weights import write_weights
 
@@ -122,7 +126,7 @@ def write_model(
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     config.use_cache = True
     if eos_id is not None:
-        set_special_ids(config, eos_id)
+        notices += set_special_ids(config, eos_id, tokenizer_dir, source)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, trust_remote_code=False
@@ -141,7 +145,9 @@ def write_model(
         saved.save_pretrained(temporary)
         notices += add_older_keys(temporary, saved)
         if skeleton.can_generate():
-            skeleton.generation_config.save_pretrained(temporary)
+            generation, left_out = with_values_of(source or {}, skeleton.generation_config)
+            generation.save_pretrained(temporary)
+            notices += left_out
         size_bytes = write_weights(
             skeleton, weights.__getitem__, weights.release, temporary, dtype, max_shard_bytes
         )
@@ -170,20 +176,6 @@ def _tokenizer_notices(directory: Path) -> list[str]:
     if (directory / TOKENIZER_FILE).is_file():
         load_auto_tokenizer(str(directory), local=True, notices=notices)
     return notices
-
-
-def set_special_ids(config: Any, eos_id: int) -> None:
-    """Set the id that ends generation, and remove the id that begins it, in place.
-
-    A default `bos_token_id` of the class is an ordinary token of the run's tokenizer. Some classes
-    accept no other value than a number, and keep it. `pad_token_id` is a part of the model: the
-    embedding of that id is zero, and the positions of RoBERTa begin after it.
-    """
-    from huggingface_hub.errors import StrictDataclassFieldValidationError
-
-    config.eos_token_id = eos_id
-    with suppress(StrictDataclassFieldValidationError):  # cwm, modernbert-decoder
-        config.bos_token_id = None
 
 
 def check_room(output: Path, needed_bytes: int) -> None:

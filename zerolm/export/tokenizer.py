@@ -1,6 +1,10 @@
-"""Finds the tokenizer of a run: that of its first data source, which run.json names."""
+"""Finds the tokenizer of a run: that of its first data source, which run.json names; and what the
+weights that it began with say about generation.
+"""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from zerolm.common.url import is_url
 from zerolm.config.run_records import find_run_json
@@ -15,6 +19,12 @@ def tokenizer_of(run_dir: Path) -> tuple[Path | None, int | None]:
     """
     source = first_source(run_dir)
     return (None, None) if source is None else (source.tokenizer_directory(), source.eos_id)
+
+
+def generation_of(run_dir: Path) -> Mapping[str, Any] | None:
+    """Return the values of generation of the weights that a run began with; None if random."""
+    initial = (find_run_json(run_dir) or {}).get("initial_weights")
+    return None if initial is None else initial.get("generation", {})
 
 
 def first_source(run_dir: Path) -> Source | None:

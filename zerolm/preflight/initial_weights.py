@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from zerolm.checkpoint import directory as checkpoints
 from zerolm.common.errors import CheckpointError, ConfigError, Findings, RecordError
+from zerolm.common.records import read_json
 from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_directories, run_of
 from zerolm.common.values import shown_bytes
 from zerolm.config.run_records import find_run_json, read_run_json
 from zerolm.config.settings import Settings
 from zerolm.ds_config import topology
-from zerolm.export.tokenizer import tokenizer_of
+from zerolm.export.generation import id_list
+from zerolm.export.tokenizer import generation_of, tokenizer_of
 from zerolm.model.model import Model
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
@@ -133,6 +135,7 @@ def _open_checkpoint(name: str, path: Path) -> Opened:
         about=f"step {progress.step:,}, {progress.tokens:,} tokens, float32",
         vocab_size=0,
         checkpoint=directory,
+        generation=generation_of(run_dir) or {},
         verify=partial(checkpoints.verify_files, checkpoint),
     )
     return Opened(entry, _config_of(manifest["model_config"]), weights, _run_tokenizer(run_dir))
@@ -165,8 +168,23 @@ def _open_model(name: str, path: Path, hub_id: str, exact: str) -> Opened:
     dtypes = sorted({tensor.dtype for tensor in files.listed.values()})
     size = sum(file.stat().st_size for file in files.files)
     about = f"{len(files.files)} file(s), {shown_bytes(size)}, {', '.join(dtypes)}"
-    entry = InitialSource(name, exact, hub_id, files.digest(), about, 0)
+    entry = InitialSource(
+        name, exact, hub_id, files.digest(), about, 0, generation=_generation(path)
+    )
     return Opened(entry, config, files, path)
+
+
+def _generation(path: Path) -> dict[str, Any]:
+    """Return what the files of a model directory say about generation, without versions."""
+    file = path / "generation_config.json"
+    values = read_json(file, "a generation config") if file.is_file() else {}
+    config = read_json(path / "config.json", "a model config")
+    config |= config.get("text_config") or {}
+    values.setdefault("bos_token_id", config.get("bos_token_id"))
+    ends = [number for each in (values, config) for number in id_list(each.get("eos_token_id"))]
+    values["eos_token_id"] = list(dict.fromkeys(ends))
+    unwanted = ("transformers_version", "_from_model_config")
+    return {key: value for key, value in values.items() if key not in unwanted}
 
 
 def model_of(opened: Opened, given: Model | None, found: Findings) -> Model | None:

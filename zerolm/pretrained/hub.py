@@ -6,8 +6,8 @@ from pathlib import Path
 from zerolm.common.errors import ConfigError
 
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+|[\w-]+)(?:@([\w./-]+))?")  # name[@revision]
-PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "tokenizer*", "*.model",
-            "vocab.json", "merges.txt", "adapter_config.json")  # fmt: skip
+PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
+            "tokenizer*", "*.model", "vocab.json", "merges.txt", "adapter_config.json")  # fmt: skip
 
 
 def split_id(name: str) -> tuple[str, str | None] | None:

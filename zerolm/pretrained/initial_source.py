@@ -1,7 +1,7 @@
 """`InitialSource`: the existing weights that a run starts from, as the plan knows them."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ class InitialSource:
         vocab_size: of the source.
         weights: initial values; None if the run resumes and reads none.
         checkpoint: directory of the checkpoint; None for a model directory.
+        generation: special ids of its config, and the content of its generation_config.json.
         verify: rank, number of ranks -> a line for each damaged file in the rank's share.
     """
 
@@ -33,6 +34,7 @@ class InitialSource:
     vocab_size: int
     weights: "LoadedWeights | None" = None
     checkpoint: Path | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
     verify: Callable[[int, int], list[str]] = lambda rank, world_size: []
 
     def exact(self, name: str | None) -> str | None:
@@ -46,7 +48,7 @@ class InitialSource:
     @classmethod
     def recorded(cls, entry: Mapping[str, Any]) -> "InitialSource":
         """Return the source of a run that resumes, from its run.json."""
-        return cls(**{key: entry[key] for key in RECORDED})
+        return cls(**{key: entry[key] for key in RECORDED if key in entry})
 
     def describe(self, vocab_size: int) -> str:
         """Return the line of the plan.
@@ -64,4 +66,4 @@ class InitialSource:
         return line
 
 
-RECORDED = ("given", "source", "hub_id", "digest", "about", "vocab_size")
+RECORDED = ("given", "source", "hub_id", "digest", "about", "vocab_size", "generation")

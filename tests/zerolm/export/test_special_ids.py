@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from zerolm.export.export import set_special_ids
+from data_prep.tokenizer.bpe import BpeOptions, train_bpe
+from zerolm.export.generation import set_special_ids, with_values_of
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -40,3 +41,45 @@ def test_an_exported_config_has_the_ids_of_the_run_and_gives_the_same_logits(fam
     exported.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(loaded(input_ids=ids, use_cache=False).logits, expected)
+
+
+SPECIAL = ("<s>", "<|eot|>", "<pad>")  # with the ids 1, 2 and 3; the EOS token has 0
+SOURCES = {  # of --init_from: expected BOS and EOS, and the ids that a line names
+    "none": (None, None, 0, []),
+    "same": ({"eos_token_id": 0}, None, 0, []),
+    "list": ({"bos_token_id": 1, "eos_token_id": [0, 2]}, 1, [0, 2], []),
+    "other": ({"bos_token_id": None, "eos_token_id": 2}, None, [0, 2], []),
+    "ordinary": ({"bos_token_id": 70, "eos_token_id": [65, 2]}, None, [0, 2], [65, 70]),
+    "outside": ({"eos_token_id": [0, 900]}, None, 0, [900]),
+}
+
+
+@pytest.mark.parametrize("bos_token", [None, "<pad>"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_ids_of_the_source_are_kept_if_the_tokenizer_has_them(name, bos_token, tmp_path):
+    source, bos_id, eos_ids, left_out = SOURCES[name]
+    train_bpe(["text"] * 9, BpeOptions(270, special_tokens=SPECIAL), tmp_path, progress=False)
+    if bos_token:
+        file = tmp_path / "tokenizer_config.json"
+        file.write_text(file.read_text().replace("{", '{"bos_token": "<pad>",', 1))
+        if name == "list":
+            left_out = [1]
+        bos_id = 3
+    config = AutoConfig.for_model("llama", **SIZES, bos_token_id=1, eos_token_id=2)
+    lines = set_special_ids(config, 0, tmp_path, source)
+    assert (config.bos_token_id, config.eos_token_id) == (bos_id, eos_ids)
+    assert len(lines) == len(left_out)
+    assert all(any(f"_token_id {each} of" in line for line in lines) for each in left_out)
+
+
+def test_values_of_generation_come_from_the_source_and_ids_from_the_export(tmp_path):
+    ours = GenerationConfig(bos_token_id=None, eos_token_id=[0, 2])
+    source = {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 3, "do_sample": True}
+    source |= {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "max_new_tokens": 7}
+    merged, lines = with_values_of(source, ours)
+    merged.save_pretrained(tmp_path)
+    read = GenerationConfig.from_pretrained(tmp_path)
+    expected = {**source, "bos_token_id": None, "eos_token_id": [0, 2]}
+    assert not lines and {key: getattr(read, key) for key in expected} == expected
+    unchanged, [line] = with_values_of({**source, "do_sample": False, "temperature": -1.0}, ours)
+    assert unchanged is ours and "left out" in line

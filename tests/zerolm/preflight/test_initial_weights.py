@@ -13,7 +13,9 @@ from tests.zerolm.preflight.preflight_inputs import shards
 from tests.zerolm.pretrained.small_models import change_tensors, save_model
 from zerolm.common.errors import ConfigError
 from zerolm.common.run_files import RunFiles
+from zerolm.export.tokenizer import generation_of
 from zerolm.preflight import check
+from zerolm.pretrained.initial_source import InitialSource
 from zerolm.train import run_directory
 
 
@@ -173,3 +175,21 @@ def test_a_hub_id_is_read_from_the_cache_and_recorded_with_its_commit(base, monk
     assert plan.initial.hub_id == "someone/model"
     assert plan_of(f"someone/model@{commit}").initial.digest == plan.initial.digest
     assert "nor a model that the Hugging Face client can" in refusal("someone/model@other")
+
+
+def test_the_values_of_generation_of_the_source_are_recorded(base) -> None:
+    values = json.loads((base / "model" / "config.json").read_text())
+    write_json(
+        base / "model" / "config.json", {**values, "bos_token_id": 4, "eos_token_id": [5, 6]}
+    )
+    sampling = {"temperature": 0.6, "do_sample": True, "eos_token_id": 7}
+    write_json(
+        base / "model" / "generation_config.json", {**sampling, "transformers_version": "4.40.0"}
+    )
+    plan = started(base)
+    expected = {**sampling, "bos_token_id": 4, "eos_token_id": [7, 5, 6]}
+    assert generation_of(base / "run") == expected
+    record = run_directory.record(plan)["initial_weights"]
+    assert InitialSource.recorded(record).record() == record, "a resume, and a branch"
+    del record["generation"]
+    assert InitialSource.recorded(record).generation == {}, "of an earlier release"

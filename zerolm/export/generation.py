@@ -1,0 +1,84 @@
+"""What an exported model says about generation: its special ids, and values of its source.
+
+The ids are those of the run's tokenizer. A run that began with existing weights keeps the further
+ids and the sampling values of their `generation_config.json`. Must not depend on weights.
+"""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer
+
+
+def set_special_ids(
+    config: Any,
+    eos_id: int,
+    tokenizer_dir: Path | None = None,
+    source: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Set the ids that begin and end generation, in place; return lines about ids left out.
+
+    Without a source they are the tokenizer's: a default `bos_token_id` of the class is an ordinary
+    token of the run's tokenizer. Some classes accept no other value than a number, and keep it.
+    `pad_token_id` is a part of the model: the embedding of that id is zero, and the positions of
+    RoBERTa begin after it.
+
+    Args:
+        source: ids of the weights that the run began with; kept if they are special tokens.
+    """
+    from huggingface_hub.errors import StrictDataclassFieldValidationError
+
+    bos_id, special = _of_tokenizer(tokenizer_dir)
+    source = source or {}
+    further = [each for each in id_list(source.get("eos_token_id")) if each != eos_id]
+    kept = [each for each in further if each in special]
+    config.eos_token_id = eos_id
+    with suppress(StrictDataclassFieldValidationError):
+        config.eos_token_id = [eos_id, *kept] if kept else eos_id
+    if bos_id is None and source.get("bos_token_id") in special:
+        bos_id = source["bos_token_id"]
+    with suppress(StrictDataclassFieldValidationError):  # cwm, modernbert-decoder
+        config.bos_token_id = bos_id
+    left_out = [("eos_token_id", each) for each in further if each not in special]
+    if source.get("bos_token_id") not in (None, bos_id):
+        left_out.append(("bos_token_id", source["bos_token_id"]))
+    return [
+        f"{key} {each} of --init_from: left out, because it is not one of the run's tokenizer"
+        for key, each in left_out
+    ]
+
+
+def with_values_of(source: Mapping[str, Any], generation: Any) -> tuple[Any, list[str]]:
+    """Return a generation config with the values of a source, and lines about those left out.
+
+    Args:
+        generation: of the exported model; its special ids stay.
+    """
+    from transformers import GenerationConfig
+
+    ids = {key: getattr(generation, key) for key in ("bos_token_id", "eos_token_id")}
+    try:
+        merged = GenerationConfig.from_dict({**generation.to_dict(), **source, **ids})
+        merged.validate(strict=True)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]
+        return generation, [f"generation_config.json of --init_from: left out ({reason})"]
+    return merged, []
+
+
+def id_list(value: int | list[int] | None) -> list[int]:
+    """Return the ids of a key that may have one, several or none."""
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _of_tokenizer(directory: Path | None) -> tuple[int | None, set[int]]:
+    """Return the BOS id of a tokenizer, and all its special ids."""
+    if directory is None or not directory.is_dir() or (directory / TIKTOKEN_FILE).is_file():
+        return None, set()
+    tokenizer = load_auto_tokenizer(str(directory), local=True)
+    added = tokenizer.added_tokens_decoder.items()
+    return tokenizer.bos_token_id, {
+        *tokenizer.all_special_ids, *(number for number, token in added if token.special)
+    }  # fmt: skip
