@@ -215,8 +215,6 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
         layers.install(model)
     if settings.compile:
         compile.mark_leaf_modules(model, plan.profile.zero_stage)
-        if process_group.environment_rank()[1] == 0:
-            compile.remove_damaged_libraries()
     mpu = ulysses.register_attention(
         model, plan.layout, settings.micro_batch_size, settings.seq_len
     )

@@ -90,27 +90,6 @@ def test_edited_files_and_killed_trackers_change_nothing_of_a_supervised_run(
 
 @pytest.mark.soak
 @pytest.mark.timeout(4 * SECONDS)
-def test_overwritten_libraries_of_the_compiler_are_compiled_again(tmp_path, llama, corpus) -> None:
-    cache, run_dir = tmp_path / "inductor", tmp_path / "run"
-    flags = recipe(llama, corpus, run_dir, profile(tmp_path / "ds.json", 2, False), STEPS, micro=4)
-    flags += ["--checkpoint_interval", SAVE, "--compile", "--wandb", "off"]
-    variables = {"FAULT": SLOW, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    with Supervised(run_dir, flags, num_ranks=1, **variables) as run:
-        run.wait_for_step(SAVE + 3, SECONDS)
-        run.send(run.heartbeats()[0]["pid"], signal.SIGKILL)
-        libraries = list(cache.glob("*/*.main.so"))
-        for path in libraries:
-            with open(path, "r+b") as file:
-                file.seek(path.stat().st_size // 10)  # in its code
-                file.write(b"\xff" * 4096)
-        assert run.wait(SECONDS) == 0, run.output()[-6000:]
-        assert [event["event"] for event in run.events()].count("attempt_failed") == 1
-    assert f"compile: removed {len(libraries)} damaged libraries from {cache}" in run.output()
-    assert libraries and all(path.exists() for path in libraries)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(4 * SECONDS)
 @pytest.mark.parametrize(
     ("limit", "text"),
     [

@@ -10,19 +10,11 @@ Parameter names do not change, so compiled and uncompiled runs can load each oth
 """
 
 import inspect
-import os
-import struct
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from zerolm.common.errors import RecordError
-from zerolm.common.files import write_json
-from zerolm.common.locks import FileLock
 from zerolm.common.machine import compile_problem
-from zerolm.common.records import read_record
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +24,6 @@ if TYPE_CHECKING:
 # each with several sequence lengths.
 MAX_GRAPHS = 64
 _eager = False  # inside `eager`
-CHECKSUMS = "zerolm-checksums.json"  # {path of a library below the cache: its CRC-32}
 
 
 def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
@@ -61,87 +52,6 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
         return why
     model = meta_model(config)
     return None if decoder_blocks(model) else f"{type(model).__name__} has no list of blocks"
-
-
-# ---- Compiled libraries in torch's cache on a CPU
-
-
-def remove_damaged_libraries() -> None:
-    """Remove libraries that are truncated, or that have changed since `record_libraries`.
-
-    torch loads a library without a check. One that a kill, a full disk or a failing disk has
-    damaged fails at each start, ends the process with a signal, or computes something else. If it
-    is one with which torch finds out what the CPU can do, torch compiles for an older CPU, which
-    rounds differently.
-
-    The first rank of each host calls this before anything is compiled. It prints what it removed.
-    """
-    cache, recorded = _cache_directory(), _recorded_checksums()
-    removed = []
-    for path in cache.glob("*/*.so"):
-        checksum = recorded.get(str(path.relative_to(cache)))
-        with suppress(OSError):  # locked: being written; or removed meanwhile
-            if _is_damaged(path, checksum):
-                with FileLock(cache / "locks" / f"{path.name.partition('.')[0]}.lock"):
-                    if _is_damaged(path, checksum):
-                        path.unlink()
-                        removed.append(str(path.relative_to(cache)))
-    if removed:
-        with suppress(OSError):
-            left = {name: value for name, value in recorded.items() if name not in removed}
-            write_json(cache / CHECKSUMS, left, many_writers=True)
-        print(
-            f"compile: removed {len(removed)} damaged libraries from {cache}; they are compiled "
-            f"again",
-            flush=True,
-        )
-
-
-def record_libraries() -> None:
-    """Record the checksums of libraries that have none yet.
-
-    The first rank of each host calls this after its first step, with which they have worked.
-    """
-    cache, recorded = _cache_directory(), _recorded_checksums()
-    checksums = {}
-    for path in sorted(cache.glob("*/*.so")):
-        name = str(path.relative_to(cache))
-        with suppress(OSError):
-            checksums[name] = recorded[name] if name in recorded else _library_checksum(path)
-    if checksums != recorded:
-        with suppress(OSError):
-            write_json(cache / CHECKSUMS, checksums, many_writers=True)
-
-
-def is_truncated(path: Path) -> bool:
-    """Return whether a shared library ends before its section headers do, its last part."""
-    with open(path, "rb") as file:
-        header = file.read(64)
-        if len(header) < 64 or header[:5] != b"\x7fELF\x02":  # of 64 bits
-            return len(header) < 64 or header[:4] != b"\x7fELF"
-        (start,) = struct.unpack_from("=Q", header, 0x28)
-        size, count = struct.unpack_from("=HH", header, 0x3A)
-        return os.fstat(file.fileno()).st_size < start + size * count
-
-
-def _is_damaged(path: Path, checksum: int | None) -> bool:
-    return is_truncated(path) or (checksum is not None and _library_checksum(path) != checksum)
-
-
-def _library_checksum(path: Path) -> int:
-    return zlib.crc32(path.read_bytes())
-
-
-def _recorded_checksums() -> dict[str, int]:
-    with suppress(RecordError):
-        return read_record(_cache_directory() / CHECKSUMS, dict[str, int]) or {}
-    return {}
-
-
-def _cache_directory() -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir())
 
 
 # ---- Compilation

@@ -26,7 +26,6 @@ from zerolm.distributed import collectives, process_group, ulysses
 from zerolm.ds_config import topology
 from zerolm.evaluate.evaluator import Evaluations
 from zerolm.integrity.checks import Integrity, Watch
-from zerolm.model import compile
 from zerolm.model.attention_logits import AttentionLogits, attention_layers
 from zerolm.optim import adaptive_clip, ema
 from zerolm.optim.qk_clip import QkClip
@@ -135,9 +134,6 @@ class Run:
         self.attention_logits = AttentionLogits(engine.module, layers, device)
         self.qk_clip = QkClip(engine, plan.settings.qk_clip, [layer.outputs for layer in layers])
         self.profiler = StepProfiler(self.settings.profile, self.run_dir, device, self.journal)
-        # After its first step the first rank of each host records the libraries that worked.
-        first_of_host = process_group.environment_rank()[1] == 0
-        self.records_libraries = self.settings.compile and first_of_host
         self.anomaly_response: str | None = None  # to the last step, from the spike guard
 
     def _agreed_token_bytes(self, device: Any) -> Any:
@@ -223,9 +219,6 @@ class Run:
             if self._reads_device_after(progress.step + 1, result):
                 self.journal.stopwatch.wait_for_device()
         self.journal.stopwatch.count(sequences, self.batch_tokens)
-        if self.records_libraries:
-            self.records_libraries = False
-            compile.record_libraries()
         stop_requests, *checkpoint_flags = result.flags  # sums over ranks
         self.last_step, self.stopping = result, stop_requests > 0
         progress.step += 1

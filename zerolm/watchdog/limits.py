@@ -121,10 +121,11 @@ def explain(error: BaseException | None) -> str | None:
         if number is not None:
             return _cause(number, _path(error))
         if type(error).__module__ in COMPILERS:
-            cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "torch's cache of compiled code")
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
             reason = getattr(error, "inner_exception", error)
             line = str(reason).partition("\n")[0][:300]
-            fix = f"If this happens again, its cache may be damaged: remove {cache}"
+            fix = f"If this happens again, its cache may be damaged: remove {cache_dir()}"
             if "C compiler" in str(reason) or "Python.h" in str(reason):  # as Triton words it
                 fix = "Install a C compiler and Python's headers (Debian: gcc, python3-dev)"
             return f"--compile: {type(reason).__name__}: {line}. {fix}, or train without --compile."

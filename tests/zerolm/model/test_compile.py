@@ -1,16 +1,12 @@
 """Compiled blocks: which blocks, how many graphs, and the refusals."""
 
-import _ctypes
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerolm.common import machine
-from zerolm.common.locks import FileLock
 from zerolm.config.flags import parse_settings
 from zerolm.model import compile
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
@@ -108,59 +104,3 @@ def test_models_that_cannot_be_compiled_are_refused_with_the_reason(monkeypatch)
     assert "needs a C++ compiler" in problem and "--compile" in problem
     monkeypatch.setitem(sys.modules, "triton", None)  # installed or not
     assert "triton on a GPU, which cannot" in str(compile.unsupported_reason(config, "cuda"))
-
-
-def test_truncated_libraries_are_removed_from_the_cache_unless_they_are_being_written(
-    tmp_path, monkeypatch, capsys
-) -> None:
-    complete = Path(_ctypes.__file__)
-    size = complete.stat().st_size
-    lengths = [0, 1, 63, 64, 4096, size // 2, size - 1, size]
-    (tmp_path / "locks").mkdir()
-    for name in [*map(str, lengths), "locked"]:
-        path = tmp_path / "ab" / f"{name}.main.so"
-        path.parent.mkdir(exist_ok=True)
-        shutil.copyfile(complete, path)
-        with open(path, "r+b") as file:
-            file.truncate(lengths[1] if name == "locked" else int(name))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    with FileLock(tmp_path / "locks" / "locked.lock"):
-        compile.remove_damaged_libraries()
-    left = sorted(path.name.partition(".")[0] for path in (tmp_path / "ab").iterdir())
-    assert left == sorted([str(size), "locked"])
-    assert (
-        f"removed {len(lengths) - 1} damaged libraries from {tmp_path}" in capsys.readouterr().out
-    )
-    compile.remove_damaged_libraries()
-    assert [path.name for path in (tmp_path / "ab").iterdir()] == [f"{size}.main.so"]
-
-
-def test_a_library_that_has_changed_since_it_worked_is_removed_once(
-    tmp_path, monkeypatch, capsys
-) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    (tmp_path / "locks").mkdir()
-    paths = [tmp_path / "ab" / f"{name}.main.so" for name in ("kept", "overwritten", "later")]
-    paths[0].parent.mkdir()
-    for path in paths[:2]:
-        shutil.copyfile(_ctypes.__file__, path)
-    compile.record_libraries()
-    shutil.copyfile(_ctypes.__file__, paths[2])
-    with open(paths[1], "r+b") as file:
-        file.seek(4096)
-        file.write(b"\xff" * 512)
-    compile.record_libraries()  # another run, which has not loaded it
-    compile.remove_damaged_libraries()
-    assert [path.exists() for path in paths] == [True, False, True]
-    assert "removed 1 damaged libraries" in capsys.readouterr().out
-    shutil.copyfile(_ctypes.__file__, paths[1])
-    with open(paths[1], "ab") as file:
-        file.write(b"compiled again, by another compiler")
-    for text in ("{", "[]", '{"ab/kept.main.so": "x"}', None):
-        compile.remove_damaged_libraries()
-        assert all(path.exists() for path in paths)
-        if text is not None:
-            (tmp_path / compile.CHECKSUMS).write_text(text)
-    compile.record_libraries()
-    compile.remove_damaged_libraries()
-    assert all(path.exists() for path in paths) and capsys.readouterr().out == ""
