@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,13 +17,16 @@ from data_prep.tasks.phases import fingerprint
 from zerolm.common.provenance import versions
 
 
-def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[str, str]:
+def stage_fingerprints(
+    recipe: Recipe, source: Source, tokenizer: str, dedup: Mapping[str, str]
+) -> dict[str, str]:
     """Return {stage: fingerprint of everything that determines it} of a source, in order.
 
     A fingerprint covers the inputs, the options of the stage, and all stages before it.
 
     Args:
         tokenizer: the tokenizer's fingerprint.
+        dedup: the result of `dedup_fingerprints`.
     """
     before = ""
     fingerprints = {}
@@ -35,8 +38,8 @@ def stage_fingerprints(recipe: Recipe, source: Source, tokenizer: str) -> dict[s
         if stage == "select":
             fingerprints[stage] = before = _select_fingerprint(recipe, source)
             continue
-        if recipe.dedup is not None and stage == "dedup":
-            fingerprints[stage] = before = _dedup_fingerprint(recipe, source)
+        if stage == "dedup":
+            fingerprints[stage] = before = dedup[source.name]
             continue
         if recipe.repeats is not None and stage == "repeats":
             options = repeats_identity(recipe.repeats)
@@ -67,14 +70,18 @@ def _select_fingerprint(recipe: Recipe, source: Source) -> str:
     return fingerprint([before, "select", options])
 
 
-def _dedup_fingerprint(recipe: Recipe, source: Source) -> str:
-    """Return the fingerprint of a source's dedup stage, which covers the sources before it."""
-    assert recipe.dedup is not None
-    earlier = recipe.sources_before(source)
-    # That of the last one covers all before it.
-    against = [*recipe.against, *(_dedup_fingerprint(recipe, each) for each in earlier[-1:])]
-    options = dedup_identity(recipe.dedup.of_stage(()), against)
-    return fingerprint([_select_fingerprint(recipe, source), "dedup", options])
+def dedup_fingerprints(recipe: Recipe) -> dict[str, str]:
+    """Return the fingerprint of each source's dedup stage, which covers the sources before it."""
+    found: dict[str, str] = {}
+    if recipe.dedup is None:
+        return found
+    earlier: list[str] = []  # that of the last source, which covers all before it
+    for source in recipe.by_preference():
+        options = dedup_identity(recipe.dedup.of_stage(()), [*recipe.against, *earlier])
+        key = fingerprint([_select_fingerprint(recipe, source), "dedup", options])
+        found[source.name] = key
+        earlier = [key] if recipe.dedup.across_sources else []
+    return found
 
 
 def tokenizer_fingerprint(options: TokenizerOptions, stages: Sequence[str]) -> str:

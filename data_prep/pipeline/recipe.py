@@ -30,7 +30,7 @@ from data_prep.pipeline.recipe_options import (
 from data_prep.read.discovery import HUB_ID, find_inputs
 from data_prep.read.readers import Input
 from data_prep.stages.options import number_of, parse_options
-from data_prep.stages.output_rules import overlap_problems
+from data_prep.stages.output_rules import Outputs
 from data_prep.tokenize.held_out import held_out_problem
 from data_prep.tokenizer.load import Tokenizer, load_tokenizer
 from zerolm.common.errors import ConfigError, did_you_mean
@@ -115,8 +115,8 @@ class Recipe:
         """Return the sources in the order in which duplicates are kept."""
         if self.dedup is None or not self.dedup.source_order:
             return self.sources
-        place = self.dedup.source_order.index
-        return tuple(sorted(self.sources, key=lambda source: place(source.name)))
+        place = {name: number for number, name in enumerate(self.dedup.source_order)}
+        return tuple(sorted(self.sources, key=lambda source: place[source.name]))
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -278,13 +278,12 @@ def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterato
 
 def _overlaps(path: Path, base: Path, output: str, sources: tuple[Source, ...]) -> list[str]:
     """Return a problem for each source that would read the pipeline's own output."""
+    outputs = Outputs(base / output / each.name for each in sources)
     problems = []
     for source in sources:
         arguments = [from_recipe(base, each) for each in source.options.input]
         where = f"{path}: sources.{source.name}: output"
-        for written in sources:
-            target = base / output / written.name
-            problems += overlap_problems(target, arguments, source.inputs, where)
+        problems += outputs.problems(arguments, source.inputs, where)
     return problems
 
 

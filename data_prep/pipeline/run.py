@@ -7,7 +7,7 @@ changed, and all stages after it, run again. Each stage prints which of these ap
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,11 @@ from data_prep.dedup.dedup import DedupOptions, run_dedup
 from data_prep.dedup.repeats import run_repeats
 from data_prep.dedup.signatures import signatures_manifest
 from data_prep.filters.clean import run_clean
-from data_prep.pipeline.plan import stage_fingerprints, tokenizer_fingerprint
+from data_prep.pipeline.plan import (
+    dedup_fingerprints,
+    stage_fingerprints,
+    tokenizer_fingerprint,
+)
 from data_prep.pipeline.recipe_options import TOKENIZER
 from data_prep.pipeline.report import write_report
 from data_prep.pipeline.shares import count_shares
@@ -41,7 +45,8 @@ Json = dict[str, Any]
 
 def prepare(recipe: Any, executor: Any) -> tuple[list["Pipeline"], "Training | None"]:
     """Return the pipelines of a recipe, one for each source, and the tokenizer that it trains."""
-    pipelines = [Pipeline(recipe, source, executor) for source in recipe.sources]
+    dedup = dedup_fingerprints(recipe)
+    pipelines = [Pipeline(recipe, source, executor, dedup) for source in recipe.sources]
     return pipelines, None if recipe.training is None else Training(recipe, pipelines)
 
 
@@ -68,8 +73,9 @@ def run_recipe(recipe: Any, pipelines: Sequence["Pipeline"], training: "Training
 class Pipeline:
     """The stages of one source."""
 
-    def __init__(self, recipe: Any, source: Any, executor: Any):
+    def __init__(self, recipe: Any, source: Any, executor: Any, dedup: Mapping[str, str]):
         self.recipe, self.source, self.executor = recipe, source, executor
+        self.dedup_keys = dedup
         self.directory = (recipe.output / source.name).absolute()
         self.tokenizer_key = "" if recipe.tokenizer is None else recipe.tokenizer.fingerprint
 
@@ -80,7 +86,7 @@ class Pipeline:
 
     def keys(self) -> dict[str, str]:
         """Return {stage: fingerprint of everything that determines its result}, in order."""
-        return stage_fingerprints(self.recipe, self.source, self.tokenizer_key)
+        return stage_fingerprints(self.recipe, self.source, self.tokenizer_key, self.dedup_keys)
 
     def states(self) -> dict[str, str]:
         """Return whether each stage is complete, started, changed or to do."""

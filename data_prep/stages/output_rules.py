@@ -36,31 +36,45 @@ def output_problems(output: Path, where: str = "--output") -> list[str]:
 def overlap_problems(
     directory: Path, arguments: Iterable[str], inputs: Sequence[Input] = (), where: str = "--output"
 ) -> list[str]:
-    """Return why a directory cannot be written while these inputs are read.
+    """Return why a directory cannot be written while these inputs are read; see `Outputs`."""
+    return Outputs([directory]).problems(arguments, inputs, where)
 
-    Args:
-        arguments: of --input; a directory includes all files below it, unless it is a stage.
-        inputs: the inputs that `find_inputs` returned for them.
-    """
-    target = directory.resolve()
-    for argument in arguments:
-        path = Path(argument).resolve()
-        if path == target:
-            return [f"{where} {directory}: is also --input. Give a new directory."]
-        if path in target.parents and path.is_dir() and not is_stage(path):
-            return [
-                f"{where} {directory}: is inside --input {argument}, so its files would be read "
-                f"as input. Give a directory outside of it."
-            ]
-    local = [each for each in inputs if each.suffix != "hub" and not is_url(each.name)]
-    by_directory = {Path(each.name).parent: each for each in local}
-    for parent, each in by_directory.items():
-        if target in (real := parent.resolve()).parents or target == real:
-            return [
-                f"{where} {directory}: contains {each.name}, which is read by --input "
-                f"{each.argument}. Give another directory, or a narrower --input."
-            ]
-    return []
+
+class Outputs:
+    """Directories that a command will write."""
+
+    def __init__(self, directories: Iterable[Path]):
+        self.targets = {each.resolve(): each for each in directories}
+        self.inside = {above: each for path, each in self.targets.items() for above in path.parents}
+
+    def problems(
+        self, arguments: Iterable[str], inputs: Sequence[Input] = (), where: str = "--output"
+    ) -> list[str]:
+        """Return why they cannot be written while these inputs are read.
+
+        Args:
+            arguments: of --input; a directory includes all files below it, unless it is a stage.
+            inputs: the inputs that `find_inputs` returned for them.
+        """
+        for argument in arguments:
+            path = Path(argument).resolve()
+            if path in self.targets:
+                return [f"{where} {self.targets[path]}: is also --input. Give a new directory."]
+            if path in self.inside and path.is_dir() and not is_stage(path):
+                return [
+                    f"{where} {self.inside[path]}: is inside --input {argument}, so its files "
+                    f"would be read as input. Give a directory outside of it."
+                ]
+        local = [each for each in inputs if each.suffix != "hub" and not is_url(each.name)]
+        by_directory = {Path(each.name).parent: each for each in local}
+        for parent, each in by_directory.items():
+            for path in ((real := parent.resolve()), *real.parents):
+                if path in self.targets:
+                    return [
+                        f"{where} {self.targets[path]}: contains {each.name}, which is read by "
+                        f"--input {each.argument}. Give another directory, or a narrower --input."
+                    ]
+        return []
 
 
 def dropped_problems(directory: Path, output: Path) -> list[str]:

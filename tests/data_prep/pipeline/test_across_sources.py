@@ -1,6 +1,7 @@
 """Recipes that drop duplicates across sources, and against the signatures of another recipe."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,33 @@ def test_a_new_snapshot_is_compared_with_the_signatures_of_an_old_one(texts, tmp
     assert "dedup.source_order: ['book'] does not name each of books once" in shown
     assert "old/out: has no signatures" in shown
     assert "dedup.against:" in shown and "is in the output of this stage" in shown
+
+
+def test_the_work_of_a_plan_is_linear_in_the_number_of_sources(tmp_path, monkeypatch):
+    """By the number of function calls, which no load of the machine changes."""
+    monkeypatch.chdir(tmp_path)
+    calls = {}
+    for count in (20, 80):
+        names = [f"s{number}" for number in range(count)]
+        for name in names:
+            (tmp_path / f"{name}.jsonl").write_text('{"text": "one document"}\n')
+        content = {
+            "output": "out",
+            "sources": {name: {"input": [f"{name}.jsonl"]} for name in names},
+            "clean": {"filters": [{"filter": "length", "min_words": 1}]},
+            "dedup": {"across_sources": True, "source_order": names[::-1]},
+        }
+        recipe = tmp_path / "recipe.json"
+        recipe.write_text(json.dumps(content))
+        calls[count] = 0
+
+        def count_call(frame, event, _, count=count):
+            calls[count] += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(count_call)
+        try:
+            assert main(["run", str(recipe), "--check"]) == 0
+        finally:
+            sys.setprofile(before)
+    assert calls[80] < 4.5 * calls[20], calls
