@@ -7,27 +7,21 @@ import os
 import re
 from pathlib import Path
 
-# deepspeed/launcher/runner.py 0.19.8: EXPORT_ENVS, and the prefixes its accelerators add
-FORWARDED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL", "LD_LIBRARY_PATH")
-SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+from zerolm.common.errors import ConfigError
+from zerolm.common.secrets import FILE_NAME
+from zerolm.distributed.deepspeed_env import change_of, deepspeed_env_files
+
+# deepspeed/launcher/runner.py 0.19.8: EXPORT_ENVS, and the prefix that its CUDA accelerator adds
+FORWARDED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+# Parts of a name: neither NCCL_IB_PKEY nor TOKENIZERS_PARALLELISM is a secret.
+SECRET_NAME = re.compile(
+    r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
+)
 
 
 def is_secret_name(name: str) -> bool:
     """Return whether a variable with this name probably holds a secret."""
-    return SECRET_NAME.search(name) is not None
-
-
-def deepspeed_env_files() -> dict[Path, dict[str, str]]:
-    """Return {file: its variables} for each `.deepspeed_env` that DeepSpeed reads, in its order."""
-    files = {}
-    for directory in (Path.home(), Path.cwd()):
-        file = directory / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-        if file.is_file():
-            pairs = (line.partition("=") for line in file.read_text().splitlines())
-            files[file] = {
-                name.strip(): value.strip().strip("\"'") for name, equals, value in pairs if equals
-            }
-    return files
+    return bool(SECRET_NAME.search(name)) and not FILE_NAME.search(name)
 
 
 def forwarded_environment() -> dict[str, str]:
@@ -40,3 +34,32 @@ def forwarded_environment() -> dict[str, str]:
     for variables in deepspeed_env_files().values():
         forwarded |= variables
     return forwarded
+
+
+def environment_problems(num_hosts: int) -> list[str]:
+    """Return what would not reach the ranks as it is, and the secrets that ssh would show.
+
+    Args:
+        num_hosts: with 1 nothing is forwarded, and only the files are checked, for a larger run.
+    """
+    sources: dict[str, dict[str, str]] = {}
+    problems = []
+    try:
+        sources = {str(file): variables for file, variables in deepspeed_env_files().items()}
+    except ConfigError as error:
+        problems += error.problems
+    if num_hosts > 1:
+        forwarded = (name for name in os.environ if name.startswith(FORWARDED_PREFIXES))
+        sources["environment"] = {name: os.environ[name] for name in forwarded}
+        problems += [
+            f"environment: {name}: {change}"
+            for name, value in sources["environment"].items()
+            if (change := change_of(value.strip()))
+        ]
+    return problems + [
+        f"{source}: {name}: would be visible on ssh's command line on every host. Remove it; "
+        f"wandb login and ~/.aws/credentials on the first host keep such values."
+        for source, variables in sources.items()
+        for name in variables
+        if is_secret_name(name)
+    ]

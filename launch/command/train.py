@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from launch.command.hosts import ssh_problems, used_hosts
 from zerolm.common.errors import ConfigError
+from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import has_credentials
 from zerolm.common.shipped import SCRIPT
 from zerolm.config.flags import answer, parse_settings
@@ -89,6 +91,7 @@ def run(argv: Sequence[str]) -> int:
     answer(argv, USAGE, {"DeepSpeed's launcher": rows})
     launcher, flags = split_flags(_without_credentials(argv))
     settings, problems = parse_settings(flags, LAUNCHER_FLAGS)
+    problems += _host_problems(launcher, flags)
     if settings.check and settings.world_size is None:
         flags += _world_size(launcher, problems)
     if problems:
@@ -132,6 +135,21 @@ def _without_credentials(argv: Sequence[str]) -> list[str]:
     ]:
         raise ConfigError(problems)
     return list(argv)
+
+
+def _host_problems(launcher: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Return why a launch on the hosts of a hostfile would not do what its arguments say."""
+    given = dict(flag[2:].partition("=")[::2] for flag in launcher)
+    hostfile = given.get("hostfile", DEFAULT_HOSTFILE)
+    if "hostfile" not in given and not Path(hostfile).is_file():
+        return []
+    try:
+        several = used_hosts(hostfile, given.get("num_nodes")) > 1
+    except ConfigError as error:
+        return error.problems
+    if "no_ssh" in given or not several or "@" not in given.get("include", "@"):
+        return []
+    return ssh_problems(flags, given.get("launcher", "pdsh").lower())
 
 
 def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:

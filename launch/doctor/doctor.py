@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from launch.command.deepspeed_command import SCRIPT, launcher_option, pretrain_flags
-from launch.command.environment import deepspeed_env_files, is_secret_name
+from launch.command.environment import environment_problems, forwarded_environment
+from launch.command.hosts import Host, read_hostfile
 from launch.command.train import run_command
 from launch.doctor.checks import run_checks
-from launch.doctor.findings import ALL, OK, RED, Finding, merge_hosts, table
+from launch.doctor.findings import ALL, OK, RED, Finding, from_problem, merge_hosts, table
 from launch.doctor.host_session import HostError, Session
 from launch.doctor.requirements import Requirements, checkpoint_bytes, required_operators
-from launch.supervise.hosts import Host, read_hostfile
 from zerolm.common.command_line import count, duration
 from zerolm.common.errors import EXIT_REFUSED
 from zerolm.common.machine import DEFAULT_HOSTFILE
@@ -133,7 +133,10 @@ class Doctor:
 
     def findings(self) -> list[Finding]:
         """Query all hosts, and return the lines of the table."""
-        found = self._check_num_hosts() + self._check_secrets()
+        found = self._check_num_hosts()
+        problems = environment_problems(len(self.hosts))
+        found += [from_problem("environment", "this host", problem) for problem in problems]
+        forwarded = forwarded_environment() if len(self.hosts) > 1 and not problems else {}
         limits.raise_file_limit()  # a session keeps 5 files open
         opened: list[Session] = []
         with (
@@ -143,7 +146,7 @@ class Doctor:
             cleanup.callback(_close, opened)
             self.sessions = {}
             for host in self.hosts:
-                session = Session(host, self.ssh_port and str(self.ssh_port))
+                session = Session(host, self.ssh_port and str(self.ssh_port), forwarded)
                 opened.append(session)
                 self.sessions[host.name] = session
             facts, unreachable = self._ask_all(self._facts)
@@ -204,19 +207,6 @@ class Doctor:
         text = f"the run needs {self.num_nodes} nodes, {self.hostfile or 'this host'} gives"
         fix = f"add the missing hosts, or use --num_nodes {len(self.hosts)}"
         return [Finding("hosts", ALL, RED, f"{text} {len(self.hosts)}", fix)]
-
-    def _check_secrets(self) -> list[Finding]:
-        """Check for secrets that DeepSpeed would write onto ssh's command line."""
-        fix = "remove it; wandb login and ~/.aws/credentials on the first host keep such values"
-        return [
-            Finding(
-                "environment", "this host", RED,
-                f"{file}: {name} would be visible on ssh's command line on every host",
-                fix,
-            )
-            for file, names in deepspeed_env_files().items()
-            for name in names if is_secret_name(name)
-        ]  # fmt: skip
 
     def _check_shared_directory(self) -> list[Finding]:
         """Check that a file which the first host writes is visible on every host."""

@@ -13,12 +13,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.command.environment import forwarded_environment
+from launch.command.hosts import Host
 from launch.doctor.collector import MARK
-from launch.supervise.hosts import Host, remote_command
+from launch.supervise.hosts import remote_command
 
 # Reads only the first line, byte by byte: the program that replaces this one reads the rest.
 BOOTSTRAP = (
@@ -36,7 +37,7 @@ class HostError(Exception):
 class Session:
     """An open session; `close` ends it. Must not be shared between threads."""
 
-    def __init__(self, host: Host, ssh_port: str | None):
+    def __init__(self, host: Host, ssh_port: str | None, environment: Mapping[str, str]):
         self.host = host
         here, python = shlex.quote(str(Path.cwd())), shlex.quote(sys.executable)
         command = f"cd {here} && exec {python} -c {shlex.quote(BOOTSTRAP)}"
@@ -47,7 +48,7 @@ class Session:
         )  # fmt: skip
         self.lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self._write(json.dumps(forwarded_environment()))
+        self._write(json.dumps(environment))
 
     def ask(self, seconds: float, name: str, /, **arguments: Any) -> Any:
         """Call one of the collector's `ANSWERS` and return its result.

@@ -1,68 +1,28 @@
-"""The hosts of a run: read a hostfile, check each host over ssh, and leave out those that fail.
+"""The hosts of a run: check each host of a hostfile over ssh, and leave out those that fail.
 
 DeepSpeed starts on the first `--num_nodes` hosts of a hostfile; further hosts are spares.
 """
 
 import os
-import re
 import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
-from launch.command.deepspeed_command import launcher_option, with_launcher_option
+from launch.command.deepspeed_command import (
+    launcher_option,
+    pretrain_flags,
+    with_launcher_option,
+)
+from launch.command.hosts import Host, read_hostfile, ssh_problems
 from zerolm.common.errors import ConfigError
 from zerolm.common.run_files import RunFiles
 
 CHECK_SECONDS = 60.0
 MAX_CONCURRENT_CHECKS = 64
-HOST_LINE = re.compile(r"(?!-)[!-~]+ slots=0*[1-9][0-9]*", re.ASCII)  # "-x" is an option of ssh
-
-
-@dataclass(frozen=True)
-class Host:
-    """One line of a hostfile: a name, and `slots=N`."""
-
-    name: str
-    slots: str
-
-    @property
-    def num_slots(self) -> int:
-        return int(self.slots.removeprefix("slots="))
-
-
-def read_hostfile(path: Path) -> list[Host]:
-    """Read a hostfile's `name slots=N` lines, as strictly as DeepSpeed and ssh need them.
-
-    Raises:
-        ConfigError: the file cannot be read or names no host, or every line that is malformed.
-    """
-    try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error}). List your hosts in it.") from None
-    hosts: dict[str, Host] = {}
-    problems = []
-    for number, line in enumerate(lines, start=1):
-        fields = line.partition("#")[0].split()
-        if not fields:
-            continue
-        where = f"{path}: line {number}: {line!r},"
-        if len(fields) != 2 or not HOST_LINE.fullmatch(" ".join(fields)):
-            problems.append(f"{where} is not `name slots=N` with N of 1 or more. Correct it.")
-        elif fields[0] in hosts:
-            problems.append(f"{where} lists {fields[0]} again. Keep one line of it.")
-        else:
-            hosts[fields[0]] = Host(*fields)
-    if not hosts and not problems:
-        problems.append(f"{path}: lists no host. Write a line `name slots=N` for each host.")
-    if problems:
-        raise ConfigError(problems)
-    return list(hosts.values())
 
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
@@ -141,13 +101,17 @@ def without_failing_hosts(
         corrupt: names of hosts that have computed wrong values; left out if there are spares.
 
     Raises:
-        ConfigError: fewer hosts than the minimum pass.
+        ConfigError: fewer hosts than the minimum pass, or variables would not reach the ranks.
     """
     hostfile = launcher_option(command, "--hostfile") or launcher_option(command, "-H")
     if hostfile is None:
         return command
     hosts = read_hostfile(Path(hostfile))
     requested = int(launcher_option(command, "--num_nodes") or len(hosts))
+    if requested > 1 and "--no_ssh" not in command:
+        launcher = launcher_option(command, "--launcher") or "pdsh"
+        if problems := ssh_problems(pretrain_flags(command), launcher):
+            raise ConfigError(problems)
     ssh_port = launcher_option(command, "--ssh_port")
     passed, failed = check_hosts(hosts, host_check or default_check(), ssh_port)
     minimum = min_hosts or requested

@@ -146,4 +146,4 @@ def test_a_secret_that_ssh_would_show_is_named_without_its_value(tmp_path) -> No
         timeout=SECONDS, env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 2 and "secret-value" not in done.stdout + done.stderr
-    assert f"{tmp_path / '.deepspeed_env'}: WANDB_API_KEY would be visible on" in done.stdout
+    assert f"{tmp_path / '.deepspeed_env'}: WANDB_API_KEY: would be visible on" in done.stdout

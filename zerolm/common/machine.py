@@ -154,30 +154,38 @@ def _existing(path: str | Path) -> Path:
     return path
 
 
-def launcher_problem(argv: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Return the problem if `deepspeed --num_nodes N` has silently started fewer than N nodes.
+def launcher(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (options, environment) of DeepSpeed's runner, both empty where it is not visible.
 
-    The runner takes the first N hosts of its hostfile, and all of them if there are fewer. N is
-    known only from its command line, which is read from its process on this host.
+    It is a process of this host, if it has started the ranks of this host.
 
     Args:
         argv: flags of this script.
+    """
+    flags = [argument for argument in argv if not argument.startswith("--local_rank=")]
+    for path in Path("/proc").glob("[0-9]*"):
+        if options := _runner_options(_zero_separated(path / "cmdline"), flags):
+            variables = _zero_separated(path / "environ")
+            return options, dict(text.partition("=")[::2] for text in variables)
+    return {}, {}
+
+
+def num_nodes_problem(options: Mapping[str, str], environment: Mapping[str, str]) -> str | None:
+    """Return the problem if `deepspeed --num_nodes N` has silently started fewer than N nodes.
+
+    The runner takes the first N hosts of its hostfile, and all of them if there are fewer.
+
+    Args:
+        options: of the runner.
         environment: set by the node launcher (`CROSS_SIZE`: nodes, `WORLD_SIZE`: ranks).
     """
-    nodes = num_nodes(environment)
-    if nodes is None:
+    nodes, requested = num_nodes(environment), options.get("--num_nodes", "")
+    if nodes is None or not requested.isdigit() or int(requested) <= nodes:
         return None
-    flags = [argument for argument in argv if not argument.startswith("--local_rank=")]
-    for command in _commands():
-        options = _runner_options(command, flags)
-        requested = options.get("--num_nodes", "")
-        if requested.isdigit() and int(requested) > nodes:
-            hostfile = options.get("--hostfile", DEFAULT_HOSTFILE)
-            return (
-                f"{hostfile}: --num_nodes: {requested}, but the hostfile has {nodes} node(s). Add "
-                f"the missing hosts to it, or use --num_nodes {nodes}."
-            )
-    return None
+    return (
+        f"{options.get('--hostfile', DEFAULT_HOSTFILE)}: --num_nodes: {requested}, but the "
+        f"hostfile has {nodes} node(s). Add the missing hosts to it, or use --num_nodes {nodes}."
+    )
 
 
 def ranks_of_host(environment: Mapping[str, str]) -> int:
@@ -225,16 +233,12 @@ def num_hosts(environment: Mapping[str, str]) -> int:
     return (num_nodes(environment) or 1) if "MASTER_ADDR" in environment else 1
 
 
-def _commands() -> list[list[str]]:
-    """Return the command lines of all visible processes; none where there is no /proc."""
-    commands = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            text = path.read_bytes().decode(errors="replace").removesuffix("\0")
-            commands.append(text.split("\0"))
-        except OSError:  # the process has ended, or belongs to another user
-            continue
-    return commands
+def _zero_separated(path: Path) -> list[str]:
+    """Return the texts in a file of /proc; none if its process has ended or is another user's."""
+    try:
+        return path.read_bytes().decode(errors="replace").removesuffix("\0").split("\0")
+    except OSError:
+        return []
 
 
 def _runner_options(command: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
@@ -248,6 +252,6 @@ def _runner_options(command: Sequence[str], flags: Sequence[str]) -> dict[str, s
     for number, argument in enumerate(head):
         name, equals, value = argument.partition("=")
         name = "--hostfile" if name == "-H" else name
-        if name in ("--num_nodes", "--hostfile"):
+        if name in ("--num_nodes", "--hostfile", "--no_ssh"):
             options[name] = value if equals else "".join(head[number + 1 : number + 2])
     return options

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zerolm.common import machine
-from zerolm.common.errors import Findings
+from zerolm.common.errors import ConfigError, Findings
 from zerolm.common.run_files import RunFiles, checkpoint_directories
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
+from zerolm.distributed.deepspeed_env import deepspeed_env_files
 from zerolm.distributed.device import (
     ABSENT_DEVICE,
     ASSUMED_BYTES,
@@ -71,9 +72,14 @@ def detect(
                 f"and native bf16 are assumed"
             )
         return Host(settings.world_size, device)
-    problem = machine.launcher_problem(argv, environment)
-    if problem:
+    options, variables = machine.launcher(argv)
+    if problem := machine.num_nodes_problem(options, environment):
         found.problems.append(problem)
+    if "--hostfile" in options and "--no_ssh" not in options and machine.num_hosts(environment) > 1:
+        try:
+            deepspeed_env_files(variables)
+        except ConfigError as error:
+            found.problems += error.problems
     if not settings.check:
         found.problems += slurm_problems(environment)
     _clear_build_locks(environment, settings.check, found)

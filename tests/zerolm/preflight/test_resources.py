@@ -3,8 +3,12 @@
 import os
 import re
 import socket
+import subprocess
+import sys
 
 from tests.launching import LLAMA, ROOT, run_ranks, write_json, write_shards
+from zerolm.common.errors import Findings
+from zerolm.config.settings import Settings
 from zerolm.preflight import host
 
 
@@ -52,3 +56,23 @@ def test_run_is_refused_if_its_port_is_in_use(tmp_path):
     line = rf"environment: MASTER_PORT: port {port}: in use by process {os.getpid()} \(.*\)\. End"
     assert re.search(line, done.stdout), done.stdout
     assert "Traceback" not in done.stdout and not (tmp_path / "run").exists()
+
+
+def test_the_variables_of_a_launch_by_ssh_are_checked_as_its_launcher_read_them(tmp_path):
+    """The launcher is found by its arguments; a rank lacks its DS_ENV_FILE."""
+    (tmp_path / "other.env").write_text('A="x y"\n')
+    flags = ["--run_dir", str(tmp_path)]
+    wait = [sys.executable, "-c", "print(1, flush=True); input()", "deepspeed", "--hostfile", "h"]
+    launched = {"CROSS_SIZE": "2", "MASTER_ADDR": "a", "LOCAL_RANK": "1"}
+    for more, expected in ([], ["line 1: A: has quotes"]), (["--no_ssh"], []):
+        with subprocess.Popen(
+            [*wait, *more, "pretrain.py", *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "HOME": str(tmp_path), "DS_ENV_FILE": "other.env"},
+        ) as launcher:  # fmt: skip
+            assert launcher.stdout.readline() and launcher.stdin
+            found = Findings([])
+            host.detect(Settings(), flags, {**os.environ, **launched}, found)
+            launcher.communicate(b"\n", timeout=20)
+        problems = [line for line in found.problems if "other.env" in line]
+        assert len(problems) == len(expected)
+        assert all(part in line for part, line in zip(expected, problems, strict=True))

@@ -1,0 +1,111 @@
+"""The hosts of a run, as DeepSpeed's launcher reads them from a hostfile.
+
+python -m launch.command.hosts HOSTFILE NUM_NODES [flags]    # prints the problems of a launch
+"""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.command.environment import environment_problems
+from zerolm.common.errors import ConfigError
+
+HOST_LINE = re.compile(  # "-x" is an option of ssh
+    r"(?!-)[!-~]+ slots=0*[1-9][0-9]*( max[_-]slots=[0-9]+)?", re.ASCII
+)
+# deepspeed/launcher/multinode_runner.py 0.19.8: only an argument with a space gets double quotes.
+CHANGED_ARGUMENT = re.compile(r"[^\w@%+=:,./^!~#-]|^[~#]|^$|%[hun%]")
+CHANGED_IN_QUOTES = re.compile(r"""[$`]|\\([\\"]|$)|%[hun%]""")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One line of a hostfile: a name, and `slots=N`."""
+
+    name: str
+    slots: str
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.slots.removeprefix("slots="))
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Read a hostfile's `name slots=N` lines, as strictly as DeepSpeed and ssh need them.
+
+    Open MPI's `max_slots=N` may follow, which DeepSpeed ignores.
+
+    Raises:
+        ConfigError: the file cannot be read or names no host, or every line that is malformed.
+    """
+    try:
+        lines = path.read_text(errors="replace").split("\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error}). List your hosts in it.") from None
+    hosts: dict[str, Host] = {}
+    problems = []
+    for number, line in enumerate(lines, start=1):
+        fields = line.partition("#")[0].split()
+        if not fields:
+            continue
+        where = f"{path}: line {number}: {line!r},"
+        if not HOST_LINE.fullmatch(" ".join(fields)):
+            problems.append(f"{where} is not `name slots=N` with N of 1 or more. Correct it.")
+        elif fields[0] in hosts:
+            problems.append(f"{where} lists {fields[0]} again. Keep one line of it.")
+        else:
+            hosts[fields[0]] = Host(*fields[:2])
+    if not hosts and not problems:
+        problems.append(f"{path}: lists no host. Write a line `name slots=N` for each host.")
+    if problems:
+        raise ConfigError(problems)
+    return list(hosts.values())
+
+
+def used_hosts(hostfile: str, num_nodes: str | None) -> int:
+    """Return the number of hosts on which `deepspeed` starts.
+
+    Args:
+        num_nodes: as written; None: all hosts.
+
+    Raises:
+        ConfigError: the hostfile is refused, or has fewer.
+    """
+    if num_nodes is not None and not (num_nodes.isdecimal() and int(num_nodes)):
+        raise ConfigError(f"--num_nodes: {num_nodes}, not a number of hosts. Write 1 or more.")
+    found = len(read_hostfile(Path(hostfile)))
+    if found < int(num_nodes or found):
+        raise ConfigError(
+            f"{hostfile}: {found} host(s), --num_nodes is {num_nodes}: DeepSpeed would silently "
+            f"start on fewer. Add hosts, or request fewer."
+        )
+    return int(num_nodes or found)
+
+
+def ssh_problems(arguments: Sequence[str], launcher: str = "pdsh") -> list[str]:
+    """Return what would not reach the ranks on other hosts: variables, or arguments of the script.
+
+    Args:
+        launcher: a name that `deepspeed --launcher` knows.
+    """
+    problems = environment_problems(num_hosts=2)
+    if launcher == "pdsh":
+        problems += [
+            f"command line: {argument}: would be changed by the shell of the hosts. Write it "
+            f"without special characters, or in a --settings file."
+            for argument in arguments
+            if (CHANGED_IN_QUOTES if " " in argument else CHANGED_ARGUMENT).search(argument)
+        ]
+    return problems
+
+
+if __name__ == "__main__":
+    hostfile, num_nodes, *arguments = sys.argv[1:]
+    problems = []
+    try:
+        used_hosts(hostfile, num_nodes)
+    except ConfigError as error:
+        problems += error.problems
+    print("\n".join([*problems, *ssh_problems(arguments)]))
