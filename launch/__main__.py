@@ -17,7 +17,7 @@ COMMANDS = Group(
             takes_run=True,
         ),
         "render": Command(
-            "write a job file for Slurm, Kubernetes or SkyPilot", "launch.render.render", PLAN,
+            "write a job file for Slurm", "launch.render.render", PLAN,
             takes_run=True,
         ),
         "train": Command(

@@ -31,9 +31,9 @@ RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --nodes N --devices_per_node D --master_addr A -- pretrain.py ..."
     parser.description = (
-        "Start this node's ranks of a run. The files of `python -m launch render` run this command "
-        "once on each node. The node's rank is read from the variables that Slurm, an indexed "
-        "Kubernetes Job or SkyPilot set."
+        "Start this node's ranks of a run. The file of `python -m launch render` and those of "
+        "docs/examples run this command once on each node. The node's rank is read from the "
+        "variables that Slurm, an indexed Kubernetes Job or SkyPilot set."
     )
     parser.add_argument(
         "--nodes", type=count, required=True, metavar="N", help="number of nodes of the run"

@@ -13,34 +13,24 @@ from pathlib import Path
 from launch.command.deepspeed_command import parse_pretrain_flags, pretrain_flags
 from launch.command.environment import is_secret_name
 from launch.command.train import run_command
-from launch.render.templates import TEMPLATES, Job
+from launch.render.templates import Job, slurm_script
 from zerolm.common.command_line import count, duration
 from zerolm.common.errors import ConfigError
 
-START_COMMANDS = {
-    "slurm": "sbatch",
-    "kubernetes": "kubectl apply -f",
-    "trainjob": "kubectl apply -f",
-    "skypilot": "sky jobs launch",
-}
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SBATCH_OPTION = re.compile(r"--?[A-Za-z][\w-]*([= ][^\n]*)?")
-MAX_NAME_LENGTH = 40  # a pod's name has at most 63 characters, and JobSet appends to the job's
+MAX_NAME_LENGTH = 40
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "%(prog)s slurm|kubernetes|trainjob|skypilot --nodes N "
-        "--devices_per_node D [flags] -- pretrain.py's flags"
-    )
+    parser.usage = "%(prog)s slurm --nodes N --devices_per_node D [flags] -- pretrain.py's flags"
     parser.description = (
-        "Write a job file that starts a run under a scheduler. Every scheduler restarts a run that "
-        "ends with exit code 75 (saved and stopped). Kubernetes does not restart one that ends "
-        "with 2 (refused) or 76 (gave up)."
+        "Write a job file that starts a run under Slurm, which requeues a run that ends with exit "
+        "code 75 (saved and stopped). docs/examples has files for Kubernetes and SkyPilot."
     )
     parser.add_argument(
-        "kind", choices=tuple(TEMPLATES),
-        help="format of the file; kubernetes is a JobSet, trainjob a TrainJob of Kubeflow",
+        "kind", choices=("slurm",),
+        help="the scheduler; for Kubernetes and SkyPilot copy a file of docs/examples",
     )  # fmt: skip
     _add_run_flags(parser)
     _add_scheduler_flags(parser)
@@ -59,17 +49,11 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of the job (default: last part of --run_dir)")
     parser.add_argument(
         "--time", type=duration, default=86400.0, metavar="DURATION",
-        help="slurm: time limit of the job (default: 1d)",
+        help="time limit of the job (default: 1d)",
     )  # fmt: skip
     parser.add_argument(
         "--save_time", type=duration, default=600.0, metavar="DURATION",
-        help="time to save and stop: slurm signals the run this long before --time; kubernetes "
-        "waits this long after SIGTERM (default: 10m)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--max_restarts", type=count, default=20, metavar="N",
-        help="kubernetes, skypilot: maximum number of restarts after failures "
-        "(default: %(default)s)",
+        help="time to save and stop: Slurm signals the run this long before --time (default: 10m)",
     )  # fmt: skip
     parser.add_argument(
         "--directory", metavar="DIR", default=str(Path.cwd()),
@@ -96,33 +80,14 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--secret_name", default="zerolm", metavar="NAME",
-        help="kubernetes: Secret that holds the values (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--image", help="kubernetes, skypilot: container image")
-    parser.add_argument(
-        "--volume", metavar="NAME",
-        help="kubernetes, skypilot: volume (or its claim) that all nodes share",
-    )  # fmt: skip
-    parser.add_argument(
-        "--mount_path", metavar="DIR", help="mount point of --volume (default: as --directory)"
-    )
-    parser.add_argument(
-        "--device_resource", default="nvidia.com/gpu", metavar="NAME",
-        help="kubernetes: name of the device resource in the cluster (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--accelerator", metavar="NAME", help="skypilot: type of device, such as H100"
-    )
-    parser.add_argument(
         "--slurm", action="append", default=[], metavar="OPTION",
-        help="slurm: additional #SBATCH option, repeatable: --slurm=--partition=gpu",
+        help="additional #SBATCH option, repeatable: --slurm=--partition=gpu",
     )  # fmt: skip
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write or print the file."""
-    text = TEMPLATES[arguments.kind](job_from(arguments, run_command(arguments)))
+    text = slurm_script(job_from(arguments, run_command(arguments)))
     if arguments.output is None:
         sys.stdout.write(text)
         return 0
@@ -130,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.output).write_text(text)
     except OSError as error:
         raise ConfigError(f"--output {arguments.output}: {error}. Name another file.") from None
-    print(f"{arguments.output}: start it with: {START_COMMANDS[arguments.kind]} {arguments.output}")
+    print(f"{arguments.output}: start it with: sbatch {arguments.output}")
     return 0
 
 
@@ -163,11 +128,7 @@ def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
         name=name, nodes=arguments.nodes, devices=arguments.devices_per_node, flags=flags,
         directory=arguments.directory, python=arguments.python,
         master_port=arguments.master_port, environment=environment, secrets=arguments.secret,
-        time_seconds=arguments.time, save_seconds=arguments.save_time,
-        max_restarts=arguments.max_restarts, image=arguments.image, volume=arguments.volume,
-        mount_path=arguments.mount_path or arguments.directory,
-        secret_name=arguments.secret_name, device_resource=arguments.device_resource,
-        accelerator=arguments.accelerator, slurm=arguments.slurm,
+        time_seconds=arguments.time, save_seconds=arguments.save_time, slurm=arguments.slurm,
     )  # fmt: skip
 
 
@@ -200,13 +161,7 @@ def _scheduler_problems(arguments: argparse.Namespace) -> list[str]:
         problems.append(
             f"--directory: {arguments.directory}, must be absolute. Give the full path."
         )
-    if arguments.kind in ("kubernetes", "trainjob") and not arguments.image:
-        problems.append(
-            "--image is missing, which Kubernetes needs. Name an image that has this Python."
-        )
-    if arguments.kind == "skypilot" and not arguments.accelerator:
-        problems.append("--accelerator is missing, which SkyPilot needs. Write H100, for example.")
-    if arguments.kind == "slurm" and arguments.save_time >= arguments.time:
+    if arguments.save_time >= arguments.time:
         problems.append(
             f"--save_time: {arguments.save_time:.0f}s, must be below --time "
             f"{arguments.time:.0f}s. Shorten it."
