@@ -55,6 +55,7 @@ def test_the_table_has_ratios_goals_and_the_reason_of_a_missing_figure():
             1.5,
             61_000.0,
             48 << 30,
+            3,
             2,
             "sdpa",
             "1980 MHz",
@@ -65,9 +66,9 @@ def test_the_table_has_ratios_goals_and_the_reason_of_a_missing_figure():
         ),
     ]
     shown = table.table(found, Namespace(toy=False))
-    row = "| 60,000 | 61,000 | 61.0% | 50.0 | 48.0 | 40 | 75 | 0.40 | 4.50, 1.50 | sdpa | 2 | 1.00 "
-    assert row + "| 1980 MHz |" in shown
-    assert "| 40,000 | - | 41.0% | 60.0 | - | 20 | 50 | - | - | - | 0 | 0.67 | - |" in shown
+    row = "| 60,000 | 61,000 | 61.0% | 50.0 | 48.0 | 40 | 75 | 0.40 | 4.50, 1.50 | sdpa | 3, 2 "
+    assert row + "| 1.00 | 1980 MHz |" in shown
+    assert "| 40,000 | - | 41.0% | 60.0 | - | 20 | 50 | - | - | - | 0, 0 | 0.67 | - |" in shown
     assert len({line.count("|") for line in shown.splitlines() if line.startswith("| ")}) == 1
     assert "| out of memory |" in shown
     toy = table.table(found, Namespace(toy=True))

@@ -6,7 +6,8 @@
 A 160M model trains a few steps through pretrain.py: its losses are those that a CPU had, in float32
 and in bf16; a run that is killed with SIGKILL and resumed has the losses of a run that is not, as
 closely as the same command has them twice: attention's backward pass on a GPU adds in no fixed
-order; attention kernels agree on documents. Each result is written at once, and a second call with
+order; attention kernels agree on documents; a run that is out of memory or hangs ends by itself and
+says why. Each result is written at once, and a second call with
 the same --output repeats only what has not passed.
 """
 
@@ -19,22 +20,28 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks import ROOT
 from benchmarks.gpu.cases import ds_config, parse_options
+from benchmarks.gpu.run_case import device_state
 from tests.launching import free_port
+from zerolm.common.errors import EXIT_BUG
+from zerolm.common.run_files import RunFiles
 from zerolm.shards.writer import ShardWriter
 
 CURVES = ROOT / "benchmarks/results/gpu_parity.json"
 MODELS = {"160M": "model_configs/llama-160m.json", "toy": "model_configs/tiny.json"}
 STEPS, SEQ_LEN, STEP_TOKENS = 6, 512, 1024
-SAVED_AT, KILLED_AT = STEPS // 2, 4
+SAVED_AT = STEPS // 2
+# Time for the checkpoint, which is published after the step; then it is killed.
+HELD = f"FAULT=step.begin:0:{SAVED_AT + 2}:sleep=20,step.begin:0:{SAVED_AT + 3}:sleep=600"
 FP8_STEPS, LAST_STEPS = 200, 20
 LARGE_MICRO_BATCH = 8192
+MANY_STEPS, HANG_SECONDS = 100_000, 20
 # Largest difference of a loss: other kernels sum in another order.
 TOLERANCES = {"float32": 1e-3, "bf16": 2e-2, "documents": 2e-2, "fp8": 2e-2}
 NOISE_FACTOR = 10  # a resumed run may differ by so many times what the same command does twice
@@ -51,11 +58,13 @@ class Runs:
     Attributes:
         model: a key of `MODELS` and of `CURVES`.
         losses: {name of a run: losses by step}, of the runs so far.
+        first_step_seconds: from the start of the last run to its first new step.
     """
 
     def __init__(self, toy: bool, scratch: Path, seconds: float):
         self.model, self.scratch, self.seconds = "toy" if toy else "160M", scratch, seconds
         self.losses: dict[str, list[float]] = {}
+        self.first_step_seconds = 0.0
         self.compiled: set[str] = set()  # options whose kernels are in torch's cache
         write_documents(scratch / "shards", MODELS[self.model])
 
@@ -64,18 +73,43 @@ class Runs:
     ) -> list[float]:
         """Train for some steps, or until a SIGKILL; return the loss of each step.
 
+        Args:
+            kill: once the first checkpoint is complete.
+
         Raises:
             Failed: the run ended otherwise, or took more than `seconds`; twice as long if it is the
                 first with these options, whose kernels are compiled.
         """
-        run_dir, found = self.scratch / name, parse_options(options)
+        with self.started(name, options, steps) as (process, log):
+            limit = self.seconds * (1 if options in self.compiled else 2)
+            deadline = time.monotonic() + limit
+            self.first_step_seconds = self.wait(process, log, "\nstep=", deadline)
+            if kill:
+                self.wait(process, self.scratch / name / "checkpoints/latest", "step", deadline)
+            else:
+                self.wait(process, log, None, deadline)
+            self.compiled.add(options)
+        if process.returncode != (-signal.SIGKILL if kill else 0):
+            raise Failed(f"{name}: exit code {process.returncode}: {log.read_text()[-300:]}")
+        lines = (self.scratch / name / "metrics.jsonl").read_text().splitlines()
+        rows = map(json.loads, lines)
+        by_step = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+        self.losses[name] = [by_step[step] for step in sorted(by_step)]
+        return self.losses[name]
+
+    @contextlib.contextmanager
+    def started(
+        self, name: str, options: str, steps: int, ranks: int = 1
+    ) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
+        """Start a run, and kill it in the end; yield its launcher and its log."""
+        found = parse_options(options)
         profile = self.scratch / f"{name}.json"
         profile.write_text(json.dumps(ds_config("ds_configs/zero2.json", found)))
         command = [
-            sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1",
+            sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks),
             "--master_port", str(free_port()), "pretrain.py",
             "--model_config", MODELS[self.model], "--deepspeed_config", str(profile),
-            "--data", str(self.scratch / "shards"), "--run_dir", str(run_dir),
+            "--data", str(self.scratch / "shards"), "--run_dir", str(self.scratch / name),
             "--seq_len", str(SEQ_LEN), "--micro_batch_size", "1",
             "--batch_tokens", str(STEP_TOKENS), "--total_tokens", str(steps * STEP_TOKENS),
             "--checkpoint_interval", str(steps // 2), "--log_interval", "1",
@@ -84,34 +118,29 @@ class Runs:
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         log = self.scratch / f"{name}.log"
-        with log.open("a") as output:
+        with log.open("w") as output:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True, env={**environment, **found.environment},
             )  # fmt: skip
             try:
-                limit = self.seconds * (1 if options in self.compiled else 2)
-                self._wait(process, log, f"step={KILLED_AT} " if kill else None, limit)
-                self.compiled.add(options)
+                yield process, log
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                code = process.wait()
-        if code and not kill:
-            raise Failed(f"{name}: exit code {code}: {log.read_text()[-300:]}")
-        rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-        by_step = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
-        self.losses[name] = [by_step[step] for step in sorted(by_step)]
-        return self.losses[name]
+                process.wait()
 
-    def _wait(
-        self, process: "subprocess.Popen[bytes]", log: Path, line: str | None, seconds: float
-    ) -> None:
-        deadline = time.monotonic() + seconds
-        while process.poll() is None and not (line and line in log.read_text()):
+    def wait(
+        self, process: "subprocess.Popen[bytes]", file: Path, text: str | None, deadline: float
+    ) -> float:
+        """Wait until a file has a text, or the process ends; return the seconds."""
+        start = time.monotonic()
+        while process.poll() is None and not (text and file.exists() and text in file.read_text()):
             if time.monotonic() > deadline:
-                raise Failed(f"no end in {seconds:.0f} s: {log.read_text()[-300:]}")
+                found = file.read_text()[-300:] if file.exists() else "missing"
+                raise Failed(f"no end in {time.monotonic() - start:.0f} s: {file.name}: {found}")
             time.sleep(0.1)
+        return time.monotonic() - start
 
 
 def write_documents(directory: Path, model_config: str) -> None:
@@ -150,14 +179,17 @@ def parity_in_bf16(runs: Runs) -> str:
 def kill_and_resume(runs: Runs) -> str:
     unbroken = runs.losses.get("unbroken") or runs.train("unbroken", "--compile")
     noise = largest_difference(unbroken, runs.train("again", "--compile"))
-    runs.train("killed", "--compile", kill=True)
+    runs.train("killed", f"--compile {HELD}", kill=True)
     difference = largest_difference(unbroken, runs.train("killed", "--compile"))
     found = (
         f"losses differ by at most {difference:.1e}, those of the same command twice by {noise:.1e}"
     )
     if difference > NOISE_FACTOR * noise:
         raise Failed(found)
-    return f"killed after step {KILLED_AT}, resumed from {SAVED_AT}: {found}"
+    if f"\nstep={SAVED_AT}/" in (runs.scratch / "killed.log").read_text():
+        raise Failed("the killed run began at step 1 again")
+    resumed = f"step {SAVED_AT + 1} again {runs.first_step_seconds:.1f} s after the start"
+    return f"killed in step {SAVED_AT + 3}, {resumed}: {found}"
 
 
 def parity_in_float32(runs: Runs) -> str:
@@ -214,6 +246,31 @@ def out_of_memory(runs: Runs) -> str:
     return found[0]
 
 
+def hang(runs: Runs) -> str:
+    """Stop one of two ranks with SIGSTOP; on a single GPU, let its rank sleep."""
+    import psutil
+    import torch
+
+    ranks = 1 if torch.cuda.device_count() == 1 else 2
+    options = f"--hang_timeout {HANG_SECONDS}s"
+    options += " FAULT=step.begin:0:3:sleep=600" if ranks == 1 else ""
+    with runs.started("stopped", options, MANY_STEPS, ranks) as (process, log):
+        deadline = time.monotonic() + 2 * runs.seconds
+        runs.wait(process, log, "\nstep=2/", deadline)
+        heartbeat = RunFiles(runs.scratch / "stopped").heartbeat(ranks - 1).read_text()
+        if ranks > 1:
+            psutil.Process(json.loads(heartbeat)["pid"]).suspend()
+        verdict = runs.wait(process, log, "watchdog: ", deadline)
+        states = [device_state()]
+        end = verdict + runs.wait(process, log, None, deadline)
+        states.append(device_state())
+    found = next((line for line in log.read_text().splitlines() if "watchdog: " in line), "")
+    if not found or process.returncode != EXIT_BUG:
+        raise Failed(f"exit code {process.returncode}: {log.read_text()[-300:]}")
+    devices = "; ".join(filter(None, states))
+    return f"verdict after {verdict:.0f} s, end after {end:.0f} s, exit code 1: {found} {devices}"
+
+
 CHECKS: dict[str, Callable[[Runs], str]] = {
     "bf16, compiled, beside a CPU": parity_in_bf16,
     "SIGKILL and resume": kill_and_resume,
@@ -221,6 +278,7 @@ CHECKS: dict[str, Callable[[Runs], str]] = {
     "document mask": documents,
     "fp8 beside bf16": fp8_loss,
     "out of memory": out_of_memory,
+    "hang": hang,
 }
 
 

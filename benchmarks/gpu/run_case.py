@@ -40,7 +40,8 @@ ERROR = re.compile(
 )
 REFUSED = "pretrain.py: refused"  # the next line has the reason
 OUT_OF_MEMORY = "out of memory"
-RECOMPILED = "Recompiling function"  # of TORCH_LOGS=recompiles
+TORCH_LOGS = "recompiles,graph_code"
+GRAPH, RECOMPILED = "TRACED GRAPH\n", "Recompiling function"  # lines of these logs
 ATTENTION = re.compile(r"attention: (\w+)")
 STALL, RATE = "checkpoint/stall_seconds", "throughput/tokens_per_second"
 MAX_REASON_LENGTH = 240
@@ -81,17 +82,20 @@ def run_with_fitting_batch(
 
 
 def device_state() -> str:
-    """Return clock, power and memory of each GPU, and its processes, as nvidia-smi has them."""
+    """Return clock, power and memory of each GPU, and its contexts, as nvidia-smi has them."""
     if not shutil.which("nvidia-smi"):
         return ""
-    queries = "--query-gpu=clocks.sm,power.draw,memory.used", "--query-compute-apps=used_memory"
+    queries = (
+        "--query-gpu=clocks.sm,power.draw,memory.used",
+        "--query-compute-apps=gpu_bus_id,used_memory",
+    )
     found = []
     for query in queries:
         command = ["nvidia-smi", query, "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             done = subprocess.run(command, capture_output=True, text=True, timeout=10)
             found.append(", ".join(done.stdout.split("\n")).strip(", "))
-    return "; processes ".join(found)
+    return "; contexts ".join(found)
 
 
 def keep_profile(scratch: Path, output: Path | None) -> None:
@@ -133,7 +137,7 @@ def run(
     result = Figures(case, micro)
     remove_locks()
     write_random_shard(shards_of(case, scratch), str(model_file(case, arguments.toy, scratch)))
-    environment = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TORCH_LOGS": "recompiles"}
+    environment = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TORCH_LOGS": TORCH_LOGS}
     start_time = time.monotonic()
     process = subprocess.Popen(
         command(case, micro, accumulation, arguments, scratch), cwd=ROOT, text=True,
@@ -162,6 +166,7 @@ def run(
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     result.case_seconds = time.monotonic() - start_time
+    result.graphs = sum(line.endswith(GRAPH) for line in lines)
     result.recompiled = sum(RECOMPILED in line for line in lines)
     attention = next(filter(None, map(ATTENTION.match, lines)), None)
     result.attention = attention[1] if attention else ""

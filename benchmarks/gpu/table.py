@@ -25,9 +25,9 @@ class Figures:
         first_stall_seconds, stall_seconds: time that the first checkpoint stopped training, and the
             longest of the later ones; 0 without one.
         planned_bytes: peak memory that the plan expects, without compilation and recomputation.
-        recompiled: graphs that torch made for another shape or value.
+        graphs, recompiled: graphs that torch made, and those of them for another shape or value.
         attention: kernel of pretrain.py.
-        device: clock, power, memory and processes in the last step that counts.
+        device: clock, power, memory and contexts in the last step that counts.
     """
 
     case: Case
@@ -42,6 +42,7 @@ class Figures:
     stall_seconds: float = 0.0
     reported_tokens_per_second: float = 0.0
     planned_bytes: int = 0
+    graphs: int = 0
     recompiled: int = 0
     attention: str = ""
     device: str = ""
@@ -72,8 +73,8 @@ def table(results: list[Figures], arguments: argparse.Namespace) -> str:
         + f", {time.strftime('%Y-%m-%d')}, {hardware()}",
         "",
         "| model | tokens | contender | flags | micro-batch | tokens/s | reported | MFU | peak GiB "
-        "| planned | first line after s | case s | data ms | saves s | attention | recompiled "
-        "| of the first | device |",
+        "| planned | first line after s | case s | data ms | saves s | attention "
+        "| graphs, recompiled | of the first | device |",
         "|" + "---|" * 18,
     ]
     base = {
@@ -111,7 +112,8 @@ def table(results: list[Figures], arguments: argparse.Namespace) -> str:
                 cells[6] = cells[9] = cells[12] = "-"
             stalls = f"{result.first_stall_seconds:.2f}, {result.stall_seconds:.2f}"
             cells += [stalls if result.first_stall_seconds else "-"]
-            cells += [result.attention or "-", str(result.recompiled), ratio, result.device or "-"]
+            cells += [result.attention or "-", f"{result.graphs}, {result.recompiled}"]
+            cells += [ratio, result.device or "-"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines + (["", *goals(results)] if not toy else []))
 
