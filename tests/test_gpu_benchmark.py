@@ -1,5 +1,6 @@
 """The GPU benchmark: its cases, its table, cases that fail, and a run with tiny models on a CPU."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import carry, table
+from benchmarks.gpu import carry, checks, table
 from benchmarks.gpu.cases import OURS, PLAIN, TRAINER, cases, command, parse_options
 from benchmarks.gpu.run_case import failure_reason, idle_share
 from tests import ROOT
@@ -114,6 +115,18 @@ def test_the_carry_list_has_every_requirement_that_is_not_installed():
     assert missing <= set(carry.versions(target))
 
 
+def test_a_run_that_ends_by_itself_does_not_pass_as_killed(tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def started(runs, *run):
+        (tmp_path / "log").write_text("step=6/6 loss=8.4\n")
+        with subprocess.Popen(["true"]) as process:
+            yield process, tmp_path / "log"
+
+    monkeypatch.setattr(checks.Runs, "started", started)
+    with pytest.raises(checks.Failed, match="exit code 0"):
+        checks.Runs(True, tmp_path, 9).train("killed", kill=True)
+
+
 @pytest.mark.soak
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     flags = ["--toy", "--only", "160M, 64", "--seconds", "800", "--case_seconds", "250"]
@@ -128,4 +141,5 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     assert [row["case"]["contender"] for row in rows] == contenders
     for row in rows:
         assert row["outcome"] == "" and row["tokens_per_second"] > 0 and row["peak_bytes"] > 1e8
+        assert (row["graphs"] > 0) == (row["case"]["contender"] != TRAINER)
     assert done.stdout.rstrip().endswith((tmp_path / "gpu.md").read_text().rstrip())
