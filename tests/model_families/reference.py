@@ -90,6 +90,8 @@ def initial_model(directory: Path, seed: int) -> Any:
         owners[name] = module if isinstance(module, PreTrainedModel) else parent
         for tensor in [*module.parameters(), *module.buffers(), module]:
             tensor._is_hf_initialized = False
+        if isinstance(module, torch.nn.Embedding) and "Position" not in type(module).__name__:
+            module.padding_idx = None
     with torch.no_grad():
         for name, module in reversed(list(model.named_modules())):
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

@@ -114,7 +114,7 @@ def write_model(
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    from zerolm.export.generation import set_special_ids, with_values_of
+    from zerolm.export.generation import set_special_ids, with_values_of, zeroes_padding_row
     from zerolm.export.older_keys import add_older_keys
     from zerolm.export.weights import write_weights
 
@@ -132,6 +132,8 @@ def write_model(
             config, dtype=torch.float32, trust_remote_code=False
         )
     skeleton.tie_weights()
+    if zeroes_padding_row(skeleton):
+        config.get_text_config().pad_token_id = skeleton.config.pad_token_id = None
     # The text part of a config that has more; `AutoModelForCausalLM` may know only all of it.
     known = type(skeleton.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     saved = skeleton.config if known else config

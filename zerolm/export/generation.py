@@ -22,8 +22,7 @@ def set_special_ids(
 
     Without a source they are the tokenizer's: a default `bos_token_id` of the class is an ordinary
     token of the run's tokenizer. Some classes accept no other value than a number, and keep it.
-    `pad_token_id` is a part of the model: the embedding of that id is zero, and the positions of
-    RoBERTa begin after it.
+    `pad_token_id` stays: the positions of RoBERTa begin after it.
 
     Args:
         source: ids of the weights that the run began with; kept if they are special tokens.
@@ -48,6 +47,21 @@ def set_special_ids(
         f"{key} {each} of --init_from: left out, because it is not one of the run's tokenizer"
         for key, each in left_out
     ]
+
+
+def zeroes_padding_row(model: Any) -> bool:
+    """Return whether `from_pretrained` overwrites the row of the padding token with zeros.
+
+    transformers 5.23 does so for youtu.
+    """
+    import torch
+
+    table = torch.nn.Embedding(2, 2, padding_idx=0)
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+        setattr(table.weight, "_is_hf_initialized", True)  # noqa: B010 - no attribute of a Tensor
+        model._init_weights(table)
+    return not bool(table.weight[0].any())
 
 
 def with_values_of(source: Mapping[str, Any], generation: Any) -> tuple[Any, list[str]]:

@@ -48,8 +48,13 @@ def causal_lm_class(config: "PretrainedConfig") -> type["PreTrainedModel"]:
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
-def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
+def meta_model(
+    config: "PretrainedConfig", frozen_rows: set[int] | None = None
+) -> "PreTrainedModel":
     """Build the model on the meta device: shapes without memory. Does not change the config.
+
+    Args:
+        frozen_rows: gets the rows of `train_every_row`.
 
     Raises:
         ConfigError: the model cannot be built from this config.
@@ -60,7 +65,7 @@ def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
     causal_lm_class(config)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
+            model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=torch.float32,
                 attn_implementation="eager",  # kernels that the config names may be missing here
@@ -74,6 +79,36 @@ def meta_model(config: "PretrainedConfig") -> "PreTrainedModel":
             f"model config: a {config.model_type!r} model cannot be built from these values "
             f"({reason}). Correct the config.json."
         ) from error
+    rows = train_every_row(model)
+    if frozen_rows is not None:
+        frozen_rows |= rows
+    return model
+
+
+def train_every_row(model: "PreTrainedModel") -> set[int]:
+    """Let a model train the row of its padding token; return the rows that it would not train.
+
+    Pretraining has no padding: the id is that of a token of the text, often of EOS.
+    """
+    import torch
+
+    rows = set()
+    for module in model.modules():
+        is_table = isinstance(module, torch.nn.Embedding) and module.padding_idx is not None
+        # ProphetNet's positions are computed from it, and begin after its row.
+        if is_table and not type(module).__name__.endswith("PositionalEmbeddings"):
+            rows.add(module.padding_idx)
+            module.padding_idx = None
+    return rows
+
+
+def has_padding_position(config: "PretrainedConfig") -> bool:
+    """Return whether positions begin after `pad_token_id`, as in the families of RoBERTa."""
+    parts = vars(sys.modules[causal_lm_class(config).__module__]).items()
+    return any(
+        name.endswith("Embeddings") and hasattr(part, "create_position_ids_from_input_ids")
+        for name, part in parts
+    )
 
 
 def _keys_with(values: Mapping[str, Any], wanted: Any) -> list[str]:

@@ -15,6 +15,7 @@ from torch import distributed as dist
 
 from zerolm.config.settings import Recompute
 from zerolm.model.activation_checkpointing import checkpoint_kwargs, fix_zero3_linear
+from zerolm.model.architecture import train_every_row
 from zerolm.model.init_check import InitializationReport, check_initialization, gathered
 from zerolm.model.initialization import InitialWeights
 
@@ -106,6 +107,7 @@ def _construct(
             trust_remote_code=False,
         )
     model.tie_weights()
+    train_every_row(model)
     return model
 
 

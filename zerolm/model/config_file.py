@@ -15,7 +15,7 @@ from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
 from zerolm.config.custom_code import kernel_problems
 from zerolm.model import config_keys
-from zerolm.model.architecture import num_experts
+from zerolm.model.architecture import has_padding_position, num_experts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,7 +90,25 @@ def load_model_config(path: str | Path, notices: list[str] | None = None) -> "Pr
     if problems:
         raise ConfigError(problems)
     assert config is not None
+    _drop_padding_outside(file, config, notices)
     return config
+
+
+def _drop_padding_outside(file: Path, config: "PretrainedConfig", notices: list[str]) -> None:
+    """Remove a padding id that is no row of the embedding: torch refuses it, or counts back.
+
+    A family whose positions begin after the id needs it.
+    """
+    text = config.get_text_config()
+    padding, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
+    if padding is None or size is None or 0 <= padding < size or has_padding_position(config):
+        return
+    notices.append(
+        f"{file}: pad_token_id: {padding}, ignored: it is outside the vocabulary of {size} tokens, "
+        f"and pretraining has no padding"
+    )
+    for part in (text, config):
+        part.pad_token_id = None
 
 
 def _special_floats(value: Any) -> Any:

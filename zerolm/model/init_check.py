@@ -111,9 +111,6 @@ def check_initialization(model: nn.Module, config: "PretrainedConfig") -> Initia
             if expected is None:
                 expected = reference.statistics(name)
             problems += _differences(name, actual, expected)
-            row = getattr(module, "padding_idx", None) if expected.exact else None
-            if row is not None and leaf == "weight" and values[row].abs().max() > 0:
-                problems.append(f"{name}: the padding row {row} is not zero")
     problems = _merge_ranks(problems)
     return InitializationReport(
         len(parameters), num_values, reference.num_requested, tuple(problems)
@@ -169,11 +166,8 @@ def _closed_form(
     if config.model_type == "gpt2" and path.endswith("c_proj"):
         # GPT-2 paper, section 2.3: residual projections are scaled by 1 / sqrt(residual layers).
         return Statistics(count, 0.0, std / math.sqrt(2 * config.n_layer))
-    if isinstance(module, nn.Embedding):
-        share = 1.0 if module.padding_idx is None else 1 - 1 / module.num_embeddings
-        return Statistics(count, 0.0, std * math.sqrt(share))
     is_moe = not general and ("Experts" in class_name or "Router" in class_name)
-    if is_moe or (is_matrix and leaf == "weight"):
+    if is_moe or isinstance(module, nn.Embedding) or (is_matrix and leaf == "weight"):
         return Statistics(count, 0.0, std)
     return None
 

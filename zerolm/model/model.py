@@ -3,7 +3,6 @@
 torch and transformers are imported only inside functions. Must not depend on settings or DeepSpeed.
 """
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from zerolm.common.errors import ConfigError
 from zerolm.model.architecture import (
-    causal_lm_class,
+    has_padding_position,
     num_active_parameters,
     num_parameters,
     parameter_shapes,
@@ -110,9 +109,4 @@ def first_position(config: "PretrainedConfig") -> int:
     """
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)
-    parts = vars(sys.modules[causal_lm_class(config).__module__]).items()
-    has_padding_row = any(
-        name.endswith("Embeddings") and hasattr(part, "create_position_ids_from_input_ids")
-        for name, part in parts
-    )
-    return padding + 1 if has_padding_row and padding is not None else 0
+    return padding + 1 if padding is not None and has_padding_position(config) else 0

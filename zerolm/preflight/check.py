@@ -216,6 +216,7 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     found.problems += muon.shape_problems(profile, given.model.shapes)
     found.notices += model_rules.dropout_notices(settings, config)
     found.notices += model_rules.router_notices(settings, config)
+    found.notices += model_rules.padding_notices(settings, config, given.sources.training)
     if not settings.document_mask or settings.attn_implementation != "auto":
         return settings
     if device != "cpu" and precision != "fp32":

@@ -3,6 +3,8 @@
 Uses the model's config and class; must not build weights.
 """
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from zerolm.common.errors import ConfigError
@@ -12,9 +14,13 @@ from zerolm.model import compile, document_mask, loss_chunks
 from zerolm.model.architecture import (
     causal_lm_class,
     experts_per_token,
+    has_padding_position,
+    meta_model,
     router_loss_coefficient,
 )
 from zerolm.model.model import max_positions, position_limit
+from zerolm.pretrained.vocabulary import vocabulary
+from zerolm.shards.reader import Source
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -264,6 +270,39 @@ def router_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
         f"a micro-batch, so the loss curve depends slightly on --micro_batch_size and the world "
         f"size (1e-3 in the gradient norm); --global_router_loss ends that"
     ]
+
+
+def padding_notices(
+    settings: Settings, config: "PretrainedConfig", sources: Sequence[Source]
+) -> list[str]:
+    """Report that the row of the padding token is trained, which transformers keeps at zero.
+
+    Args:
+        sources: with the tokenizer, to name the token.
+    """
+    text = config.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    frozen: set[int] = set()
+    if padding is not None:
+        meta_model(config, frozen)
+    if not frozen:
+        return []
+    tokens: Mapping[str, int] = {}
+    with suppress(ConfigError):  # reported where the tokenizer is needed
+        for source in sources[:1]:  # all have the same
+            tokens = vocabulary(source.tokenizer_directory()) or {}
+    token = next((repr(token) for token, number in tokens.items() if number == padding), "")
+    is_default = getattr(type(text), "pad_token_id", None) == padding
+    origin = f" (the default of {type(text).__name__})" if is_default else ""
+    begins = "starts with the weights of --init_from" if settings.init_from else "is initialized"
+    notice = (
+        f"{settings.model_config}: pad_token_id: {padding}{origin}{token and f', {token}'}: "
+        f"pretraining has no padding, so the row of this token {begins} and is trained like all "
+        f"others"
+    )
+    if has_padding_position(config):
+        notice += "; the model gives it no position of its own where it occurs in a text"
+    return [notice]
 
 
 def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:

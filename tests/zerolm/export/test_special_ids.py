@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
-from zerolm.export.generation import set_special_ids, with_values_of
+from tests.model_families.toy_configs import toy_config
+from zerolm.export.generation import set_special_ids, with_values_of, zeroes_padding_row
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -83,3 +84,16 @@ def test_values_of_generation_come_from_the_source_and_ids_from_the_export(tmp_p
     assert not lines and {key: getattr(read, key) for key in expected} == expected
     unchanged, [line] = with_values_of({**source, "do_sample": False, "temperature": -1.0}, ours)
     assert unchanged is ours and "left out" in line
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", "youtu"])
+def test_a_trained_row_of_the_padding_token_is_loaded_as_it_is(family, tmp_path):
+    config = AutoConfig.for_model(**toy_config(family) | {"pad_token_id": 2})
+    model = AutoModelForCausalLM.from_config(config)
+    torch.nn.init.ones_(model.get_input_embeddings().weight)
+    if zeroes_padding_row(model):
+        model.config.pad_token_id = None
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert bool((loaded.get_input_embeddings().weight == 1).all())
+    assert (loaded.config.pad_token_id == 2) == (family != "youtu")

@@ -90,6 +90,8 @@ def plain_weights(config, seed, dtype):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, module in reversed(list(model.named_modules())):
+            if hasattr(module, "padding_idx"):
+                module.padding_idx = None
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:4], "little"))
             model._init_weights(module)

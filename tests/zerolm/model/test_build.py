@@ -20,6 +20,7 @@ from tests.zerolm.model.initialization_families import (
 from zerolm.attention.choice import choose_attention
 from zerolm.common.errors import ConfigError
 from zerolm.model import build, initialization
+from zerolm.model.config_file import load_model_config
 
 LAUNCH_TIMEOUT_SECONDS = 400  # the first launch on a machine compiles DeepSpeed's CPU collectives
 # Fingerprints of float32 weights. A change of one would give every later run other weights.
@@ -192,6 +193,38 @@ def test_the_model_has_no_cache_and_the_config_does_not_change():
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [
+        *(("llama", 2), ("llama", -1), ("llama", 600), ("qwen2", 511), ("qwen3_moe", 3)),
+        *((family, None) for family in ("gemma", "gemma3_text", "cohere", "opt", "ernie4_5")),
+        *(("gemma3n_text", 1), ("phi3", None), ("youtu", 7), ("roc_bert", None)),
+    ],
+)
+def test_every_row_of_the_embedding_is_trained(family, padding, tmp_path):
+    values = toy_config(family)
+    values.pop("pad_token_id", None)
+    if padding is not None:
+        values["pad_token_id"] = padding
+    notices = []
+    config = load_model_config(write_json(tmp_path / "config.json", values), notices)
+    outside = padding in (-1, 600) or family == "phi3"  # by its default, 32000
+    assert any(", ignored: it is outside" in notice for notice in notices) == outside
+    model = build_alone(config)
+    assert build.check_initialization(model, config).problems == ()
+    unpadded = AutoConfig.for_model(**{**values, "pad_token_id": None})
+    plain = AutoModelForCausalLM.from_config(unpadded, attn_implementation="sdpa")
+    plain.load_state_dict(model.state_dict())
+    ids = torch.arange(512).reshape(16, 32)
+    ids = torch.cat([ids, ids.flip(1)])  # the last token of a row has no target
+    for each in (model, plain.train()):
+        torch.manual_seed(0)  # dropout
+        each(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    ours, theirs = (each.get_input_embeddings().weight for each in (model, plain))
+    assert torch.equal(ours.grad, theirs.grad) and bool((ours.grad != 0).any(1).all())
+    assert bool((ours != 0).any(1).all())
+
+
 def test_gradient_checkpointing_does_not_change_gradients():
     ids = torch.arange(16).reshape(2, 8)
     gradients = []
@@ -215,7 +248,6 @@ def spoil(model, name, change):
         ("llama", "lm_head.weight", lambda w: w[3, 5].fill_(float("nan")), "not finite"),
         ("llama", "lm_head.weight", lambda w: w.mul_(1.2), "the config implies 0.02"),
         ("llama", "lm_head.weight", lambda w: w.add_(0.004), "the config implies 0 "),
-        ("llama-tied-padded", "model.embed_tokens.weight", lambda w: w[3].fill_(0.01), "row 3"),
         ("gpt2", "transformer.h.1.mlp.c_proj.weight", lambda w: w.mul_(2), "implies 0.01 "),
         ("gpt2", "transformer.h.1.mlp.c_fc.bias", lambda w: w[0].fill_(0.1), "implies 0 "),
         ("mixtral", "model.layers.0.mlp.experts.down_proj", lambda w: w[2].zero_(), "0.02"),

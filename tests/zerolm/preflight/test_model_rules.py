@@ -1,7 +1,11 @@
 """Rules for the settings of a model, compared with forward passes of transformers."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.model_families.toy_configs import toy_config
@@ -14,6 +18,7 @@ from zerolm.preflight.model_rules import (
     attention_problems,
     fp8_problems,
     model_problems,
+    padding_notices,
     precision_problems,
     router_notices,
 )
@@ -108,6 +113,31 @@ def test_the_longest_sequence_is_the_longest_that_transformers_computes(config, 
     longer, _ = parse_settings(["--seq_len", str(positions + 1)])
     (problem,) = model_problems(longer, config)
     assert f"must not exceed the model's {key} " in problem
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        (layers("llama", pad_token_id=2), ["m.json: pad_token_id: 2, 'b': ", "like all others"]),
+        (layers("gemma"), ["pad_token_id: 0 (the default of GemmaConfig), '<|endoftext|>': "]),
+        (layers("opt", ffn_dim=64), ["pad_token_id: 1 (the default of OPTConfig), 'a': "]),
+        (layers("roberta", is_decoder=True), ["'a': ", "no position of its own"]),
+        (layers("llama"), []),
+        (layers("gpt2", pad_token_id=2), []),  # has no padding row
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_the_row_of_a_padding_token_is_named_with_its_text(config, parts, tmp_path):
+    words = {"<|endoftext|>": 0, "a": 1, "b": 2}
+    Tokenizer(WordLevel(words, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    source = SimpleNamespace(tokenizer_directory=lambda: tmp_path)
+    settings, _ = parse_settings(["--model_config", "m.json"])
+    notices = padding_notices(settings, config, [source])
+    assert len(notices) == bool(parts)
+    assert all(part in notices[0] for part in parts), notices
+    if parts:
+        settings, _ = parse_settings(["--model_config", "m.json", "--init_from", "x"])
+        assert "starts with the weights of --init_from" in padding_notices(settings, config, [])[0]
 
 
 def test_a_class_that_gives_a_parameter_no_initial_value_is_refused(monkeypatch):
