@@ -13,7 +13,7 @@ from data_prep.read.discovery import SHOWN_SUFFIXES, SUFFIXES
 from data_prep.read.parse import find_text
 from data_prep.read.readers import TEXT_FORMATS
 from data_prep.read.streams import COMPRESSIONS, Stream
-from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, did_you_mean, reason
 
 WIKIHOW_MARK = re.compile(r"\[.*?\]")  # in HellaSwag: [header], [title], ...
 MAX_PROBLEMS = 10
@@ -67,7 +67,7 @@ def read_items(argument: str) -> list[Item]:
                 break
     except (OSError, EOFError, ValueError) as error:
         raise ConfigError(
-            f"--evaluation {argument}: cannot be read ({' '.join(str(error).split())[:200]}). "
+            f"--evaluation {argument}: cannot be read ({reason(error, named=False)}). "
             f"Restore the file."
         ) from error
     if problems:

@@ -36,7 +36,7 @@ from data_prep.read.stage_files import (
     stage_of,
 )
 from data_prep.read.streams import COMPRESSIONS, Failure
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 from zerolm.common.url import is_url
 
 PLAIN_FORMATS = (*TEXT_FORMATS, *LINE_FORMATS, *PAGE_FORMATS, *TABLE_FORMATS)
@@ -360,9 +360,8 @@ def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Itera
         open_hub(hub)
         yield Input(argument, argument, "hub", None, hub=hub)
     except Exception as error:  # datasets, huggingface_hub and the network raise many types
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         problems.append(
             f"--input {argument}: no such file, and it cannot be opened as a hub dataset "
-            f"({reason}). Check the path, or the id (namespace/name[:config][@split]) and the "
-            f"network."
+            f"({reason(error)}). Check the path, or the id (namespace/name[:config][@split]) and "
+            f"the network."
         )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from data_prep.read.documents import Chunk, Document, InputRules, Problem
 from data_prep.read.encodings import decode_page
 from data_prep.read.parse import Parsed
+from zerolm.common.errors import reason
 
 MAX_PAGE_BYTES = 20_000_000  # trafilatura returns nothing for a larger page
 CHILD = "import sys; sys.path[:] = {path!r}; from data_prep.read.pages import serve; serve({fd})"
@@ -133,8 +134,7 @@ def serve(descriptor: int) -> None:
         try:
             answer = extract_text(content, content_type)
         except Exception as error:  # of a parser, on a page that it was not made for
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            detail = f"its text cannot be extracted ({reason}). Remove the page."
+            detail = f"its text cannot be extracted ({reason(error)}). Remove the page."
             answer = {"reason": "failed_page", "detail": detail}
         signal.setitimer(signal.ITIMER_PROF, 0)
         try:

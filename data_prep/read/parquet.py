@@ -8,6 +8,7 @@ from typing import Any
 from data_prep.read.documents import InputRules
 from data_prep.read.parse import find_text, replace_text
 from data_prep.read.streams import MIN_CHECKED_BYTES, Failure
+from zerolm.common.errors import reason
 
 MAX_ROWS = 8192  # in a list
 
@@ -32,9 +33,8 @@ def check_parquet(stored: Any, text_field: str) -> tuple[Failure | None, int]:
         metadata = pq.read_metadata(stored)
         schema = metadata.schema.to_arrow_schema()
     except parquet_errors() as error:
-        reason = " ".join(str(error).split())[:200]
-        detail = f"cannot be read as Parquet ({reason}). Restore or remove the file."
-        return Failure("damaged", detail), 0
+        problem = f"cannot be read as Parquet ({reason(error, named=False)})"
+        return Failure("damaged", f"{problem}. Restore or remove the file."), 0
     column_type = _column_type(schema, text_field)
     failure = None
     if column_type is None:

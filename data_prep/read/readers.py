@@ -40,11 +40,10 @@ from data_prep.read.source_code import header_license
 from data_prep.read.stage_files import check_stage_file
 from data_prep.read.streams import COMPRESSIONS, Failure
 from data_prep.read.warc import read_archive
-from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.url import is_url
 
 HUB_ROWS = 64  # a batch of the streaming iterator
-SHOWN_CHARACTERS = 200
 BINARY_BYTES = 8192  # of a source file, in which git looks for a zero byte too
 
 
@@ -217,10 +216,8 @@ def _read_parquet(
 def _parquet_failure(error: BaseException) -> Failure:
     if isinstance(error, RowGroupRefused):
         return error.failure
-    reason = " ".join(str(error).split())[:SHOWN_CHARACTERS] or type(error).__name__
-    return Failure(
-        "damaged", f"cannot be read as Parquet ({reason}). Restore the file, or remove it."
-    )
+    problem = f"cannot be read as Parquet ({reason(error, named=False)})"
+    return Failure("damaged", f"{problem}. Restore the file, or remove it.")
 
 
 @lru_cache(maxsize=16)
@@ -243,10 +240,9 @@ def _read_hub(source: Input, part: InputRange, rules: InputRules) -> Iterator[tu
                 batches = iter(open_hub(source.hub).skip(part.start).iter(batch_size=HUB_ROWS))
             batch = next(batches, None)
         except Exception as error:  # from the network, or from a damaged file on the hub
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ZerolmError(
-                f"{source.name}: reading stopped after row {row} ({reason}). Check the network "
-                f"and run the command again."
+                f"{source.name}: reading stopped after row {row} ({reason(error)}). Check the "
+                f"network and run the command again."
             ) from error
         if batch is None:
             return

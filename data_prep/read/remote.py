@@ -11,11 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.store import (
     StoreError,
     call_within,
-    describe_error,
     is_permanent,
     store_options,
 )
@@ -60,7 +59,7 @@ def list_files(url: str) -> tuple[list[Entry], str]:
         entries = []
     except Exception as error:
         raise ConfigError(
-            f"--input {url}: cannot be listed ({describe_error(error)}). Check the URL, the "
+            f"--input {url}: cannot be listed ({reason(error)}). Check the URL, the "
             f"credentials and the network."
         ) from None
     if not entries:
@@ -121,7 +120,7 @@ def stat_file(url: str) -> Entry:
         return _retried(lambda: next(iter(_list(url))), RETRY_SECONDS)
     except Exception as error:
         raise ZerolmError(
-            f"{url}: cannot be read ({describe_error(error)}). Run the command again when it can."
+            f"{url}: cannot be read ({reason(error)}). Run the command again when it can."
         ) from None
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 from data_prep.read.remote import open_stored
+from zerolm.common.errors import reason
 
 READ_BYTES = 1 << 16  # of the file at a time; larger blocks do not stay in the CPU cache
 BLOCK_BYTES = 1 << 18  # decompressed at a time
@@ -153,7 +154,7 @@ class Stream:
                 hint = RESTORE_HINT
                 if self.read_bytes == len(data) and not data.startswith(GZIP_MAGIC):
                     hint = "It is not a gzip file: rename it, or restore it."
-                self.failure = Failure("damaged", f"{_one_line(error)}. {hint}")
+                self.failure = Failure("damaged", f"{reason(error, named=False)}. {hint}")
                 return
             data = inflate.unconsumed_tail
             if inflate.eof:
@@ -173,7 +174,7 @@ class Stream:
                 if "too much memory" in str(error):  # a window of more than 128 MiB
                     yield from self._long_zstd(raw, done)
                     return
-                self.failure = Failure("damaged", f"{_one_line(error)}. {RESTORE_HINT}")
+                self.failure = Failure("damaged", f"{reason(error, named=False)}. {RESTORE_HINT}")
                 if "Truncated" in str(error):
                     self.failure = TRUNCATED
                 break
@@ -261,7 +262,7 @@ class Stream:
             try:
                 block = member.decompress(data, *limit)
             except Exception as error:  # each library has its own
-                self.failure = Failure("damaged", f"{_one_line(error)}. {RESTORE_HINT}")
+                self.failure = Failure("damaged", f"{reason(error, named=False)}. {RESTORE_HINT}")
                 return
             data = b""
             if member.eof:
@@ -291,7 +292,3 @@ def _salvage(inflate: Any, data: bytes) -> Iterator[bytes]:
                     yield state.decompress(bytes([byte]))
                 except zlib.error:
                     return
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -17,6 +17,7 @@ from data_prep.read.inputs import END, Input, InputRange, problem_chunk
 from data_prep.read.pages import MAX_PAGE_BYTES, Page
 from data_prep.read.remote import open_stored
 from data_prep.read.streams import BLOCK_BYTES, GZIP, GZIP_MAGIC, READ_BYTES, TRUNCATED, Failure
+from zerolm.common.errors import reason
 
 VERSION_LINE = b"WARC/"
 SEARCH_BYTES = 1 << 20
@@ -208,7 +209,7 @@ def page_of(record: Record) -> Page | Failure | None:
     from warcio.recordloader import ArcWarcRecordLoader
 
     stream = BytesIO(_TYPE_LINE.sub(lambda line: line[0].lower(), record.data, count=1))
-    reason = ""
+    undecodable = ""
     try:
         parsed = ArcWarcRecordLoader(verify_http=False, arc2warc=False).parse_record_stream(
             stream, check_digests=True
@@ -221,10 +222,9 @@ def page_of(record: Record) -> Page | Failure | None:
             try:
                 content = decode_content(content, http.headers, MAX_PAGE_BYTES, is_truncated)
             except ValueError as error:
-                reason = str(error)
+                undecodable = str(error)
     except Exception as error:  # warcio has its own, and fails in other ways on missing headers
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        return Failure("damaged", f"cannot be read as a WARC record ({reason}).")
+        return Failure("damaged", f"cannot be read as a WARC record ({reason(error)}).")
     if any("block digest failed" in each for each in parsed.digest_checker.problems):
         detail = "differs from its WARC-Block-Digest. Restore the file, or remove it."
         return Failure("damaged", detail)
@@ -249,8 +249,8 @@ def page_of(record: Record) -> Page | Failure | None:
     if not is_text and kind not in HTML_TYPES and (kind or not _HTML_START.match(content)):
         kind = kind if _MEDIA_TYPE.fullmatch(kind) else "unknown"
         return Page(record.start, b"", skipped=f"not_a_page.{kind}")
-    if reason:
-        return Failure("failed_page", f"its content cannot be decoded ({reason}).")
+    if undecodable:
+        return Failure("failed_page", f"its content cannot be decoded ({undecodable}).")
     if len(content) > MAX_PAGE_BYTES:
         return _too_long(len(content), MAX_PAGE_BYTES)
     return Page(record.start, content, sent, keys, not is_text)

@@ -22,7 +22,7 @@ from data_prep.tasks.datatrove_step import (
     pipeline_step,
 )
 from data_prep.tasks.phases import Phase
-from zerolm.common.errors import ZerolmError
+from zerolm.common.errors import ZerolmError, reason
 
 POLL_SECONDS = 10.0
 LOST_POLLS = 3  # consecutive ones without a queued job; network file systems show files late
@@ -99,7 +99,7 @@ def _submit(
         """Return the id in sbatch's output: `Submitted batch job 7 on cluster a`."""
         match = re.search(r"\bjob (\d+)", output) or re.search(r"(\d+)", output)
         if match is None:
-            raise ZerolmError(f"sbatch printed {output.strip()[:200]!r}, which has no job id.")
+            raise ZerolmError(f"sbatch printed {reason(output)!r}, which has no job id.")
         job_ids.append(match[1])
         return match[1]
 

@@ -26,7 +26,7 @@ from data_prep.tokenizer.vocabulary import (
     byte_level_alphabet,
     read_without_special_tokens,
 )
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 from zerolm.common.provenance import installed_version
 from zerolm.shards.tokenizer import (
     TIKTOKEN_FILE,
@@ -109,7 +109,8 @@ def _open(name: str, directory: Path, _: tuple[tuple[int, int], ...]) -> Encode:
     except BaseException as error:
         if isinstance(error, NOT_BACKEND_ERRORS):
             raise
-        raise BackendUnavailable(f"does not support this tokenizer ({_one_line(error)})") from error
+        why = reason(error, named=False)
+        raise BackendUnavailable(f"does not support this tokenizer ({why})") from error
 
 
 def _raise_backend_failed(encode: Encode) -> Encode:
@@ -119,13 +120,9 @@ def _raise_backend_failed(encode: Encode) -> Encode:
         except BaseException as error:
             if isinstance(error, NOT_BACKEND_ERRORS):
                 raise
-            raise BackendFailed(_one_line(error)) from error
+            raise BackendFailed(reason(error, named=False)) from error
 
     return encode_or_raise
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{error}".split())[:200] or type(error).__name__
 
 
 def load_tokenizer_json(path: Path) -> Any:

@@ -19,7 +19,7 @@ import orjson
 
 from data_prep.tokenizer.backends import load_tokenizer_json
 from data_prep.tokenizer.vocabulary import read_definition
-from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, did_you_mean, reason
 from zerolm.common.files import sha256_file, write_json
 from zerolm.shards.tokenizer import (
     TIKTOKEN_FILE,
@@ -263,8 +263,7 @@ def _get_encoding(name: str) -> Any:
     except Exception as error:  # ValueError for unknown names, any error of requests for downloads
         known = ", ".join(tiktoken.list_encoding_names())
         raise ConfigError(
-            f"--tokenizer {name}: cannot be loaded ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}). Known encodings: {known}."
+            f"--tokenizer {name}: cannot be loaded ({reason(error)}).  Known encodings: {known}."
         ) from error
 
 

@@ -5,6 +5,7 @@ ends the process with exit code 2 before anything is written. A failed assertion
 """
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ EXIT_REFUSED = 2  # nothing was written
 EXIT_STOPPED = 75  # saved and stopped on request, to be started again; EX_TEMPFAIL in sysexits.h
 EXIT_GAVE_UP = 76  # the loss is not finite or diverges
 EXIT_CORRUPT = 77  # a device has computed or stored wrong values; start again without its host
+
+MAX_REASON_CHARACTERS = 300
 
 
 class ZerolmError(Exception):
@@ -86,6 +89,27 @@ class CorruptionError(ZerolmError):
     def __init__(self, message: str, places: Sequence[Mapping[str, Any]] = ()):
         super().__init__(message)
         self.places = [dict(place) for place in places]
+
+
+def reason(
+    error: BaseException | str,
+    *,
+    named: bool = True,
+    environment: Mapping[str, str] = os.environ,
+) -> str:
+    """Return an error as one line of at most `MAX_REASON_CHARACTERS`, without credentials.
+
+    They are masked before the text is cut: what is left of one would not be recognised.
+
+    Args:
+        named: begin with the exception's type, as does an exception without a text.
+        environment: values of its secret variables are hidden.
+    """
+    text = str(error)
+    if isinstance(error, BaseException) and (named or not text.strip()):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    line = " ".join(masked(text, environment).split())
+    return line if len(line) <= MAX_REASON_CHARACTERS else line[: MAX_REASON_CHARACTERS - 3] + "..."
 
 
 @dataclass

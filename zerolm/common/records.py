@@ -30,6 +30,7 @@ from typing import (
 )
 
 from zerolm.common.errors import ConfigError, RecordError
+from zerolm.common.secrets import masked
 
 MAX_DEPTH = 100  # of nested lists and objects; code that walks a value recurses safely
 MAX_DIGITS = 40  # of an integer; it can be converted to a float
@@ -287,7 +288,7 @@ def _shown(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    text = text if text.isprintable() else repr(text)
+    text = masked(text if text.isprintable() else repr(text))
     return text if len(text) <= 40 else text[:37] + "..."
 
 

@@ -3,9 +3,8 @@
 fsspec is imported where it is needed.
 """
 
-import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zerolm.common.secrets import masked
@@ -35,16 +34,6 @@ class Missing(StoreError):
 
 class Mismatch(StoreError):
     """A file's content differs from its manifest. Another attempt would not help."""
-
-
-def describe_error(error: BaseException, environment: Mapping[str, str] = os.environ) -> str:
-    """Return an error as one line of at most 300 characters.
-
-    Args:
-        environment: values of its secret variables are hidden.
-    """
-    text = masked(" ".join(f"{type(error).__name__}: {error}".split()), environment)
-    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zerolm.common.errors import reason
+
 # Keys of config.json with which transformers chooses kernels, and the values that neither download
 # nor import anything. Any other name may be a repository of the hub ("org/kernel"), or a kernel
 # that transformers downloads at its first use.
@@ -95,4 +97,4 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return " ".join(json.dumps(value).split())[:100]
+    return reason(json.dumps(value))

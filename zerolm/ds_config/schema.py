@@ -10,7 +10,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zerolm.common.errors import did_you_mean
+from zerolm.common.errors import did_you_mean, reason
 from zerolm.common.values import shown
 from zerolm.ds_config.coercion import SWITCHES, inner_model, model_fields, pydantic_models, truth
 from zerolm.ds_config.profile import AUTO, MAX_NUMBER, Profile, block
@@ -126,7 +126,7 @@ def deepspeed_problems(profile: Profile) -> list[str]:
     try:
         DeepSpeedConfig(config)
     except Exception as error:  # it raises assertions, ValueErrors and its own
-        text = " ".join(str(error).split())
+        text = reason(error, named=False)
         return [f"{profile.name}: refused by DeepSpeed: {text}. Correct the file."]
     return []
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from zerolm.evaluate.likelihood import Row
@@ -108,7 +108,7 @@ def _read_baselines(path: Path) -> dict[str, float]:
 
 
 def _reason(error: Exception) -> str:
-    return "cannot be read (" + " ".join(f"{type(error).__name__}: {error}".split())[:200] + ")"
+    return f"cannot be read ({reason(error)})"
 
 
 def _read_task(base: Path, entry: Any, where: str, baselines: dict[str, float], limit: int) -> Task:

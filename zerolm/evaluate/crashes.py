@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from zerolm.common.errors import reason
 from zerolm.distributed.collectives import broadcast_object
 from zerolm.evaluate.attempts import Attempt, EvaluationAttempts
 from zerolm.evaluate.lm_eval import ForwardError
@@ -71,9 +72,9 @@ class Crashes:
 
     def log_failure(self, what: str, step: int, log: Any, error: str) -> None:
         """Print an error and log it as an event."""
-        reason = " ".join(error.split())[:500]
-        self._print(f"step={step} {what} FAILED, training continues: {reason}")
-        log.event("evaluation_failed", step, evaluation=what, error=reason)
+        error = reason(error)
+        self._print(f"step={step} {what} FAILED, training continues: {error}")
+        log.event("evaluation_failed", step, evaluation=what, error=error)
 
     def _log_crash(self, attempt: Attempt, log: Any) -> None:
         step, what = attempt["step"], attempt["what"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 
 KEYS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -90,9 +90,8 @@ def _load_from_hub(name: str) -> list[Any]:
     try:
         return list(datasets.load_dataset(name, split=SPLIT))
     except Exception as error:  # from the hub, the network, the disk or the format
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
-            f"{name}: neither a file nor a hub data set that can be loaded ({reason}). "
+            f"{name}: neither a file nor a hub data set that can be loaded ({reason(error)}). "
             f"Give {EXAMPLE}."
         ) from None
 

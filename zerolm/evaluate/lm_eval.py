@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, did_you_mean, reason
 from zerolm.distributed.collectives import broadcast_object
 from zerolm.evaluate import olmes
 from zerolm.evaluate.keepalive import KeepAlive, receive
@@ -121,10 +121,9 @@ def _loaded(name: str, task_dir: str | None) -> Any:
     try:
         return _manager_for([name], task_dir).load([name])
     except Exception as error:  # from the hub, the network, a YAML file or its functions
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
-            f"{name}: lm-eval cannot load the task ({reason}). Correct it, or download its data "
-            f"on a machine with a network."
+            f"{name}: lm-eval cannot load the task ({reason(error)}). Correct it, or download its "
+            f"data on a machine with a network."
         ) from error
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 
 NAME = "olmes_easy"
 REQUESTS, CONFIG = "requests.jsonl.gz", "config.json"
@@ -148,8 +148,7 @@ def _read(directory: Path) -> tuple[list[dict[str, Any]], str]:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         primary = str(config["task_config"]["primary_metric"])
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ConfigError(f"{path}: cannot be read ({reason}). Restore the files.") from None
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}). Restore the files.") from None
     found = [documents[number] for number in sorted(documents)]
     for document in found:
         if not 0 <= document["gold"] < len(document["continuations"]):

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zerolm.common.errors import reason
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer
 
 
@@ -77,8 +78,8 @@ def with_values_of(source: Mapping[str, Any], generation: Any) -> tuple[Any, lis
         merged = GenerationConfig.from_dict({**generation.to_dict(), **source, **ids})
         merged.validate(strict=True)
     except ValueError as error:
-        reason = " ".join(str(error).split())[:200]
-        return generation, [f"generation_config.json of --init_from: left out ({reason})"]
+        why = reason(error, named=False)
+        return generation, [f"generation_config.json of --init_from: left out ({why})"]
     return merged, []
 
 

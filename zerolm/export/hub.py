@@ -6,7 +6,7 @@ comes from `hf auth login` or HF_TOKEN; there is no flag for it.
 
 from pathlib import Path
 
-from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.errors import ConfigError, ZerolmError, reason
 
 
 class PushError(ZerolmError):
@@ -38,7 +38,7 @@ def check(repository: str, public: bool) -> None:
         return
     except (HfHubHTTPError, OSError) as error:
         raise ConfigError(
-            f"{where}: the hub answered: {_one_line(error)}. Try again later."
+            f"{where}: the hub answered: {reason(error, named=False)}. Try again later."
         ) from None
     if not found.private and not public:
         raise ConfigError(
@@ -63,11 +63,7 @@ def push(directory: Path, repository: str, public: bool) -> str:
         )
     except Exception as error:  # the hub's library raises errors of several others
         raise PushError(
-            f"--push {repository}: {_one_line(error)}. {directory} is complete: push it with "
-            f"`hf upload {repository} {directory}`."
+            f"--push {repository}: {reason(error, named=False)}. {directory} is complete: push it "
+            f"with `hf upload {repository} {directory}`."
         ) from error
     return str(url)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or repr(error)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     import torch
@@ -72,12 +72,12 @@ def meta_model(
                 trust_remote_code=False,
             )
     except Exception as error:  # of any type: the classes do not validate all values
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        problem = reason(error)
         if isinstance(error, KeyError) and (keys := _keys_with(config.to_dict(), error.args[0])):
-            reason = f"{' and '.join(keys)}: {error} is not known"
+            problem = f"{' and '.join(keys)}: {error} is not known"
         raise ConfigError(
             f"model config: a {config.model_type!r} model cannot be built from these values "
-            f"({reason}). Correct the config.json."
+            f"({problem}). Correct the config.json."
         ) from error
     rows = train_every_row(model)
     if frozen_rows is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerolm.checkpoint import directory as checkpoints
-from zerolm.common.errors import CheckpointError, ConfigError, Findings, RecordError
+from zerolm.common.errors import CheckpointError, ConfigError, Findings, RecordError, reason
 from zerolm.common.records import read_json
 from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_directories, run_of
 from zerolm.common.values import shown_bytes
@@ -124,8 +124,8 @@ def _open_checkpoint(name: str, path: Path) -> Opened:
     except CheckpointError:
         raise
     except Exception as error:  # of torch.load, for a damaged file
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{directory}: its weights cannot be read ({reason}).") from None
+        why = reason(error, named=False)
+        raise CheckpointError(f"{directory}: its weights cannot be read ({why}).") from None
     run_dir, progress = directory.parent.parent, checkpoint.progress
     entry = InitialSource(
         given=name,

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+|[\w-]+)(?:@([\w./-]+))?")  # name[@revision]
 PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
@@ -34,10 +34,9 @@ def fetch(name: str) -> tuple[Path, str, str]:
     try:
         path = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(PATTERNS)))
     except Exception as error:  # of the network, the hub, the cache: many types
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ConfigError(
             f"--init_from {name}: no such directory, nor a model that the Hugging Face client can "
-            f"fetch or has in its cache ({reason}). Give a model directory, RUN[@STEP], or a hub "
-            f"id; without a network, run `hf download {hub_id}` where there is one."
+            f"fetch or has in its cache ({reason(error)}). Give a model directory, RUN[@STEP], or "
+            f"a hub id; without a network, run `hf download {hub_id}` where there is one."
         ) from None
     return path, hub_id, f"{hub_id}@{path.name}"

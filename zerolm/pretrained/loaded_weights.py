@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zerolm.common.errors import ConfigError
+from zerolm.common.secrets import masked
 from zerolm.model.architecture import meta_model
 from zerolm.model.initialization import InitialWeights
 from zerolm.pretrained.safetensors_files import DTYPES, Tensor, Tensors
@@ -227,7 +228,7 @@ def _check(
         for name, found, expected in sorted(info.mismatched_keys)[:SHOWN]
     ]
     problems += [
-        f"{where}: {name}: cannot be converted ({' '.join(text.split())[-200:]})."
+        f"{where}: {name}: cannot be converted ({' '.join(masked(text).split())[-200:]})."
         for name, text in sorted(info.conversion_errors.items())[:SHOWN]
     ]
     wrong = {name for name, *_ in info.mismatched_keys} | set(info.conversion_errors)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 from zerolm.common.records import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -76,7 +76,8 @@ class SafetensorsFiles:
             try:
                 problems += self._read_header(path)
             except Exception as error:  # SafetensorError, OSError
-                problems.append(f"{path}: damaged or truncated ({_line(error)}). Fetch it again.")
+                why = reason(error, named=False)
+                problems.append(f"{path}: damaged or truncated ({why}). Fetch it again.")
         if not problems:
             problems = [
                 f"{directory / INDEX}: weight_map: {name} is in {file}, which does not have it. "
@@ -181,7 +182,3 @@ def _missing(directory: Path, names: Iterable[str]) -> list[str]:
         elif not (directory / name).is_file():
             problems.append(f"{where}: {name}: no such file. {again}")
     return problems
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, TIKTOKEN_RANKS, load_auto_tokenizer
 
 TOKENIZER = "tokenizer.json"
@@ -30,9 +30,9 @@ def vocabulary(directory: Path) -> Mapping[str, int] | None:
         try:
             return Tokenizer.from_file(str(directory / TOKENIZER)).get_vocab()
         except Exception as error:  # the library raises bare Exceptions
-            reason = " ".join(str(error).split())[:200]
+            why = reason(error, named=False)
             raise ConfigError(
-                f"{directory / TOKENIZER}: cannot be read ({reason}). Restore it."
+                f"{directory / TOKENIZER}: cannot be read ({why}). Restore it."
             ) from None
     if (directory / TIKTOKEN_FILE).is_file():
         return _tiktoken_vocabulary(directory)

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from zerolm.common.errors import reason
 from zerolm.common.store import (
     CONNECT_SECONDS,
     READ_SECONDS,
     Missing,
     StoreError,
     call_within,
-    describe_error,
     is_permanent,
     store_options,
 )
@@ -87,7 +87,7 @@ class RangeReader:
             except FileNotFoundError:
                 raise Missing(f"{self.url / name}: not there") from None
             except Exception as error:
-                problem = describe_error(error)
+                problem = reason(error)
                 if is_permanent(error):
                     raise StoreError(f"{self.url / name}: {problem}") from None
             pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(attempt - 1, 10))
@@ -113,7 +113,7 @@ class RangeReader:
         except FileNotFoundError:
             return {}
         except Exception as error:
-            raise StoreError(f"{self.url}: {describe_error(error)}") from None
+            raise StoreError(f"{self.url}: {reason(error)}") from None
         return {
             str(entry["name"]).rstrip("/").rpartition("/")[2]: int(entry["size"])
             for entry in entries

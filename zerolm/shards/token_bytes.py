@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, read_tiktoken
 
 WORD_START = "▁"  # of sentencepiece; stands for a space
@@ -85,8 +85,7 @@ def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
     except ConfigError:
         raise
     except Exception as error:  # tokenizers raises bare Exception
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ConfigError(f"{path}: cannot be read ({reason}). Tokenize again.") from None
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}). Tokenize again.") from None
     extra = {
         token["id"]: 0 if token["special"] else len(token["content"].encode()) for token in added
     }

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 from zerolm.common.files import sha256_file, write_json
 from zerolm.config.custom_code import tokenizer_problem
 
@@ -56,10 +56,9 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
                 f"--tokenizer {name}: needs Python code of its own, which is never executed. "
                 f"Choose a tokenizer that transformers has a class for, or that has tokenizer.json."
             ) from error
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         where = "directory" if local else "directory, nor a hub id that can be loaded"
         raise ConfigError(
-            f"--tokenizer {name}: not a tokenizer {where} ({reason}). Give a directory with "
+            f"--tokenizer {name}: not a tokenizer {where} ({reason(error)}). Give a directory with "
             f"tokenizer.json, a hub id, or tiktoken:<encoding>."
         ) from error
     for key, token in of_class.special_tokens_map.items():

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common import processes
+from zerolm.common.errors import reason
 from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow, parse_row
 from zerolm.common.locks import FileLock, LockTaken, wait_for_lock
 from zerolm.common.run_files import RunFiles
@@ -34,7 +35,6 @@ END_SECONDS = 22.0  # to send the rest; less than the run and a supervisor wait 
 CONNECT_SECONDS = 6.0  # part of it, for a tracker that has not connected yet
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 2.0, 300.0
 MAX_ERRORS = 5  # of single events and samples that the run's log gets; mirror.log has all
-MAX_ERROR_LENGTH = 300
 CRASHED = "crashed"
 
 
@@ -150,7 +150,7 @@ class Mirror:
                     self._hand_over(kind, content)
         except Exception as error:
             traceback.print_exc()
-            self.error = one_line(error)
+            self.error = reason(error)
             self.send(failed=self.error)
 
     def _hand_over(self, kind: str, content: Any) -> None:
@@ -172,7 +172,7 @@ class Mirror:
             call(content)
         except Exception as error:
             traceback.print_exc()
-            text = f"skipped {kind}: {one_line(error)}"[:MAX_ERROR_LENGTH]
+            text = f"skipped {kind}: {reason(error)}"
             if text not in self.errors and len(self.errors) < MAX_ERRORS:
                 self.errors.add(text)
                 self.send(failed=text)
@@ -187,17 +187,13 @@ class Mirror:
                 return
             except Exception as error:
                 traceback.print_exc()
-                if (text := one_line(error)) != self.error:
+                if (text := reason(error)) != self.error:
                     self.send(failed=text)
                 self.error = text
             self.ending.wait(pause)
             pause = min(MAX_PAUSE_SECONDS, 2 * pause)
             if self.ending.is_set():  # retry without a growing pause: this process ends soon
                 time.sleep(POLL_SECONDS)
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(repr(error).split())[:MAX_ERROR_LENGTH]
 
 
 # ---- The process
@@ -239,7 +235,7 @@ def mirror(run_dir: Path, name: str, of_process: int) -> None:
         code = 0 if one.complete else 1
     except Exception as error:
         traceback.print_exc()
-        send(failed=one_line(error))
+        send(failed=reason(error))
         code = 1
     sys.stdout.flush()
     os._exit(code)  # without the exit hooks of libraries, which may wait for a server

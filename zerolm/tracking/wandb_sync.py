@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.records import read_record
@@ -70,10 +70,9 @@ def wandb_sync(
             log(_send(files, path, one, ids[-1], everything=not suffix))
         except Exception as error:  # of network, key or disk, in whatever class W&B raises
             close()
-            reason = " ".join(str(error).split())[:300]
             raise ZerolmError(
-                f"{path}: W&B did not accept it: {reason}. Try again, or write it into "
-                f"the run directory with --mode offline."
+                f"{path}: W&B did not accept it: {reason(error, named=False)}. Try again, or write "
+                f"it into the run directory with --mode offline."
             ) from error
     return ids
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common import metrics
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 from zerolm.common.jsonl import MetricsRow
 from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import read_run_json
@@ -48,8 +48,7 @@ def make(run_dir: Path, project: str | None, entity: str | None, print_only: boo
     try:
         return workspace.save().url
     except Exception as error:  # of the network, the key, or permissions
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"W&B refused the workspace: {reason}") from error
+        raise ConfigError(f"W&B refused the workspace: {reason(error, named=False)}") from error
 
 
 def layout(keys: set[str], project: str, entity: str, title: str) -> Any:

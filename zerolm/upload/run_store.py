@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from zerolm.checkpoint.checksums import HASHERS, Checksum
-from zerolm.common.errors import RecordError
+from zerolm.common.errors import RecordError, reason
 from zerolm.common.records import Count, parse_record
 from zerolm.common.run_files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
 from zerolm.common.store import (
@@ -29,7 +29,6 @@ from zerolm.common.store import (
     Missing,
     StoreError,
     T,
-    describe_error,
     is_permanent,
     store_options,
 )
@@ -262,11 +261,11 @@ class Store:
             try:
                 return call()
             except FileNotFoundError as error:
-                raise Missing(f"{where}: not there ({describe_error(error)})") from None
+                raise Missing(f"{where}: not there ({reason(error)})") from None
             except Exception as error:
                 if is_permanent(error) or attempt == self.attempts:
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
-                    raise StoreError(f"{where}: {describe_error(error)}{tries}") from None
+                    raise StoreError(f"{where}: {reason(error)}{tries}") from None
             pause = min(MAX_PAUSE_SECONDS, 2.0 ** (attempt - 1))
             time.sleep(pause * random.uniform(0.5, 1.0))
         raise AssertionError("the last attempt returns or raises")

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 from zerolm.common.values import shown_bytes
 
 MAX_FILES = 1 << 16
@@ -123,12 +123,12 @@ def explain(error: BaseException | None) -> str | None:
         if type(error).__module__ in COMPILERS:
             from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-            reason = getattr(error, "inner_exception", error)
-            line = str(reason).partition("\n")[0][:300]
+            inner = getattr(error, "inner_exception", error)
+            line = reason(str(inner).partition("\n")[0])
             fix = f"If this happens again, its cache may be damaged: remove {cache_dir()}"
-            if "C compiler" in str(reason) or "Python.h" in str(reason):  # as Triton words it
+            if "C compiler" in str(inner) or "Python.h" in str(inner):  # as Triton words it
                 fix = "Install a C compiler and Python's headers (Debian: gcc, python3-dev)"
-            return f"--compile: {type(reason).__name__}: {line}. {fix}, or train without --compile."
+            return f"--compile: {type(inner).__name__}: {line}. {fix}, or train without --compile."
         error = error.__cause__
     return None
 

@@ -104,7 +104,7 @@ class Slow(Broken):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Refused, "ConnectionError('401 Unauthorized')"), (Slow, "did not take them within 2 s")],
+    [(Refused, "ConnectionError: 401 Unauthorized"), (Slow, "did not take them within 2 s")],
 )
 def test_the_last_line_says_why_rows_are_lacking(run_dir, monkeypatch, kind, reason) -> None:
     monkeypatch.setattr(mirror_module, "CONNECT_SECONDS", 1.0)

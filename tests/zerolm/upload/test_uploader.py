@@ -14,9 +14,9 @@ from tests.launching import ROOT, environment
 from tests.zerolm.upload.published import contents, events, publish
 from zerolm.checkpoint.directory import newest, verify_files
 from zerolm.checkpoint.manifest import manifest_digest
-from zerolm.common.errors import CheckpointError
+from zerolm.common.errors import CheckpointError, reason
 from zerolm.common.run_files import MANIFEST
-from zerolm.common.store import StoreError, call_within, describe_error
+from zerolm.common.store import StoreError, call_within
 from zerolm.upload import uploader
 from zerolm.upload.process import Uploads
 from zerolm.upload.restore import if_lost, restore
@@ -284,7 +284,10 @@ def test_urls_are_checked_without_a_network(url, problem) -> None:
 def test_secrets_of_the_environment_are_not_shown() -> None:
     environment = {"AWS_SECRET_ACCESS_KEY": "abcdefghij", "HOME": "/somewhere", "X_TOKEN": "short"}
     error = OSError("denied for\nabcdefghij in /somewhere, short")
-    assert describe_error(error, environment) == "OSError: denied for (hidden) in /somewhere, short"
+    assert (
+        reason(error, environment=environment)
+        == "OSError: denied for (hidden) in /somewhere, short"
+    )
 
 
 def test_a_call_that_hangs_is_abandoned() -> None:
