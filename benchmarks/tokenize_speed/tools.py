@@ -23,7 +23,7 @@ import typing_extensions
 
 BATCH_CHARACTERS = 1 << 20
 TEXT_BATCH = 1000
-RAW = ("raw-tokenizers", "raw-fastokens", "raw-gigatoken")
+RAW = ("raw-tokenizers", "raw-gigatoken")
 EOS = "<|endoftext|>"
 
 
@@ -53,15 +53,6 @@ def _raw(name: str, directory: Path, number: int, path: Path) -> None:
         def encode(texts):  # without batches, for which it imports awkward, in 0.5 s
             ids = [backend.encode(text) for text in texts]
             return np.concatenate(ids), np.cumsum([len(each) for each in ids])
-    elif name == "raw-fastokens":
-        os.environ["RAYON_NUM_THREADS"] = "1"
-        import fastokens
-
-        flat = fastokens.Tokenizer.from_file(file)
-
-        def encode(texts):
-            ids, offsets = flat.encode_batch_flat(texts)
-            return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.uint64)[1:].astype(int)
     else:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         import tokenizers

@@ -54,8 +54,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--encoder",
         default="auto",
         metavar="NAME",
-        help="gigatoken, fastokens, tiktoken, tokenizers or transformers (default: auto, the "
-        "fastest one that passes the equivalence check)",
+        help="gigatoken, tiktoken, tokenizers or transformers (default: auto, gigatoken if it "
+        "passes the equivalence check)",
     )
 
 
@@ -152,8 +152,8 @@ def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
             f"tokenizer's unknown token: their text is lost"
         )
     print(f"encoder: {_encoder_summary(first['encoder'])}")
-    for note in summary.notes:
-        print(f"    {note}")
+    if summary.note is not None:
+        print(f"    {summary.note}")
     rate = sum(manifest["text_bytes"] for manifest in summary.manifests) / 1e6 / summary.seconds
     print(f"seconds: {summary.seconds:,.1f} with {workers} workers, {rate:,.2f} MB/s of text")
 

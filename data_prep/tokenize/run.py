@@ -52,13 +52,13 @@ class Summary:
         manifests: of the outputs.
         records: of the units.
         input_lines: messages about skipped and bad input.
-        notes: why faster encoders were not used.
+        note: why the fast encoder was not used.
     """
 
     manifests: list[dict[str, Any]]
     records: list[Record]
     input_lines: list[str]
-    notes: tuple[str, ...]
+    note: str | None
     seconds: float
 
 
@@ -108,7 +108,7 @@ def run_tokenization(
         run.close(keep_parts)
     tally = Tally.from_records([record["tally"] for record in records])
     lines = summary_lines(inputs, tally, options.rules)
-    return Summary(manifests, records, lines, run.choice.notes, progress.seconds)
+    return Summary(manifests, records, lines, run.choice.note, progress.seconds)
 
 
 class _Run:

@@ -6,15 +6,14 @@ text are encoded as text (a document that spells the EOS token does not end ther
 truncated or padded. It runs in the calling thread, or in one thread that the caller waits for.
 `data_prep.tokenizer.equivalence` checks whether two backends give the same ids.
 
-gigatoken and fastokens are young, so they are optional (`pip install zerolm[fast-tokenizers]`) and
-another backend is always available.
+gigatoken is young, so it is optional (`pip install zerolm[fast-tokenizers]`) and another backend is
+always available.
 """
 
 import json
 import os
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ import numpy as np
 import orjson
 
 from data_prep.tokenizer.vocabulary import (
-    added_tokens,
-    byte_level_alphabet,
     read_without_special_tokens,
 )
 from zerolm.common.errors import ConfigError, reason
@@ -35,21 +32,17 @@ from zerolm.shards.tokenizer import (
     read_tiktoken,
 )
 
-# Fastest first, as measured on one core (benchmarks/results/tokenize_speed.md).
-FAST_BACKENDS = ("gigatoken", "fastokens", "tiktoken")
-BACKENDS = (*FAST_BACKENDS, "tokenizers", "transformers")
+FAST_BACKEND = "gigatoken"
+BACKENDS = (FAST_BACKEND, "tiktoken", "tokenizers", "transformers")
 ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # of a copy: they determine the ids
-EXTRAS = {"gigatoken": "fast-tokenizers", "fastokens": "fast-tokenizers", "tiktoken": "tiktoken"}
+EXTRAS = {FAST_BACKEND: "fast-tokenizers"}
 
 Ids = list[np.ndarray]  # for each text (N,) uint32
 Encode = Callable[[Sequence[Any]], Ids]  # of str; those in UTF8_BACKENDS also of UTF-8 bytes
-UTF8_BACKENDS = ("gigatoken",)
+UTF8_BACKENDS = (FAST_BACKEND,)
 
 # A Rust panic is not an `Exception`, so all errors except these count as failures of the library.
 NOT_BACKEND_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
-
-# GPT-2's split pattern, which is built into the byte-level pre-tokenizer of `tokenizers`.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 
 # gigatoken selects its split patterns by name only.
 GIGATOKEN_SCHEMES = {
@@ -96,12 +89,12 @@ def open_backend(name: str, directory: Path) -> Encode:
 
 @lru_cache(maxsize=4)
 def _open(name: str, directory: Path, _: tuple[tuple[int, int], ...]) -> Encode:
-    if name == reference_backend(directory):
+    if name == reference_backend(directory) or name == "transformers":
         return _raise_backend_failed(_REFERENCES[name](directory))
-    if name == "transformers":
-        return _raise_backend_failed(_open_transformers(directory))
+    if name != FAST_BACKEND:
+        raise BackendUnavailable("does not support this kind of tokenizer")
     try:
-        return _raise_backend_failed(_FAST[name](directory))
+        return _raise_backend_failed(_open_gigatoken(directory))
     except (BackendUnavailable, ConfigError):
         raise
     except KeyError as error:
@@ -190,82 +183,8 @@ def _open_gigatoken(directory: Path) -> Encode:
     ]
 
 
-def _open_fastokens(directory: Path) -> Encode:
-    # The flat output uses a thread pool, one thread per core unless this is set before first use.
-    os.environ.setdefault("RAYON_NUM_THREADS", "1")
-    import fastokens
-
-    if (directory / TIKTOKEN_FILE).is_file():
-        pattern = json.loads((directory / TIKTOKEN_FILE).read_bytes())["pat_str"]
-        backend = fastokens.Tokenizer.from_tiktoken(
-            str(directory / TIKTOKEN_RANKS), pattern=pattern, special_tokens={}
-        )
-    else:
-        content = orjson.dumps(read_without_special_tokens(directory))
-        backend = fastokens.Tokenizer.from_json_str(content.decode())
-    backend.no_truncation()
-    backend.no_padding()
-
-    def encode(texts: Sequence[str]) -> Ids:
-        flat, offsets = backend.encode_batch_flat(list(texts), False, True)
-        ids = np.frombuffer(flat, np.uint32)
-        places = np.frombuffer(offsets, np.uint64).tolist()
-        return [ids[start:end] for start, end in pairwise(places)]
-
-    return encode
-
-
-def _open_tiktoken_of_json(directory: Path) -> Encode:
-    """Run the byte-level BPE of a tokenizer.json with tiktoken, whose ranks are the merge order."""
-    content = read_without_special_tokens(directory)
-    if content["normalizer"] is not None or content["added_tokens"]:
-        raise BackendUnavailable("supports no normalizers and no added tokens that are not special")
-    model = content["model"]
-    if model["type"] != "BPE" or model.get("byte_fallback") or model.get("dropout"):
-        raise BackendUnavailable("supports byte-level BPE only")
-    if model.get("ignore_merges") or model.get("continuing_subword_prefix"):
-        raise BackendUnavailable("supports no subword prefixes and no words that skip merging")
-    import tiktoken
-
-    byte_of = byte_level_alphabet()
-    special = set(added_tokens(directory))
-    try:
-        ranks = {
-            bytes(byte_of[character] for character in token): rank
-            for token, rank in model["vocab"].items()
-            if token not in special
-        }
-    except KeyError as error:
-        raise BackendUnavailable("supports byte-level BPE only") from error
-    encoding = tiktoken.Encoding(
-        "copy", pat_str=_split_pattern(content["pre_tokenizer"]), mergeable_ranks=ranks,
-        special_tokens={},
-    )  # fmt: skip
-    return _encode_with_tiktoken(encoding)
-
-
-def _split_pattern(pre_tokenizer: dict[str, Any]) -> str:
-    steps = [pre_tokenizer]
-    if pre_tokenizer["type"] == "Sequence":
-        steps = pre_tokenizer["pretokenizers"]
-    last = steps[-1]
-    if last["type"] == "ByteLevel" and not last["add_prefix_space"]:
-        if len(steps) == 1 and last["use_regex"]:
-            return GPT2_PATTERN
-        if len(steps) == 2 and not last["use_regex"] and steps[0]["type"] == "Split":
-            first = steps[0]
-            if first["behavior"] == "Isolated" and not first["invert"]:
-                return first["pattern"]["Regex"]
-    raise BackendUnavailable("supports a single split pattern only, and no prefix space")
-
-
 _REFERENCES: dict[str, Callable[[Path], Encode]] = {
     "tokenizers": _open_tokenizers,
     "tiktoken": _open_tiktoken,
     "transformers": _open_transformers,
-}
-_FAST: dict[str, Callable[[Path], Encode]] = {
-    "gigatoken": _open_gigatoken,
-    "fastokens": _open_fastokens,
-    "tiktoken": _open_tiktoken_of_json,
 }

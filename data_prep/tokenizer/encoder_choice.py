@@ -16,7 +16,7 @@ from typing import Any
 
 from data_prep.tokenizer.backends import (
     BACKENDS,
-    FAST_BACKENDS,
+    FAST_BACKEND,
     ID_FILES,
     BackendFailed,
     BackendUnavailable,
@@ -46,14 +46,14 @@ class EncoderChoice:
         version: of the backend's package.
         proven: ranges [start, stop) of the code points for which the backend equals the reference;
             texts with other code points need the reference.
-        notes: for the user, why faster backends are not used.
+        note: for the user, why the fast backend is not used.
     """
 
     backend: str
     reference: str
     version: str | None = None
     proven: tuple[tuple[int, int], ...] = ()
-    notes: tuple[str, ...] = ()
+    note: str | None = None
 
     def record(self) -> dict[str, Any]:
         """Return the entry for the manifest."""
@@ -71,7 +71,7 @@ def choose_backend(
     """Choose the backend for a tokenizer's saved copy; takes seconds if a check is not cached.
 
     Args:
-        backend: one of `backends.BACKENDS`, or "auto" for the fastest that passes the check.
+        backend: one of `backends.BACKENDS`, or "auto" for the fast one if it passes the check.
         input_bytes: size of the input; a check that would cost more than it saves is skipped.
 
     Raises:
@@ -83,32 +83,27 @@ def choose_backend(
             f"--encoder {backend}: is not one of auto, {', '.join(BACKENDS)}."
             f"{did_you_mean(backend, BACKENDS)}"
         )
-    names: tuple[str, ...] = (backend,)
-    if backend == "auto":
-        names = FAST_BACKENDS if reference != "transformers" else ()
+    if backend == "auto" and reference == "transformers":
+        return EncoderChoice(reference, reference, installed_version(reference))
+    name = FAST_BACKEND if backend == "auto" else backend
     small = backend == "auto" and input_bytes is not None and input_bytes < MIN_CHECKED_INPUT_BYTES
-    notes = []
-    for name in names:
-        if name == reference:
-            break
+    note = None
+    if name != reference:
         try:
             result = _equivalence(directory, name, reference, only_cached=small)
         except (BackendUnavailable, BackendFailed) as error:
-            notes.append(f"{name} {error}")
-            continue
-        if result is None:
-            continue
-        if result.refused:
-            notes.append(f"{name} {result.refused}")
+            note = f"{name} {error}"
         else:
-            version = installed_version(name)
-            return EncoderChoice(name, reference, version, result.proven, tuple(notes))
+            if result is not None and result.refused:
+                note = f"{name} {result.refused}"
+            elif result is not None:
+                return EncoderChoice(name, reference, installed_version(name), result.proven)
     if backend not in ("auto", reference):
         raise ConfigError(
-            f"--encoder {backend}: cannot be used for this tokenizer: {notes[0]}. "
+            f"--encoder {backend}: cannot be used for this tokenizer: {note}. "
             f"Use --encoder auto or --encoder {reference}."
         )
-    return EncoderChoice(reference, reference, installed_version(reference), (), tuple(notes))
+    return EncoderChoice(reference, reference, installed_version(reference), note=note)
 
 
 def _equivalence(
