@@ -74,7 +74,8 @@ def _memory_lines(found: Estimate) -> list[tuple[str, str]]:
         ("  ZeRO buckets", shown_bytes(memory.buckets)),
         ("  gathered and prefetched", shown_bytes(memory.gathered)),
         ("  activations", f"{shown_bytes(memory.activations)} ({shown_bytes(other)} {alternative} "
-         f"gradient checkpointing, including the loss)"),
+         f"gradient checkpointing, including the loss"
+         f"{'; uncompiled: an upper bound' if settings.compile else ''})"),
         ("  logits and loss", shown_bytes(memory.loss)),
         ("  sum", shown_bytes(memory.used)),
         ("  margin", f"{shown_bytes(memory.margin)} for the context, NCCL and fragmentation"),

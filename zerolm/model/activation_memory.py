@@ -2,7 +2,8 @@
 
 The forward pass runs without memory, and each tensor that autograd saves is counted once, under the
 layer that saves it; so the estimate follows the class of any architecture. Fused attention counts
-what FlashAttention saves. Must not depend on ZeRO or devices.
+what FlashAttention saves. Compiled blocks save at most as much: which tensors is the compiler's
+choice, and asking it takes seconds at every start. Must not depend on ZeRO or devices.
 """
 
 from collections.abc import Callable, Iterator

@@ -137,7 +137,7 @@ def model_problems(
     if settings.compile and settings.gradient_checkpointing == SELECTIVE:
         problems.append(
             f"{settings.where('gradient_checkpointing')}: selective, but with --compile the "
-            f"compiler chooses what to recompute, by the same rule. Remove one of the flags."
+            f"compiler chooses what to recompute. Remove one of the flags."
         )
     if settings.loss_chunk_tokens and (why := loss_chunks.unsupported_reason(config)):
         problems.append(

@@ -18,6 +18,7 @@ def figures(plan: Plan) -> dict[str, str]:
     average = settings.ema_tokens > 0
     states = memory.model_states(model.shapes, profile, plan.world_size, ema=average)
     chunk = settings.loss_chunk_tokens
+    bound = " (uncompiled: an upper bound)" if settings.compile else ""
     activations = memory.activation_bytes(
         config_of_rank(model.config, plan.layout),
         settings.seq_len // plan.layout.sequence,
@@ -42,7 +43,8 @@ def figures(plan: Plan) -> dict[str, str]:
         "FLOPs per token": f"{plan.flops_per_token:.4g}",
         "FLOPs of the run": f"{plan.flops_per_token * settings.total_tokens:.4g}",
         "memory per rank": f"{shown_bytes(states.device)} of model states on the device, "
-        f"{shown_bytes(states.host)} on the host, about {shown_bytes(activations)} of activations",
+        f"{shown_bytes(states.host)} on the host, about {shown_bytes(activations)} of "
+        f"activations{bound}",
         "epochs": ", ".join(
             f"{name} {epochs:.3g}"
             for name, epochs in zip(plan.source_names, _epochs(plan), strict=True)

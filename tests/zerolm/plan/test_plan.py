@@ -56,6 +56,9 @@ def test_batches_and_rates_do_not_depend_on_the_world_size(inputs, world_size):
 def test_check_plans_for_devices_that_are_not_here(inputs):
     change = "--check --world_size 512 ---batch_tokens --deepspeed_config ds_fixed.json"
     plan = check.check(command(inputs, change), {})
+    compiled = check.check(command(inputs, f"{change} --compile"), {})
+    bound = "of activations (uncompiled: an upper bound)"
+    assert bound in compiled.summary() and bound not in plan.summary()
     assert plan.world_size == 512 and plan.batch_schedule.batch_sequences == 2 * 4 * 512
     assert plan.profile.optimizer.params["torch_adam"] is True
     assert any("80 GiB" in notice for notice in plan.notices)
