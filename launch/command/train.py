@@ -59,7 +59,7 @@ LAUNCHER_FLAGS = {
     "venv_script": LauncherFlag("FILE", "script that activates an environment on each host"),
     "enable_each_rank_log": LauncherFlag("DIR", "write each rank's output to a file in DIR"),
     "save_pid": LauncherFlag("", "write the launcher's process ID to a file in /tmp"),
-    "log_level": LauncherFlag("LEVEL", "log level of the launcher (default: info)"),
+    "log_level": LauncherFlag("LEVEL", "log level of the launcher (default: error)"),
     "quiet": LauncherFlag("", "print only errors of the launcher (-q)"),
 }
 PROGRAMS = ("zerolm", "launch")
@@ -95,7 +95,6 @@ def run(argv: Sequence[str]) -> int:
     if settings.check and settings.world_size is None:
         flags += _world_size(launcher, problems)
     if problems:
-        print(USAGE, file=sys.stderr)
         raise ConfigError(problems)
     command = [sys.executable, str(SCRIPT), *flags] if settings.check else deepspeed_command(argv)
     os.execv(sys.executable, command)
@@ -104,6 +103,8 @@ def run(argv: Sequence[str]) -> int:
 def deepspeed_command(argv: Sequence[str]) -> list[str]:
     """Return the command that starts the launcher with the flags of `zerolm train`."""
     launcher, flags = split_flags(argv)
+    if not any(flag.startswith(("--log_level", "--quiet")) for flag in launcher):
+        launcher.append("--log_level=error")
     return [sys.executable, "-m", "deepspeed.launcher.runner", *launcher, str(SCRIPT), *flags]
 
 

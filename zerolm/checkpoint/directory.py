@@ -22,10 +22,10 @@ from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, write_json
 from zerolm.common.records import read_file, why
 from zerolm.common.run_files import (
+    CHECKPOINT_NAME,
     DAMAGED,
     FOREIGN,
     MANIFEST,
-    STEP,
     TEMPORARY,
     RunFiles,
     checkpoint_directories,
@@ -129,11 +129,18 @@ def read(directory: str | Path) -> Checkpoint:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({why(error)}). It is damaged.") from None
     if content is None:
-        raise CheckpointError(
-            f"{directory}: no {MANIFEST}, so this is not a complete checkpoint. Name a directory "
-            f"checkpoints/{STEP}... that has one."
-        )
+        raise CheckpointError(_no_manifest(path.parent))
     return Checkpoint(path.parent, parse_manifest(content, path))
+
+
+def _no_manifest(path: Path) -> str:
+    """Return the problem of a directory, as a user names it, that is no checkpoint."""
+    fact = "neither a run with checkpoints nor a checkpoint"
+    if not path.is_dir():
+        fact = "no such directory"
+    elif CHECKPOINT_NAME.fullmatch(path.name):
+        fact = f"no {MANIFEST}, so this is not a complete checkpoint"
+    return f"{path}: {fact}. Name a run, RUN@STEP, or the directory of a checkpoint."
 
 
 def verify_files(
@@ -204,7 +211,7 @@ def locate(reference: str | Path) -> Checkpoint:
     """
     path, step = split_step(reference)
     files = RunFiles(path)
-    if step is not None:
+    if step is not None and path.is_dir():
         directory = files.checkpoint(checkpoint_name(step))
         if directory in (kept := published_checkpoints(files.checkpoints)):
             return read(directory)

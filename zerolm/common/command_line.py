@@ -38,6 +38,18 @@ SYNTAX = (
     "durations as 3h50m or 90s."
 )
 
+SYNONYMS = {  # {name in other programs: ours, in each command that has it}
+    **dict.fromkeys(("output_dir", "out_dir", "output_prefix", "save_dir", "out"), "output"),
+    **dict.fromkeys(("input_dir", "input_path", "files", "dataset", "data_path"), "input"),
+    **dict.fromkeys(("num_proc", "num_workers", "nproc", "processes", "jobs"), "workers"),
+    **dict.fromkeys(("tokenizer_name", "tokenizer_path", "tokenizer_model"), "tokenizer"),
+    **dict.fromkeys(("text_column", "text_key", "json_keys", "content_field"), "text_field"),
+    **dict.fromkeys(("model_config_path", "config"), "model_config"),
+    **dict.fromkeys(("gpus", "num_gpus", "n_gpus"), "devices"),
+    **dict.fromkeys(("sequence_length", "block_size", "max_length", "seq_length"), "seq_len"),
+    **dict.fromkeys(("dtype", "torch_dtype", "bf16", "fp16"), "precision"),
+}
+
 
 @dataclass(frozen=True)
 class Command:
@@ -199,8 +211,7 @@ def _refuse_command(group: Group, word: str, program: str) -> NoReturn:
     does = (name for name, text in rows if word in re.findall(r"[\w-]+", text))
     near = did_you_mean(word, [name for name, _ in rows])
     near = near or "".join(f' Did you mean "{name}"?' for name in islice(does, 1))
-    problem = f"{word}: no such command.{near} See --help."
-    print(f"usage: {program} COMMAND [flags]\n{program}: {problem}", file=sys.stderr)
+    print(f"{program}: {word}: no such command.{near} See {program} --help.", file=sys.stderr)
     sys.exit(EXIT_REFUSED)
 
 
@@ -267,7 +278,8 @@ class Parser(argparse.ArgumentParser):
                 written, equals, value = argument.partition("=")
                 name = _with_underscores(written)
                 if (flag := spellings.get(name)) is None:
-                    unknown.append(f"{written}: no such flag.{did_you_mean(name, spellings)}")
+                    near = did_you_mean(f"--{SYNONYMS.get(name[2:], name[2:])}", spellings)
+                    unknown.append(f"{written}: no such flag.{near}")
                 else:
                     arguments[place] = flag + equals + parse_path(value)
         if unknown:
@@ -275,8 +287,11 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(arguments)
 
     def error(self, message: str) -> NoReturn:
-        """Print a usage line and a message without secrets, and exit."""
-        super().error(masked(message))
+        """Print a message without secrets, one line for each problem, and exit."""
+        for line in masked(message).splitlines():
+            end = "" if line.endswith((".", "?")) else "."
+            print(f"{self.prog}: {line}{end} See {self.prog} --help.", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
 
 
 class _Formatter(argparse.HelpFormatter):

@@ -126,6 +126,12 @@ class Findings:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return ' Did you mean "x"?' for the most similar choice, or an empty string."""
-    near = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f' Did you mean "{near[0]}"?' if near else ""
+    """Return ' Did you mean "x"?' for the most similar choice, or an empty string.
+
+    Of flags only spellings of the same word: a similar one that does something else misleads.
+    """
+    is_flag = word.startswith("--")
+    by_word = {choice.removeprefix("--"): choice for choice in choices}
+    cutoff = 0.75 if is_flag else 0.6
+    near = difflib.get_close_matches(word.removeprefix("--"), list(by_word), n=1, cutoff=cutoff)
+    return f' Did you mean "{by_word[near[0]]}"?' if near else ""

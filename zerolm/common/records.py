@@ -92,6 +92,12 @@ def why(error: Exception) -> str:
     return str(error)
 
 
+CONVERT_YAML = (
+    "Convert it: python -c 'import json, sys, yaml; "
+    "print(json.dumps(yaml.safe_load(sys.stdin), indent=2))' < FILE.yaml > FILE.json"
+)
+
+
 def read_json(
     path: str | Path, what: str, loads: Callable[..., Any] = json.loads
 ) -> dict[str, Any]:
@@ -110,6 +116,8 @@ def read_json(
             raise ValueError("it is empty")
         value = None if content is None else parse_json(content, loads)
     except (ValueError, OSError, RecursionError) as error:
+        if str(path).endswith((".yaml", ".yml")):
+            raise ConfigError(f"{path}: is YAML, but JSON is read. {CONVERT_YAML}") from None
         raise ConfigError(
             f"{path}: cannot be read as JSON ({why(error)}). Correct the file."
         ) from None

@@ -28,6 +28,7 @@ from zerolm.common.values import (
     shown_setting,
 )
 from zerolm.config.inheritance import OWN_SETTINGS, Layer, derived_names
+from zerolm.config.other_names import answer_for
 from zerolm.config.run_records import find_run_json
 from zerolm.config.settings import (
     COMMAND_LINE,
@@ -210,10 +211,10 @@ def _read_flags(
             value = remaining.pop(0)
         if name not in FLAGS:
             choices = [f"--{known}" for known in (*FLAGS, *other_flags) if known != "local_rank"]
-            problems.append(
-                f"{COMMAND_LINE}: --{written}, no such flag.{did_you_mean(f'--{name}', choices)} "
-                f"See --help."
-            )
+            near = answer_for(name) or did_you_mean(f"--{name}", choices)
+            problems.append(f"{COMMAND_LINE}: --{written}, no such flag.{near or ' See --help.'}")
+            while remaining and not remaining[0].startswith("--"):
+                remaining.pop(0)  # further values of it
         elif not has_value:
             problems.append(
                 f"{COMMAND_LINE}: --{name}, has no value. Write --{name} "
@@ -248,7 +249,8 @@ def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
     for written, value in values.items():
         name = written.replace("-", "_")
         if name not in choices:
-            hint = did_you_mean(name, choices) or " Remove it; --help all lists the settings."
+            hint = answer_for(name) or did_you_mean(name, choices)
+            hint = hint or " Remove it; --help all lists the settings."
             problems.append(f"{path}: settings.{written}: {shown(value)}, no such setting.{hint}")
         elif value is not None:
             known[name] = value

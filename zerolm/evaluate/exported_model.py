@@ -57,9 +57,8 @@ def evaluate_export(
             code of its own.
     """
     if not (directory / "config.json").is_file():
-        raise ConfigError(
-            f"{directory}: not a model directory. Give one that `zerolm export` wrote."
-        )
+        fact = "not a model directory" if directory.is_dir() else "no such directory"
+        raise ConfigError(f"{directory}: {fact}. Give one that `zerolm export RUN OUT` wrote.")
     if problems := model_problems(directory):
         raise ConfigError(problems)
     if not (tasks or hellaswag_name or held_out or core_directory):

@@ -75,7 +75,9 @@ def draw_losses(run_dirs: Sequence[str | Path], last_step: float = math.inf) -> 
 
     runs = [(Path(run_dir), until(RunFiles(run_dir).metrics, MetricsRow)) for run_dir in run_dirs]
     problems = [
-        f"{RunFiles(run_dir).metrics}: no train/loss in it. Give the --run_dir of a started run."
+        f"{run_dir}: no train/loss in its metrics.jsonl. Give the --run_dir of a started run."
+        if Path(run_dir).is_dir()
+        else f"{run_dir}: no such directory. Give the --run_dir of a started run."
         for run_dir, rows in runs
         if not len(series(rows, "train/loss")[0])
     ]

@@ -53,7 +53,7 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
     """
     paths = RunFiles(run_dir)
     if not paths.checkpoints.is_dir():
-        raise ConfigError(f"{run_dir}: no checkpoints/ in it, so this is not a run directory.")
+        raise ConfigError(f"{run_dir}: not a run with checkpoints. Give the --run_dir of one.")
     paths.uploads.mkdir(exist_ok=True)
     sent: list[str] = []
     damaged: dict[str, str] = {}

@@ -220,7 +220,7 @@ def test_a_checkpoint_is_named_by_its_run_a_step_or_its_directory(tmp_path) -> N
         locate(f"{tmp_path}@7")
     at = tmp_path / "run@3"  # a directory that has such a name is not RUN@STEP
     assert locate(write(at, 8).parent.parent).progress.step == 8
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+    with pytest.raises(CheckpointError, match="no such directory"):
         locate(tmp_path / "absent")
 
 

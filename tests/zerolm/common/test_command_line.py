@@ -168,28 +168,55 @@ def test_an_abbreviation_is_no_flag():
 
 
 @pytest.mark.parametrize(
-    ("words", "usage", "hint"),
+    ("words", "start", "hint"),
     [
         (["data_prep", "tokenize", "--ouput", "x"], "data_prep tokenize", '"--output"'),
-        (["data_prep", "tokenise"], "data_prep COMMAND", '"tokenize"'),
+        (["data_prep", "tokenize", "--output_dir", "x"], "data_prep tokenize", '"--output"'),
+        (["data_prep", "tokenize", "--num_proc=3"], "data_prep tokenize", '"--workers"'),
+        (["data_prep", "tokenise"], "data_prep", '"tokenize"'),
         (["launch", "plan", "--device=8"], "launch plan", '"--devices"'),
-        (["launch", "plam"], "launch COMMAND", '"plan"'),
+        (["launch", "plan", "--block_size=8"], "launch plan", '"--seq_len"'),
+        (["launch", "plam"], "launch", '"plan"'),
         (["launch", "supervise", "--max-restart", "3", "--", "x"], "supervise", '"--max_restarts"'),
         (["zerolm", "export", "a", "b", "--precission", "bf16"], "zerolm export", '"--precision"'),
-        (["zerolm", "exprot"], "zerolm COMMAND", '"export"'),
-        (["zerolm", "tokenize"], "zerolm COMMAND", '"data tokenize"'),
-        (["zerolm", "data", "merge"], "data COMMAND", '"reshard"'),
+        (["zerolm", "exprot"], "zerolm", '"export"'),
+        (["zerolm", "tokenize"], "zerolm", '"data tokenize"'),
+        (["zerolm", "data", "merge"], "data", '"reshard"'),
         (["zerolm", "data", "tokenize", "--workes", "2"], "data tokenize", '"--workers"'),
         (["zerolm", "train", "--num_gpu", "2"], "zerolm train", '"--num_gpus"'),
         (["zerolm", "train", "--total-token=2B"], "zerolm train", '"--total_tokens"'),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistyped_word_shows_the_usage_and_the_nearest_name(words, usage, hint):
+def test_a_mistyped_word_is_one_line_with_the_nearest_name(words, start, hint):
     result = call(*words)
     assert result.returncode == 2 and result.stdout == ""
-    assert result.stderr.startswith("usage: ") and usage in result.stderr.splitlines()[0]
-    assert f"Did you mean {hint}?" in result.stderr and "Traceback" not in result.stderr
+    heading, *rest = result.stderr.replace(": refused\ncommand line", "", 1).splitlines()
+    assert f"{start}: " in heading and f"Did you mean {hint}?" in heading and not rest
+
+
+def test_a_missing_flag_is_one_line():
+    result = call("data_prep", "tokenize", "--input", "a", "--output", "b")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "python -m data_prep tokenize: the following arguments are required: --tokenizer. "
+        "See python -m data_prep tokenize --help."
+    ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["export {} out", "export {}@3 out", "generate {}", "merge {} out", "verify-checkpoint {}",
+     "evaluate {} --hellaswag x", "plot {} --output a.png"],
+)  # fmt: skip
+def test_a_run_that_is_not_there_is_named_as_the_user_wrote_it(words, tmp_path, capsys):
+    run = tmp_path / "nope"
+    assert main(words.format(run).split()) == 2
+    assert f"{run}: no such directory. " in capsys.readouterr().err
+    if "@" not in words:
+        run.mkdir()
+        assert main(words.format(run).split()) == 2
+        assert "MANIFEST" not in capsys.readouterr().err
 
 
 def test_unknown_flags_are_all_listed(capsys):

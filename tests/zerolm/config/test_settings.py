@@ -7,9 +7,11 @@ import sys
 
 import pytest
 
+from launch.command.train import LAUNCHER_FLAGS
 from tests import ROOT
 from zerolm.common.values import parse_number
 from zerolm.config.flags import help_text, parse_settings, short_help_text
+from zerolm.config.other_names import OTHER_NAMES
 from zerolm.config.settings import FIRST_FLAGS, FLAGS, split_weight
 
 
@@ -93,6 +95,69 @@ def test_a_mistake_is_one_line_with_key_value_and_fix(words, parts):
     assert len(problems) == 1 and "\n" not in problems[0]
     for part in parts:
         assert part in problems[0]
+
+
+# {what users of other trainers type: what it is here; "" if nothing is near in meaning}
+ELSEWHERE = {
+    # Hugging Face's Trainer
+    "--model_name_or_path": "--init_from", "--per_device_train_batch_size": "--micro_batch_size",
+    "--gradient_accumulation_steps": "--batch_tokens", "--num_train_epochs": "--total_tokens",
+    "--max_steps": "--total_tokens", "--warmup_steps": "--warmup_tokens",
+    "--warmup_ratio": "--warmup_tokens", "--lr_scheduler_type": "--schedule",
+    "--output_dir": "--run_dir", "--save_steps": "--checkpoint_interval",
+    "--save_total_limit": "--checkpoint_keep", "--logging_steps": "--log_interval",
+    "--eval_steps": "--eval_interval", "--bf16": "--precision", "--tf32": "--float32_matmul",
+    "--max_grad_norm": "gradient_clipping", "--adam_beta2": "--beta2", "--optim": "optimizer in",
+    "--deepspeed": "--deepspeed_config", "--resume_from_checkpoint": "--run_dir",
+    "--report_to": "--wandb", "--run_name": "--wandb_name", "--torch_compile": "--compile",
+    "--label_smoothing_factor": "", "--group_by_length": "", "--hub_token": "",
+    # nanoGPT
+    "--lr": "--learning_rate", "--min_lr": "--min_learning_rate", "--max_iters": "--total_tokens",
+    "--batch_size": "--batch_tokens", "--block_size": "--seq_len", "--grad_clip": "gradient_clip",
+    "--eval_iters": "--eval_tokens", "--out_dir": "--run_dir", "--dtype": "--precision",
+    "--n_layer": "--model_config", "--wandb_log": "--wandb", "--dataset": "--data:",
+    # torchtitan and litgpt
+    "--training.steps": "--total_tokens", "--training.local_batch_size": "--micro_batch_size",
+    "--training.seq_len": "--seq_len", "--optimizer.lr": "--learning_rate",
+    "--checkpoint.interval": "--checkpoint_interval", "--metrics.log_freq": "--log_interval",
+    "--parallelism.tensor_parallel_degree": "tensor_parallel in", "--compile.enable": "--compile",
+    "--train.max_tokens": "--total_tokens", "--train.global_batch_size": "--batch_tokens",
+    # Megatron-LM
+    "--train-iters": "--total_tokens", "--seq-length": "--seq_len", "--save": "--run_dir",
+    "--lr-decay-style": "--schedule", "--lr-warmup-fraction": "--warmup_tokens",
+    "--clip-grad": "gradient_clipping", "--data-path": "--data:", "--num-layers": "--model_config",
+    "--tensor-model-parallel-size": "tensor_parallel in", "--tokenizer-type": "--tokenizer",
+    "--pipeline-model-parallel-size": "--deepspeed_config", "--recompute-granularity":
+    "--gradient_checkpointing", "--exit-duration-in-mins": "--stop_after", "--swiglu": "config",
+    "--no-masked-softmax-fusion": "", "--distributed-timeout-minutes": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", ELSEWHERE)
+def test_the_options_of_other_trainers_are_answered_by_meaning(typed, tmp_path):
+    (problem,) = parse_settings([typed, "0.3", "a", "0.7", "b"])[1]
+    ours = ELSEWHERE[typed]
+    assert "Did you mean" not in problem and ("Here it is" in problem) == bool(ours)
+    assert ours in problem.partition("Here it is")[2]
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({typed[2:]: 1}))
+    (in_file,) = parse_settings(["--settings", str(file)])[1]
+    assert problem.partition("Here it is")[2] == in_file.partition("Here it is")[2]
+
+
+def test_each_answer_names_flags_that_exist_for_names_that_do_not():
+    flags = {f"--{name}" for name in (*FLAGS, *LAUNCHER_FLAGS)} | {"--tokenizer", "--val_fraction"}
+    names = [name for _, _, names in OTHER_NAMES for name in names.split()]
+    assert len(names) == len(set(names)) and not set(names) & (set(FLAGS) | set(LAUNCHER_FLAGS))
+    for ours, why, _ in OTHER_NAMES:
+        assert set(re.findall(r"--\w+", f"{ours} {why}")) <= flags
+
+
+def test_yaml_is_called_by_its_name(tmp_path):
+    file = tmp_path / "settings.yaml"
+    file.write_text("seed: 1\n")
+    (problem,) = parse_settings(["--settings", str(file)])[1]
+    assert f"{file}: is YAML, but JSON is read. Convert it: python -c" in problem
 
 
 def test_a_home_directory_is_expanded_where_the_shell_leaves_it(tmp_path, monkeypatch):
