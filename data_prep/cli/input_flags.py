@@ -27,8 +27,8 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     add("--input", required=True, nargs="+", action="extend", help=INPUT_HELP)
     add(
         "--text_field",
-        help="key or column with the text; a.b for a key in a nested object (default: that of the "
-        "stages that --input names, otherwise text)",
+        default=DEFAULTS.text_field,
+        help="key or column with the text; a.b for a key in a nested object (default: text)",
     )
     add(
         "--code",
@@ -107,7 +107,7 @@ def input_rules(options: argparse.Namespace, problems: Problems) -> InputRules:
     for flag, problem in reading_problems(options.encoding, options.repair, seconds):
         problems.lines.append(f"--{flag}: {problem}")
     return InputRules(
-        text_field=options.text_field or _text_field(options.input),
+        text_field=options.text_field,
         on_bad_input=options.on_bad_input,
         max_bad_fraction=problems.fraction(
             "max_bad_fraction", options.max_bad_fraction, DEFAULTS.max_bad_fraction
@@ -127,15 +127,6 @@ def input_rules(options: argparse.Namespace, problems: Problems) -> InputRules:
         repairs=tuple(options.repair),
         max_page_seconds=seconds,
     )
-
-
-def _text_field(arguments: Sequence[str]) -> str:
-    """Return the key in which all inputs have their text, as far as stages tell."""
-    from data_prep.read.stage_files import stage_of
-
-    stages = [Problems().collect(stage_of, each) for each in arguments]  # reported later
-    fields = {DEFAULTS.text_field if each is None else each.text_field for each in stages}
-    return fields.pop() if len(fields) == 1 else DEFAULTS.text_field
 
 
 def find_inputs(options: argparse.Namespace, rules: InputRules, problems: Problems) -> Any:

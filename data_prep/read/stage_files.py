@@ -210,8 +210,8 @@ def check_text_field(stage: Stage, text_field: str) -> None:
     if stage.text_field != text_field:
         raise ConfigError(
             f"{stage.directory}: is a stage with its text in the key {stage.text_field!r}, not "
-            f"{text_field!r}. Set text_field to {stage.text_field}, or give inputs with another "
-            f"key to a command or a source of their own."
+            f"{text_field!r}. Set text_field to {stage.text_field} (--text_field), and give inputs "
+            f"with another key to a command or a source of their own."
         )
 
 

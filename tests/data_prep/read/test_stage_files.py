@@ -133,8 +133,10 @@ def run_command(*arguments: object) -> tuple[int, str]:
     return code, errors.getvalue()
 
 
-def test_every_later_command_reads_the_key_that_a_stage_wrote(tmp_path, tokenizer_directory):
-    """Or is refused: a key `text` beside it may hold the raw text."""
+def test_a_later_command_reads_the_key_that_a_stage_wrote_or_is_refused(
+    tmp_path, tokenizer_directory
+):
+    """A key `text` beside it may hold the raw text."""
     raw, stage = tmp_path / "a.jsonl", tmp_path / "clean"
     text = "mail me at john.doe%d@example-site.com now, word for word"
     lines = [{"content": text % n, "text": f"raw {text % n}"} for n in range(20)]
@@ -154,16 +156,15 @@ def test_every_later_command_reads_the_key_that_a_stage_wrote(tmp_path, tokenize
     }
     for name, more in commands.items():
         more = [*more, *(flags if name != "train-tokenizer" else flags[2:])]
-        one_file = [stage / "00000.jsonl.zst", *more]
-        for number, arguments in enumerate(([stage, *more], one_file)):
-            output = tmp_path / f"{name}-{number}"
-            code, errors = run_command(name, "--input", *arguments, output)
+        for number, given in enumerate((stage, stage / "00000.jsonl.zst")):
+            output, right = tmp_path / f"{name}-{number}", ["--text_field", "content"]
+            code, errors = run_command(name, "--input", given, *right, *more, output)
             assert code == 0, (name, errors)
             if name == "tokenize":
                 size = json.loads((output / "manifest.json").read_text())["text_bytes"]
                 assert size == sum(len(line["content"]) for line in lines)
             elif name != "train-tokenizer":
                 assert read_stage(output).text_field == "content"
-        for wrong in ([stage, "--text_field", "text"], [stage, raw], one_file[:1] + [raw]):
+        for wrong in ([stage], [stage, raw], [stage / "00000.jsonl.zst"]):
             code, errors = run_command(name, "--input", *wrong, *more, tmp_path / "refused")
             assert code == 2 and "text in the key 'content', not 'text'" in errors, (name, errors)
