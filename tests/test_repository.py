@@ -34,6 +34,9 @@ MACHINE_PATHS = re.compile(r"(?<![\w.~}])/(?:" + "|".join(("work", "root", "home
 FOREIGN = {"--flag", "--limit", "--shm_size"}
 
 
+OURS = "zerolm|data_prep|launch|benchmarks|tests"
+
+
 def tracked_files() -> list[str]:
     """Return the names of all files; a directory that is not a checkout has others, too."""
     if not (ROOT / ".git").exists():
@@ -116,6 +119,31 @@ def test_the_files_that_a_document_names_exist(path):
     named = re.findall(rf"`((?:{folders})/[\w/.-]+)`", prose(text_of(path)))
     missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
+
+
+def is_defined(name: str) -> bool:
+    """Return whether `package.module.name` is a module, or a module defines the last part."""
+    path = ROOT / name.replace(".", "/")
+    if path.is_dir() or path.with_suffix(".py").is_file():
+        return True
+    module = path.parent.with_suffix(".py")
+    definition = rf"^(?:(?:async )?def |class )?{path.name}\b(?: *[=:(]|$)"
+    return module.is_file() and bool(re.search(definition, text_of(module), re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_the_python_names_of_a_document_exist(path):
+    """Dotted ones anywhere, what its blocks import, and in architecture.md every identifier."""
+    text = text_of(path)
+    named = set(re.findall(rf"(?<![\w/.-])(?:{OURS})(?:\.[A-Za-z_]\w*)+(?!\.?\w)", text))
+    for block in blocks(text, "python"):
+        for module, names in re.findall(rf"from ((?:{OURS})[\w.]*) import ([\w, ]+)", block):
+            named |= {f"{module}.{name.strip()}" for name in names.split(",")}
+    endings = (".py", ".md", ".json", ".MODULE")
+    assert not {name for name in named if not name.endswith(endings) and not is_defined(name)}
+    if path.name == "architecture.md":
+        code = {word for each in tracked("**/*.py") for word in re.findall(r"\w+", text_of(each))}
+        assert not set(re.findall(r"`([A-Za-z_]\w*)(?:\(\))?`", prose(text))) - code
 
 
 def test_the_readme_of_the_benchmarks_names_every_command():

@@ -48,6 +48,7 @@ class _Always(TypedDict):
 
 class _Config(_Always, total=False):
     encryption: dict[str, Any] | None
+    item_loader: str | None
 
 
 class _Index(TypedDict):
@@ -67,6 +68,12 @@ def find(path: Path, options: ReadOptions) -> list[InputFile]:
             f"{directory / 'index.json'}: data_format is {formats}; read are chunks of tokens of "
             f"integers, no_header_tensor or no_header_numpy, as optimize(..., item_loader="
             f"TokensLoader()) writes them, not encrypted."
+        )
+    if any(chunk["dim"] is None for chunk in index["chunks"]):
+        raise ConfigError(
+            f"{directory / 'index.json'}: chunks[].dim is null and item_loader is "
+            f"{config.get('item_loader')}: a chunk holds items, not tokens. Write it again with "
+            f"optimize(..., item_loader=TokensLoader())."
         )
     return [_open(directory, chunk, dtype, config["compression"]) for chunk in index["chunks"]]
 

@@ -244,6 +244,15 @@ def patch(name, place, data):
     return change
 
 
+def null_dim(root):
+    """Change an index to what litdata writes without `TokensLoader`."""
+    index = json.loads((root / "lit1/index.json").read_text())
+    for chunk in index["chunks"]:
+        chunk["dim"] = None
+    index["config"]["item_loader"] = "PyTreeLoader"
+    (root / "lit1/index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("given", "form", "damage", "expected"),
     [
@@ -262,6 +271,10 @@ def patch(name, place, data):
         ("mds0", "mds", patch("mds0/index.json", 0, b"x"), "mds0/index.json"),
         ("lit1", "litdata", cut("lit1/chunk-0-1.bin", 2), "chunk-0-1.bin: has 602 bytes"),
         ("lit1", "litdata", patch("lit1/chunk-0-0.bin", 8, b"\x19"), "does not hold 7 ids of 2"),
+        (
+            "lit1", "litdata", null_dim,
+            "index.json: chunks[].dim is null and item_loader is PyTreeLoader",
+        ),
         ("absent", "litdata", lambda root: None, "absent/index.json: no such file"),
         ("mds0", "litdata", lambda root: None, "chunks: missing."),
         ("lit1", "mds", lambda root: None, "shards: missing."),
