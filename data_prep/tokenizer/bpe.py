@@ -3,8 +3,10 @@
 The same texts in the same order give the same files. Independent of where the texts come from.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ _DIGITS = {"gpt2": ANY_DIGITS, "llama3": "3", "o200k": "3"}  # the default of ea
 _WHITESPACE_RUNS = r"\s+(?!\S)|\s+"
 _WHITESPACE_RUNS_BY_LINE = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # line ends are pieces of their own
 WHITESPACE = ("runs", "single")
+MAX_WORD_CHARACTERS = 1000  # of a piece that the trainer gets
+_LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS}}}|\s{{{MAX_WORD_CHARACTERS}}}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,9 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=progress,
     )
-    backend.train_from_iterator(iter(texts), trainer)
+    split = _pre_tokenizer(options)  # the backend's own is locked while it trains
+    parts = chain.from_iterable(cut_long_words(text, split) for text in texts)
+    backend.train_from_iterator(parts, trainer)
     output.mkdir(parents=True, exist_ok=True)
     write_atomically(output / "tokenizer.json", backend.to_str(pretty=True).encode())
     write_json(
@@ -137,6 +143,22 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
         },
     )
     return backend.get_vocab_size()
+
+
+def cut_long_words(text: str, pre_tokenizer: Any) -> Iterator[str]:
+    """Yield a text in parts, so that no piece is longer than MAX_WORD_CHARACTERS.
+
+    The trainer's time is quadratic in the length of a piece: one of 80,000 characters takes
+    seconds, one of 2 million does not end.
+    """
+    done = 0
+    if len(text) > MAX_WORD_CHARACTERS and _LONG_WORD.search(text):
+        for _, (start, end) in pre_tokenizer.pre_tokenize_str(text):
+            for place in range(start, end, MAX_WORD_CHARACTERS):
+                if end - start > MAX_WORD_CHARACTERS and place > done:
+                    yield text[done:place]
+                    done = place
+    yield text[done:]
 
 
 def _pre_tokenizer(options: BpeOptions) -> Any:

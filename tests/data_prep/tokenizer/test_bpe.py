@@ -1,10 +1,18 @@
 """`train_bpe`: training is deterministic, and merges never cross the pieces of the split."""
 
+import random
+
 import pytest
 import regex
 from transformers import AutoTokenizer
 
-from data_prep.tokenizer.bpe import BpeOptions, split_pattern, train_bpe
+from data_prep.tokenizer.bpe import (
+    BpeOptions,
+    _pre_tokenizer,
+    cut_long_words,
+    split_pattern,
+    train_bpe,
+)
 from tests.data_prep.small_corpus import TEXTS
 from tests.data_prep.tokenizer.tokenizer_definitions import LLAMA3, O200K
 from zerolm.common.errors import ConfigError
@@ -80,3 +88,28 @@ def test_all_invalid_options_are_reported_at_once(tmp_path):
                   "is empty", "Give at least 260"):  # fmt: skip
         assert named in text
     assert not (tmp_path / "t").exists()
+
+
+WORDS = ["a" * 60_000, "".join(random.Random(0).choices("ACGT", k=9_000)), "=" * 9_000,
+         "\n" * 9_000, " " * 9_000, "字" * 9_000, "1" * 9_000]  # fmt: skip
+
+
+@pytest.mark.parametrize("split", ["gpt2", "llama3", "o200k"])
+def test_endless_words_are_cut_into_pieces_that_are_trained_on(tmp_path, split):
+    """No text is lost, no piece is long, and other texts are unchanged."""
+    options = BpeOptions(400, split)
+    pre_tokenizer = _pre_tokenizer(options)
+    texts = [*WORDS, "two words ".join(WORDS), "short", "many words " * 1000]
+    for text in texts:
+        parts = list(cut_long_words(text, pre_tokenizer))
+        assert "".join(parts) == text
+        pieces = [len(piece) for part in parts for piece in pieces_of(part, pre_tokenizer)]
+        assert max(pieces) <= 1001  # a space may come with what follows it
+        whole = [piece for piece in pieces_of(text, pre_tokenizer) if len(piece) <= 1000]
+        assert set(whole) <= {piece for part in parts for piece in pieces_of(part, pre_tokenizer)}
+    assert list(cut_long_words(texts[-1], pre_tokenizer)) == [texts[-1]]
+    assert train_bpe(texts, options, tmp_path, False) == 400
+
+
+def pieces_of(text, pre_tokenizer):
+    return [text[slice(*place)] for _, place in pre_tokenizer.pre_tokenize_str(text)]
