@@ -74,10 +74,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise ConfigError("--num_samples: needs --prompt, or a text on stdin. Add one.")
     with redirect_stdout(sys.stderr):  # notices of libraries; stdout is for the text
         loaded = load_model(arguments.model, arguments.device)
-    print(loaded.about, file=sys.stderr)
+    coder = TextCoder(loaded.tokenizer, loaded.eos_id)
+    print(loaded.about, *(f"note: {line}" for line in coder.notices), sep="\n", file=sys.stderr)
     conversation = Conversation(
         loaded.model,
-        TextCoder(loaded.tokenizer, loaded.eos_id),
+        coder,
         SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p),
         sample_length=arguments.sample_length,
         chat=arguments.chat,

@@ -79,6 +79,8 @@ def evaluate_export(
         results["figures"] |= held_out_figures(model, sources, held_out, print_line)
     if items or core_tasks or loaded is not None:
         coder = TextCoder(directory)
+        for notice in coder.notices:
+            print_line(f"note: {notice}")
         runner = lm_eval.ModelRunner(
             model,
             coder,

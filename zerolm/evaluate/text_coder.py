@@ -27,6 +27,7 @@ class TextCoder:
         eos_id: ends a document.
         prefix_id: precedes a text without context: BOS, or else EOS.
         tokenizer: of transformers; None for tiktoken.
+        notices: a line if its class differs from its tokenizer.json, which is used.
 
     Raises:
         ConfigError: there is no tokenizer in `directory`, or it has no EOS token.
@@ -34,6 +35,7 @@ class TextCoder:
 
     def __init__(self, directory: Path, eos_id: int | None = None):
         self.tokenizer: Any = None
+        self.notices: list[str] = []
         if (directory / TIKTOKEN_FILE).is_file():
             self._encoding = read_tiktoken(directory)
             self.eos_id = self._encoding.eot_token if eos_id is None else eos_id
@@ -44,7 +46,7 @@ class TextCoder:
                 f"{directory}: there is no tokenizer, which evaluation on text needs. Tokenize the "
                 f"data with `python -m data_prep tokenize`, which copies it there."
             )
-        self.tokenizer = load_auto_tokenizer(str(directory), local=True)
+        self.tokenizer = load_auto_tokenizer(str(directory), local=True, notices=self.notices)
         known = self.tokenizer.eos_token_id
         if known is None and eos_id is None:
             raise ConfigError(f"{directory}: the tokenizer has no EOS token. Add one.")

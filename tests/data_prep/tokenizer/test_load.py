@@ -102,6 +102,7 @@ def test_ids_are_those_of_tokenizer_json_whatever_its_class_does(
     assert [said in each and shown in each for each in tokenizer.notices] == [True] * (
         ids != of_class
     )
+    assert [coder.notices for coder in coders] == [list(tokenizer.notices), []]
     assert (ids != of_class) == (name != "PreTrainedTokenizerFast")
 
 
