@@ -98,6 +98,8 @@ def print_plan(
 ) -> None:
     """Print what a run would do: the stages with their states, tasks, bytes and options.
 
+    The options of a stage are those of all sources, so they are shown with the first.
+
     Args:
         pipelines, training: the `Pipeline` of each source, and the `Training` or None.
     """
@@ -110,6 +112,7 @@ def print_plan(
             print(f"        {key}: {value}")
     if recipe.report is not None:
         print(f"report    with shares by {', '.join(recipe.report.shares_by)}")
+    shown: set[str] = set()
     for pipeline in pipelines:
         source = pipeline.source
         sizes = [each.size_bytes for each in source.inputs]
@@ -125,8 +128,9 @@ def print_plan(
             print(f"    {stage:<14}is no longer in the recipe; its files are kept")
         for stage, state in pipeline.states().items():
             print(f"    {stage:<14}{state}")
-            for line in _options_of(recipe, stage):
+            for line in () if stage in shown else _options_of(recipe, stage):
                 print(f"        {line}")
+            shown.add(stage)
 
 
 def _reading_of(options: SourceOptions) -> Sequence[str]:

@@ -106,10 +106,10 @@ def test_a_new_snapshot_is_compared_with_the_signatures_of_an_old_one(texts, tmp
     assert "dedup.against:" in shown and "is in the output of this stage" in shown
 
 
-def test_the_work_of_a_plan_is_linear_in_the_number_of_sources(tmp_path, monkeypatch):
+def test_the_work_of_a_plan_is_linear_in_the_number_of_sources(tmp_path, monkeypatch, capsys):
     """By the number of function calls, which no load of the machine changes."""
     monkeypatch.chdir(tmp_path)
-    calls = {}
+    calls, characters = {}, {}
     for count in (20, 80):
         names = [f"s{number}" for number in range(count)]
         for name in names:
@@ -133,4 +133,6 @@ def test_the_work_of_a_plan_is_linear_in_the_number_of_sources(tmp_path, monkeyp
             assert main(["run", str(recipe), "--check"]) == 0
         finally:
             sys.setprofile(before)
-    assert calls[80] < 4.5 * calls[20], calls
+        characters[count] = len(capsys.readouterr().out)
+    assert calls[80] < 5 * calls[20], calls
+    assert characters[80] < 5 * characters[20], characters
