@@ -5,6 +5,7 @@ and can name the line of a broken document (docs/inputs.md). Work units read the
 """
 
 import glob
+import json
 import os
 import re
 from collections import Counter
@@ -18,6 +19,7 @@ from data_prep.read.inputs import (
     CODE,
     LINE_FORMATS,
     PAGE_FORMATS,
+    ROW_FORMATS,
     TABLE_FORMATS,
     TEXT_FORMATS,
     HubDataset,
@@ -25,6 +27,7 @@ from data_prep.read.inputs import (
     package_versions,
     packages_of,
 )
+from data_prep.read.parse import JSON_HINT
 from data_prep.read.readers import checked_table, open_hub
 from data_prep.read.remote import list_files
 from data_prep.read.source_code import code_keys, language_of
@@ -44,14 +47,14 @@ SUFFIXES = tuple(
     [each + end for each in PLAIN_FORMATS for end in ("", *COMPRESSIONS)]
     + [each + end for each in ARCHIVE_FORMATS for end in ("", ".gz")]
     + [".json" + end for end in COMPRESSIONS]  # JSON lines; an uncompressed .json is seldom that
-    + [".parquet"]
+    + [".parquet", ".arrow"]
 )
 SHOWN_KINDS = 6
 KindOf = Callable[[str], str | None]  # from a path to its suffix, or None if it is not read
 DATASET_CARD = "README.md"  # describes the files beside it
 SHOWN_SUFFIXES = (
     ".txt, .md, .html, .csv, .tsv, .jsonl, .ndjson (also .gz, .zst, .bz2, .xz), .json.gz (.zst, "
-    ".bz2, .xz), .warc, .wet (also .gz), .parquet"
+    ".bz2, .xz), .warc, .wet (also .gz), .parquet, .arrow"
 )
 HUB_ID = re.compile(
     r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.+-]+))?"
@@ -128,10 +131,10 @@ def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, s
     if each.suffix == CODE:
         is_tree = Path(each.argument).is_dir() or is_url(each.argument)
         keys = code_keys(each.name, each.argument if is_tree else str(Path(each.name).parent))
-    is_fixed = each.suffix.startswith((*ARCHIVE_FORMATS, ".parquet", "hub"))
+    is_fixed = each.suffix.startswith((*ARCHIVE_FORMATS, *ROW_FORMATS))
     encoding = "utf-8" if is_fixed else canonical(encoding)
     each = replace(each, encoding=encoding, keys=keys, packages=packages)
-    is_table = each.suffix.startswith((*TABLE_FORMATS, ".parquet"))
+    is_table = each.suffix.startswith((*TABLE_FORMATS, ".parquet", ".arrow"))
     return checked_table(each, text_field) if is_table and each.size_bytes else each
 
 
@@ -177,7 +180,8 @@ def _expand(
         elif Path(path).is_dir():
             yield from _walk(argument, path, kind_of, notes, problems)
         elif (suffix := kind_of(path)) is None:
-            problems.append(f"--input {argument}: {path} is not one of {_shown(kind_of)}")
+            hint = f" {JSON_HINT}" if path.lower().endswith(".json") else ""
+            problems.append(f"--input {argument}: {path} is not one of {_shown(kind_of)}{hint}")
         else:
             yield _file_input(argument, path, suffix)
 
@@ -251,6 +255,14 @@ def _walk(
             )
             directories.clear()
             continue
+        if "dataset_dict.json" in names and len(directories) > 1:
+            problems.append(
+                f"--input {argument}: {directory} is a DatasetDict with {len(directories)} splits. "
+                f"Give the directory of one: {directory}/{min(directories)}"
+            )
+            directories.clear()
+            continue
+        names = _without_caches(directory, names)
         unseen = {name for name in (*names, *directories) if _is_hidden(name, kind_of)}
         hidden += [f"{directory}/{name}" for name in unseen]
         directories[:] = [name for name in directories if name not in unseen]
@@ -285,6 +297,16 @@ def _walk(
             yield Input(argument, _printable(path), "directory", 0, problem=unreadable[path])
         else:
             yield _file_input(argument, path, kind_of(path) or "")
+
+
+def _without_caches(directory: str, names: list[str]) -> list[str]:
+    """Return the files of a directory, of a saved `Dataset` without results of earlier `map`s."""
+    try:
+        content = json.loads(Path(directory, "state.json").read_text(encoding="utf-8"))
+        listed = {each["filename"] for each in content["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return names
+    return [name for name in names if name in listed or not name.endswith(".arrow")]
 
 
 def _is_hidden(name: str, kind_of: KindOf) -> bool:

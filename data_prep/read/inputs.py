@@ -19,6 +19,7 @@ CODE = ".code"  # a document each: any file of a code tree
 LINE_FORMATS = (".jsonl", ".ndjson")  # a document per line; the same
 TABLE_FORMATS = (".csv", ".tsv")  # a document per row; the same
 ARCHIVE_FORMATS = (".warc", ".wet")  # a document per record; with .gz at the end too
+ROW_FORMATS = (".parquet", ".arrow", "hub")  # a document per row, by number
 END = -1  # in place of the start of the next chunk: there is none
 
 
@@ -69,7 +70,7 @@ def problem_chunk(
     source: Input, part: InputRange, start: int, failure: Failure, num_lost: int, lost_bytes: int
 ) -> Chunk:
     """Return a chunk for `num_lost` documents that cannot be read."""
-    is_row = source.suffix in (".parquet", "hub")
+    is_row = source.suffix in ROW_FORMATS
     name, reason, detail = source.name, failure.reason, failure.detail
     problem = Problem(reason, name, part.input, start, is_row, detail, num_lost, lost_bytes)
     return Chunk(name, "bad", start, problem, 0, part.input)
@@ -93,7 +94,7 @@ def packages_of(suffix: str, encoding: str) -> tuple[str, ...]:
         names += ("warcio", "brotli", "zstandard") if suffix.startswith(ARCHIVE_FORMATS) else ()
     elif suffix == CODE:
         names = ("identify",)
-    elif encoding == AUTO and not suffix.endswith((".parquet", "hub")):
+    elif encoding == AUTO and suffix not in ROW_FORMATS:
         names = ("chardet",)
     return package_versions(names)
 

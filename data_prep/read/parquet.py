@@ -1,4 +1,4 @@
-"""Reads Parquet row groups as lists of bounded size, with values as JSON types."""
+"""Reads Parquet row groups and Arrow files as lists of bounded size, with values as JSON types."""
 
 import base64
 import contextlib
@@ -35,24 +35,72 @@ def check_parquet(stored: Any, text_field: str) -> tuple[Failure | None, int]:
     except parquet_errors() as error:
         problem = f"cannot be read as Parquet ({reason(error, named=False)})"
         return Failure("damaged", f"{problem}. Restore or remove the file."), 0
+    failure = _column_problem(schema, text_field)
+    return failure, metadata.num_rows
+
+
+def _column_problem(schema: Any, text_field: str) -> Failure | None:
+    """Return why a table has no column of text."""
     column_type = _column_type(schema, text_field)
-    failure = None
     if column_type is None:
-        failure = Failure(
+        return Failure(
             "no_text_field",
             f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose one with "
             f"--text_field.",
         )
-    elif schema.names.count(text_field) > 1:
-        detail = f"has several columns {text_field!r}. Rename all but one."
-        failure = Failure("no_text_field", detail)
-    elif not (is_text_type(column_type) or is_untyped(column_type)):
-        failure = Failure(
+    if schema.names.count(text_field) > 1:
+        return Failure("no_text_field", f"has several columns {text_field!r}. Rename all but one.")
+    if not (is_text_type(column_type) or is_untyped(column_type)):
+        return Failure(
             "not_a_string",
             f"column {text_field!r} has type {column_type}, not string. Choose another with "
             f"--text_field.",
         )
-    return failure, metadata.num_rows
+    return None
+
+
+def check_arrow(stored: Any, text_field: str) -> Failure | None:
+    """Return why an Arrow file has no column of text; see `open_arrow`."""
+    try:
+        return _column_problem(open_arrow(stored)[0], text_field)
+    except parquet_errors() as error:
+        return arrow_failure(error)
+
+
+def arrow_failure(error: BaseException) -> Failure:
+    """Return what a damaged Arrow file is."""
+    problem = f"cannot be read as Arrow ({reason(error, named=False)})"
+    return Failure("damaged", f"{problem}. Restore the file, or remove it.")
+
+
+def open_arrow(stored: Any) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the batches of an Arrow file, a stream as of `datasets` or Feather.
+
+    Args:
+        stored: the file, or its path.
+    """
+    import pyarrow as pa
+
+    file = pa.memory_map(stored) if isinstance(stored, str) else pa.PythonFile(stored)
+    is_feather = file.read(6) == b"ARROW1"
+    file.seek(0)
+    if not is_feather:
+        reader = pa.ipc.open_stream(file)
+        return reader.schema, iter(reader)
+    reader = pa.ipc.open_file(file)
+    return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+
+
+def read_batch(batch: Any, skip: int, rules: InputRules, chunk_bytes: int) -> Iterator[list]:
+    """Yield the rows of a batch after the first `skip`; see `read_row_group`."""
+    count = min(max(1, chunk_bytes * len(batch) // max(batch.nbytes, 1)), MAX_ROWS)
+    is_text_column = not rules.keep_records and rules.text_field in batch.schema.names
+    for start in range(skip, len(batch), count):
+        rows = batch.slice(start, count)
+        if is_text_column:
+            yield _column_values(rows.column(rules.text_field))
+        else:
+            yield _entire_rows(rows, rules.text_field)
 
 
 def _column_type(schema: object, text_field: str) -> object | None:

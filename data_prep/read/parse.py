@@ -25,6 +25,7 @@ CONTENTS = {  # what begins so is not text, or not UTF-8
     b"PAR1": "it is Parquet. Rename the file to end in .parquet.",
     b"PK\x03\x04": "it is a zip archive. Unpack it.",
 }
+JSON_HINT = "A JSON array becomes JSON lines with: jq -c '.[]' a.json > a.jsonl"
 PARQUET_TEXT = "not UTF-8, as the text of a table must be. Write the file again, or remove the row."
 BEYOND_64_BITS = float(1 << 63)
 
@@ -120,12 +121,12 @@ def _parse_unusual_line(chunk: Chunk, place: int, line: bytes, field: str) -> tu
         return problem(*encoding_problem(chunk, line, error.start), error.start)
     except (ValueError, RecursionError) as error:
         shown = line[:SHOWN_CHARACTERS].decode("utf-8", "replace")
-        return problem(
-            "bad_json", f"not valid JSON ({error}): {shown!r}. Correct the line, or remove it."
-        )
+        fix = JSON_HINT if not place and line[:1] == b"[" else "Correct the line, or remove it."
+        return problem("bad_json", f"not valid JSON ({error}): {shown!r}. {fix}")
     if not isinstance(record, dict):
         kind = type(record).__name__
-        return problem("not_an_object", f"a JSON {kind}, not an object with a {field!r} key.")
+        hint = f" {JSON_HINT}" if kind == "list" else ""
+        return problem("not_an_object", f"a JSON {kind}, not an object with a {field!r} key.{hint}")
     found, text = find_text(record, field)
     if not found:
         keys = ", ".join(repr(key)[:SHOWN_CHARACTERS] for key in list(record)[:8]) or "no keys"

@@ -29,9 +29,13 @@ from data_prep.read.lines import read_line_blocks, read_plain_line_blocks
 from data_prep.read.pages import MAX_PAGE_BYTES, Page
 from data_prep.read.parquet import (
     RowGroupRefused,
+    arrow_failure,
+    check_arrow,
     check_parquet,
     json_rows,
+    open_arrow,
     parquet_errors,
+    read_batch,
     read_row_group,
 )
 from data_prep.read.parse import too_long_problem
@@ -76,6 +80,8 @@ def read_input(
         yield from read_table(source, part, rules, chunk_bytes)
     elif source.suffix == ".parquet":
         yield from _read_parquet(source, part, rules, chunk_bytes)
+    elif source.suffix == ".arrow":
+        yield from _read_arrow(source, part, rules, chunk_bytes)
     else:
         yield from _read_lines(source, part, rules, chunk_bytes)
 
@@ -109,12 +115,14 @@ def _check_unchanged(source: Input) -> Failure | None:
 
 
 def checked_table(source: Input, text_field: str) -> Input:
-    """Return a Parquet or CSV file with its `problem` if it has no column of text."""
-    if source.suffix == ".parquet":
-        stored = open_stored(source.name) if is_url(source.name) else source.name
-        failure, num_rows = check_parquet(stored, text_field)
-        return replace(source, problem=failure, num_rows=num_rows if failure else 0)
-    return replace(source, problem=header_of(source, InputRules(text_field))[1])
+    """Return a Parquet, Arrow or CSV file with its `problem` if it has no column of text."""
+    if source.suffix.startswith(TABLE_FORMATS):
+        return replace(source, problem=header_of(source, InputRules(text_field))[1])
+    stored = open_stored(source.name) if is_url(source.name) else source.name
+    if source.suffix == ".arrow":
+        return replace(source, problem=check_arrow(stored, text_field))
+    failure, num_rows = check_parquet(stored, text_field)
+    return replace(source, problem=failure, num_rows=num_rows if failure else 0)
 
 
 def _read_text(source: Input, part: InputRange, rules: InputRules) -> Iterator[tuple[Chunk, int]]:
@@ -211,6 +219,26 @@ def _read_parquet(
                 failure = _parquet_failure(error)
                 bad = problem_chunk(source, part, row, failure, lost_rows, lost_bytes)
                 yield bad, group_stop
+
+
+def _read_arrow(
+    source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
+) -> Iterator[tuple[Chunk, int]]:
+    """Read batch by batch; after a damaged one the rest of the file is lost."""
+    stored_bytes, row, done = source.size_bytes or 0, 0, part.start
+    try:
+        stored = open_stored(source.name) if is_url(source.name) else source.name
+        for batch in open_arrow(stored)[1]:
+            skip = min(len(batch), max(0, part.start - row))
+            row += len(batch)
+            for values in read_batch(batch, skip, rules, chunk_bytes) if skip < len(batch) else ():
+                chunk = Chunk(source.name, "rows", done, values, 0, part.input)
+                done += len(values)
+                yield chunk, done
+    except parquet_errors() as error:
+        yield problem_chunk(source, part, done, arrow_failure(error), 1, stored_bytes), END
+        return
+    yield Chunk(source.name, "rows", done, [], stored_bytes, part.input), END
 
 
 def _parquet_failure(error: BaseException) -> Failure:

@@ -12,7 +12,7 @@ from typing import Any
 
 from data_prep.read.bad_input import Tally, bad_input_record
 from data_prep.read.documents import InputRules
-from data_prep.read.readers import Input
+from data_prep.read.inputs import ROW_FORMATS, Input
 from data_prep.read.stage_files import is_stage, provenance_of, read_stage
 from data_prep.tasks.phases import Record
 from data_prep.tokenize.encode_documents import IdCounts
@@ -104,7 +104,7 @@ def write_input_list(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]
         {
             "name": each.name,
             "size_bytes": each.size_bytes,
-            "unit": "row" if each.suffix in (".parquet", "hub") else "byte",
+            "unit": "row" if each.suffix in ROW_FORMATS else "byte",
         }
         for each in inputs
     ]

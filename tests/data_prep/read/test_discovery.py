@@ -5,7 +5,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
@@ -305,3 +307,51 @@ def test_documents_of_a_stage_have_no_size_limit(tmp_path):
     assert found == texts
     with pytest.raises(ConfigError, match="max_document_bytes"):
         list(read_batches(raw, unit, rules, Tally()))
+
+
+def test_a_saved_dataset_is_read_as_datasets_reads_it(tmp_path):
+    """Also with caches beside its files; of a DatasetDict one split has to be named."""
+    rows = [{"text": f"{n} words", "n": n, "meta": {"url": str(n)}} for n in range(5000)]
+    dataset = datasets.Dataset.from_list(rows)
+    saved = tmp_path / "saved"
+    dataset.save_to_disk(saved, num_shards=2)
+    loaded = datasets.load_from_disk(saved)
+    loaded.map(lambda row: {"text": "other"})  # leaves a cache
+    assert len(list(saved.glob("cache-*.arrow"))) == 1
+    assert read([str(saved)]) == list(loaded["text"])
+    pq_file, feather = tmp_path / "a.parquet", tmp_path / "b.arrow"
+    loaded.to_parquet(pq_file)
+    pa.feather.write_feather(pq.read_table(pq_file), feather)
+    rules = InputRules(keep_records=True)
+    for path in (saved, feather):
+        inputs, _ = find_inputs([str(path)], "text")
+        unit, tally, documents, states = plan_units(inputs)[0], Tally(), [], []
+        for batch in read_batches(inputs, unit, rules, tally, 9999):
+            documents += batch.documents
+            states.append((len(documents), batch.next))
+        assert [each.record for each in documents] == rows
+        assert tally.input_bytes == sum(each.size_bytes for each in inputs) and len(states) > 9
+        for done, position in states[1::5]:
+            rest = [
+                each
+                for batch in read_batches(inputs, unit, rules, Tally(), 5000, position)
+                for each in batch.documents
+            ]
+            assert rest == documents[done:]
+    datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "both")
+    with pytest.raises(ConfigError, match=r"is a DatasetDict with 2 splits.*both/test"):
+        find_inputs([str(tmp_path / "both")], "text")
+    cut = tmp_path / "cut.arrow"
+    cut.write_bytes(next(saved.glob("data-*.arrow")).read_bytes()[:-9999])
+    inputs, _ = find_inputs([str(cut)], "text", True)
+    tally = Tally()
+    list(read_batches(inputs, plan_units(inputs)[0], InputRules(on_bad_input="skip"), tally))
+    assert tally.bad == {"damaged": 1} and tally.lost_bytes == cut.stat().st_size
+
+
+def test_a_json_array_is_refused_with_the_command_that_converts_it(tmp_path):
+    for name in ("a.json", "b.jsonl", "c.jsonl"):
+        indent = 1 if name == "c.jsonl" else None
+        (tmp_path / name).write_text(json.dumps([{"text": "a"}], indent=indent))
+        with pytest.raises(ConfigError, match=r"jq -c '\.\[\]' a\.json > a\.jsonl"):
+            read([str(tmp_path / name)])
