@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import zerolm.__main__
-from tests import ROOT, fitting_runs, tracked
+from tests import ROOT, fitting_runs, input_edges, tracked
 from tests.test_ladder import ladder_table
 from zerolm.common.command_line import help_text
 from zerolm.common.events import EVENTS
@@ -88,6 +88,7 @@ def inheritance_table() -> str:
 
 DOCUMENTS: dict[str, tuple[str, Callable[[], str]]] = {
     "docs/architecture.md": ("tests/test_ladder.py", ladder_table),
+    "docs/inputs.md": ("tests/input_edges.py", input_edges.edge_table),
     "docs/commands.md": ("zerolm/__main__.py", commands_help),
     "docs/metrics.md": ("zerolm/common/metrics.py", metric_tables),
     "docs/operate.md": ("zerolm/config/inheritance.py", inheritance_table),

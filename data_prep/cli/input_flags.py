@@ -14,9 +14,9 @@ INPUT_HELP = (
     "a .txt, .md or .html file (one document); .csv or .tsv (one per row); .jsonl or .ndjson (one "
     "per line); these with .gz, .zst, .bz2 or .xz too, also .json.gz; .warc or .wet (one per page; "
     "also .gz); .parquet or .arrow; a directory (all such files in it, sorted by path); a quoted "
-    "glob; the URL of one of these (s3://, gs://; https:// for a file); or a dataset of the Hugging Face "
-    "hub, namespace/name[:config][@split] (split: train). Several are read in the order given; the "
-    "flag may be repeated"
+    "glob; the URL of one of these (s3://, gs://; https:// for a file); or a dataset of the "
+    "Hugging Face hub, namespace/name[:config][@split] (split: train). Several are read in the "
+    "order given; the flag may be repeated"
 )
 DEFAULTS = InputRules()
 

@@ -63,7 +63,7 @@ def read_archive(
             if not seen:
                 first, seen = record.start, True
             failure = record.failure
-            page = page_of(record) if failure is None else None
+            page = page_of(record, limit) if failure is None else None
             if isinstance(page, Failure):
                 failure = page
             elif page is not None:
@@ -204,8 +204,12 @@ def _too_long(size: int, max_bytes: int) -> Failure:
     return Failure("too_long", f"a record of {size:,} bytes is longer than {max_bytes:,} bytes.")
 
 
-def page_of(record: Record) -> Page | Failure | None:
-    """Return the page in a record, a page to skip, or None for a record that describes others."""
+def page_of(record: Record, max_bytes: int) -> Page | Failure | None:
+    """Return the page in a record, a page to skip, or None for a record that describes others.
+
+    Args:
+        max_bytes: largest content.
+    """
     from warcio.recordloader import ArcWarcRecordLoader
 
     stream = BytesIO(_TYPE_LINE.sub(lambda line: line[0].lower(), record.data, count=1))
@@ -220,7 +224,7 @@ def page_of(record: Record) -> Page | Failure | None:
         is_truncated = headers.get_header("WARC-Truncated") is not None
         if is_page and http is not None:
             try:
-                content = decode_content(content, http.headers, MAX_PAGE_BYTES, is_truncated)
+                content = decode_content(content, http.headers, max_bytes, is_truncated)
             except ValueError as error:
                 undecodable = str(error)
     except Exception as error:  # warcio has its own, and fails in other ways on missing headers
@@ -251,8 +255,8 @@ def page_of(record: Record) -> Page | Failure | None:
         return Page(record.start, b"", skipped=f"not_a_page.{kind}")
     if undecodable:
         return Failure("failed_page", f"its content cannot be decoded ({undecodable}).")
-    if len(content) > MAX_PAGE_BYTES:
-        return _too_long(len(content), MAX_PAGE_BYTES)
+    if len(content) > max_bytes:
+        return _too_long(len(content), max_bytes)
     return Page(record.start, content, sent, keys, not is_text)
 
 
