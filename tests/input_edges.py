@@ -191,7 +191,10 @@ EDGES: dict[str, Callable[[str], Case]] = {
     "blank lines": bytes_of(lambda data: data.replace(b"\n", b"\n\n"), (".jsonl", ".csv")),
     "a text of no characters": values_of(""),
     "not UTF-8": values_of(RAW),
-    "a NUL in the text": values_of("two\0"),
+    # csv reads a NUL from Python 3.11 on
+    "a NUL in the text": lambda suffix: (
+        (None, []) if suffix == ".csv" else values_of("two\0")(suffix)
+    ),
     "no text field or column": without_text,
     "a text that is null": values_of(None),
     "a number as text": number,

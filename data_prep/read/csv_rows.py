@@ -62,7 +62,7 @@ class _Lines:
 
 
 def header_of(source: Input, rules: InputRules) -> tuple[Header | None, Failure | None]:
-    """Return the header of a file, and why no documents can be read below it.
+    """Return the header of a file, and why no documents can be read below it; neither: no bytes.
 
     Its delimiter is the first with which there is a column of text.
     """
@@ -86,6 +86,8 @@ def header_of(source: Input, rules: InputRules) -> tuple[Header | None, Failure 
                 break
     except csv.Error as error:
         return None, Failure("fields", f"has a header that is not CSV ({error}). Correct it.")
+    if not seen and stream.failure is None:  # nothing but compression
+        return None, None
     if not names:
         missing = Failure("fields", "has no header, a first row with the names of its columns.")
         return None, stream.failure or missing
@@ -108,9 +110,11 @@ def read_table(
     """Yield (chunk, start of the next chunk) for a part of a CSV file; see `readers.read_input`."""
     size = source.size_bytes or 0
     header, failure = header_of(source, rules)
-    if failure is not None or header is None:
-        assert failure is not None
+    if failure is not None:
         yield problem_chunk(source, part, 0, failure, 1, size), END
+        return
+    if header is None:
+        yield Chunk(source.name, "skipped", 0, "no_bytes", size, part.input), END
         return
     start = max(header.stop, part.start)
     stream = stream_of(source, start - 1, rules)
@@ -180,7 +184,8 @@ def read_rows(stream: Stream, header: Header, start: int, max_bytes: int) -> Ite
                     begin, lines.stop, [], lines.read_bytes, failure=Failure("damaged", detail)
                 )
                 return
-            yield Row(begin, lines.stop, [], lines.read_bytes, f"is not CSV ({error}).")
+            detail = f"the row is not CSV ({error}). Correct it, or remove it."
+            yield Row(begin, lines.stop, [], lines.read_bytes, detail)
             continue
         yield Row(begin, lines.stop, fields, lines.read_bytes)
 
@@ -197,7 +202,7 @@ def read_fields(chunk: Chunk, rules: InputRules) -> Parsed:
 
     for start, stop, fields in rows:
         if isinstance(fields, str):
-            add_problem("fields", start, f"the row {fields} Correct it, or remove it.")
+            add_problem("fields", start, fields)
             continue
         if not fields:
             skipped["blank_lines"] += 1

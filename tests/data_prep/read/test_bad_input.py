@@ -128,6 +128,7 @@ HARMLESS = {
         f"no_bytes{suffix}": Case(b"", {}, [], "", {"no_bytes": 1})
         for suffix in (".txt", ".jsonl", ".jsonl.gz", ".csv", ".parquet", ".warc.gz", ".html")
     },
+    "nothing.csv.gz": Case(gzip.compress(b""), {}, [], "", {"no_bytes": 1}),
     "bytes.parquet": Case(
         table(text=pa.array([b"\xc3\xa4", None, b"b"])),
         {},
