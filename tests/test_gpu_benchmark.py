@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu import carry, checks, table
 from benchmarks.gpu.cases import OURS, PLAIN, TRAINER, cases, command, parse_options
@@ -125,6 +126,17 @@ def test_a_run_that_ends_by_itself_does_not_pass_as_killed(tmp_path, monkeypatch
     monkeypatch.setattr(checks.Runs, "started", started)
     with pytest.raises(checks.Failed, match="exit code 0"):
         checks.Runs(True, tmp_path, 9).train("killed", kill=True)
+
+
+def test_a_check_that_cannot_be_made_here_has_not_passed(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kept = ("fp8 beside bf16", "out of memory")
+    monkeypatch.setattr(checks, "CHECKS", {name: checks.CHECKS[name] for name in kept})
+    shown = checks.run_checks(
+        Namespace(output=tmp_path, toy=True, case_seconds=9), deadline=float("inf")
+    )
+    assert shown.count("| not run | needs a GPU |") == 2 and "passed" not in shown
+    assert json.loads((tmp_path / "checks.json").read_text()) == {}
 
 
 @pytest.mark.soak

@@ -52,6 +52,10 @@ class Failed(Exception):
     """A check did not pass; the message says why."""
 
 
+class NotHere(Exception):
+    """A check cannot be made on this machine; the message says why."""
+
+
 class Runs:
     """Short runs of pretrain.py, in new processes.
 
@@ -215,7 +219,7 @@ def fp8_loss(runs: Runs) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return "needs a GPU"
+        raise NotHere("needs a GPU")
     losses = {
         kind: sum(runs.train(kind, options, steps=FP8_STEPS)[-LAST_STEPS:]) / LAST_STEPS
         for kind, options in (("fp8", "--compile --fp8"), ("bf16 beside fp8", "--compile"))
@@ -231,7 +235,7 @@ def out_of_memory(runs: Runs) -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return "needs a GPU"
+        raise NotHere("needs a GPU")
     batch = LARGE_MICRO_BATCH * SEQ_LEN
     options = (
         f"--micro_batch_size {LARGE_MICRO_BATCH} --batch_tokens {batch} --total_tokens {batch}"
@@ -302,6 +306,8 @@ def run_checks(arguments: argparse.Namespace, deadline: float) -> str:
             start = time.monotonic()
             try:
                 outcome = ["passed", check(runs)]
+            except NotHere as error:
+                outcome = ["not run", str(error)]
             except Failed as error:
                 outcome = ["FAILED", " ".join(str(error).replace("|", "/").split())[:400]]
             results[name] = [*outcome, f"{time.monotonic() - start:.0f}"]
