@@ -38,9 +38,10 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
-    options: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     try:
-        of_class = AutoTokenizer.from_pretrained(name, **options)
+        of_class = AutoTokenizer.from_pretrained(
+            name, local_files_only=local, trust_remote_code=False
+        )
         found = cached_file(
             name,
             TOKENIZER_FILE,
@@ -49,7 +50,9 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
         )
         if found is None or type(of_class) is PreTrainedTokenizerFast:
             return of_class
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(name, **options)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            name, local_files_only=local, trust_remote_code=False
+        )
     except Exception as error:  # OSError, ValueError, KeyError, ImportError, bare Exception
         if "trust_remote_code" in str(error):  # of a hub id, whose files are not here
             raise ConfigError(
