@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
+from zerolm.common.values import shown
 from zerolm.config.custom_code import kernel_problems
 from zerolm.model import config_keys
 from zerolm.model.architecture import has_padding_position, num_experts
@@ -56,12 +57,15 @@ UNSUITABLE = {
 }
 
 
-def load_model_config(path: str | Path, notices: list[str] | None = None) -> "PretrainedConfig":
+def load_model_config(
+    path: str | Path, notices: list[str] | None = None, written: dict[str, Any] | None = None
+) -> "PretrainedConfig":
     """Read a model's config.json: all that `AutoConfig` accepts, for a causal language model.
 
     Args:
         path: the file, or a directory with a config.json.
         notices: gets a line with the keys that nobody reads, and one for each ignored value.
+        written: gets the content of the file.
 
     Raises:
         ConfigError: a missing file, invalid JSON, an unknown or unsuitable model type, values that
@@ -81,6 +85,8 @@ def load_model_config(path: str | Path, notices: list[str] | None = None) -> "Pr
                 f"{file}: {key}: ignored, training and export need {str(needed).lower()}"
             )
             del values[key]
+    if written is not None:
+        written |= values
     config_class = _config_class(file, values)
     config, problems = _construct(file, config_class, values)
     if config is not None:
@@ -90,6 +96,8 @@ def load_model_config(path: str | Path, notices: list[str] | None = None) -> "Pr
     if problems:
         raise ConfigError(problems)
     assert config is not None
+    for key, why in config_keys.idle_keys(config, values).items():
+        notices.append(f"{file}: {key}: {_value_at(values, key)} has no effect: {why}")
     _drop_padding_outside(file, config, notices)
     return config
 
@@ -203,6 +211,12 @@ def _check_keys(
             f"{', '.join(ignored)}"
         )
     return problems
+
+
+def _value_at(values: Any, key: str) -> str:
+    for name in key.split("."):
+        values = values[name]
+    return shown(values)
 
 
 def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:

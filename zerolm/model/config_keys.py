@@ -1,8 +1,8 @@
-"""Finds the keys of a config.json that no code of transformers reads.
+"""Finds the keys of a config.json that have no effect.
 
 Config classes accept any key, and modeling code reads many that the class does not declare, such as
 `getattr(config, "head_dim", None)`. So the keys that count are collected from the source of the
-model's family. torch is not imported here.
+model's family. Others are read, but not with the values of other keys. torch is not imported here.
 """
 
 import ast
@@ -10,8 +10,12 @@ import difflib
 import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from zerolm.common.values import shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,6 +42,14 @@ OTHER_NAMES_OF_SIZES = {
         {"num_key_value_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_kv_heads"}
     ),
 }
+# Modules of transformers that read keys of all families.
+GENERAL_MODULES = (
+    *("cache_utils.py", "configuration_utils.py", "generation/utils.py", "integrations/moe.py"),
+    *("loss/loss_utils.py", "masking_utils.py", "modeling_rope_utils.py", "modeling_utils.py"),
+)
+OF_OTHER_MODELS = ("classifier", "summary")  # heads that a causal language model does not have
+BUILT_LATER = frozenset({"big_bird"})  # whose layers replace their attention in a forward pass
+ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 ATTRIBUTE_CALLS = frozenset({"getattr", "hasattr", "setattr"})
 DICTIONARY_METHODS = frozenset({"get", "pop", "setdefault"})
 
@@ -67,6 +79,162 @@ def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[s
                 meant = (other for other in counting if _is_typing_error(key, other))
                 unread[prefix + key] = next(meant, None) or _size_meant(key, part, given)
     return unread
+
+
+def idle_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[str, str]:
+    """Return {dotted key: reason} of keys with a value that other keys switch off.
+
+    Args:
+        values: the file's content, from which `config` was constructed.
+    """
+    text = config.get_text_config()
+    idle: dict[str, str] = {}
+    for prefix, part, given in _parts(config, values):
+        if getattr(part, "is_heterogeneous", False):  # a key may have a value for each layer
+            continue
+        found = _router_keys(text, part, given) | _window_keys(part, given)
+        found |= _rope_keys(part, given)
+        found |= _replaced_keys(part, given)
+        if part is config and text is not config:
+            misplaced = (_declared(type(text)) - _declared(type(config))) & given.keys()
+            found |= {
+                key: "it belongs in text_config"
+                for key in misplaced
+                if getattr(text, key, None) != given[key]
+            }
+        one_head = getattr(part, "new_decoder_architecture", None) is False and part.multi_query
+        if one_head and given.get("num_kv_heads") not in (None, 1):
+            found["num_kv_heads"] = "new_decoder_architecture is false, and multi_query true"
+        for key in ("floor_scale", "attn_scale"):
+            if key in given and not getattr(part, "attn_temperature_tuning", True):
+                found[key] = "attn_temperature_tuning is false"
+        if given.get("z_loss_coefficient"):
+            found["z_loss_coefficient"] = "a run has --z_loss for it"
+        idle |= {prefix + key: reason for key, reason in found.items()}
+    return idle
+
+
+def _is_chosen(part: "PretrainedConfig", given: Mapping[str, Any], key: str, switch: str) -> bool:
+    """Return whether a file means a key; those that transformers wrote have all keys."""
+    is_default = getattr(type(part), key, None) == given.get(key)
+    return bool(given.get(key)) and not (is_default and switch in given)
+
+
+def _router_keys(
+    text: "PretrainedConfig", part: "PretrainedConfig", given: Mapping[str, Any]
+) -> dict[str, str]:
+    if getattr(text, "output_router_logits", None) is False:
+        why = "output_router_logits is false, so the run has no router loss"
+        keys = ROUTER_COEFFICIENTS
+        return {key: why for key in keys if _is_chosen(part, given, key, "output_router_logits")}
+    zero = [key for key in ROUTER_COEFFICIENTS if getattr(text, key, None) == 0]
+    is_given = given.get("output_router_logits") is True
+    return {"output_router_logits": f"{zero[0]} is 0"} if zero and is_given else {}
+
+
+def _window_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
+    """Find keys of sliding windows in a model whose layers all attend to everything."""
+    kinds = getattr(part, "layer_types", None)
+    if not kinds or any("full" not in str(kind) for kind in kinds):
+        return {}
+    first = getattr(part, "max_window_layers", None)
+    if getattr(part, "use_sliding_window", None) is False:
+        why = "use_sliding_window is false"
+    elif "layer_types" not in given and isinstance(first, int) and first >= len(kinds):
+        why = f"max_window_layers {first} is not below the {len(kinds)} layers"
+    else:
+        why = "layer_types has no sliding layer"
+    keys = ("sliding_window", "use_sliding_window", "sliding_window_pattern")
+    switch = "use_sliding_window" if hasattr(part, "use_sliding_window") else "layer_types"
+    return {key: why for key in keys if hasattr(part, key) and _is_chosen(part, given, key, switch)}
+
+
+def _rope_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
+    """Find values of rotary positions that the class has replaced by those of another key."""
+    written = ("rope_theta", "rope_scaling", "rope_parameters")
+    if getattr(part, "alibi", False) is True:
+        return {key: "alibi is true" for key in written if given.get(key)}
+    used = getattr(part, "rope_parameters", None)
+    if not isinstance(used, dict) or any(isinstance(each, dict) for each in used.values()):
+        return {}
+    idle = {}
+    for key in written:
+        value = given.get(key)
+        items = value if isinstance(value, dict) else {key: value}
+        for name, each in items.items():
+            name = "rope_type" if name == "type" else name
+            if isinstance(each, str | int | float) and used.get(name, each) != each:
+                idle[key] = f"the model has {name} {shown(used[name])} by another key"
+    return idle
+
+
+def _replaced_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
+    """Find declared keys for which the class has another value than the file."""
+    return {
+        key: f"{type(part).__name__} makes it {shown(found)}"
+        for key in _declared(type(part)) & given.keys()
+        if isinstance(given[key], bool | int | float | str)
+        and isinstance(found := getattr(part, key, None), bool | int | float | str)
+        and found != given[key]
+    }
+
+
+@contextmanager
+def recorded_reads(config: "PretrainedConfig") -> Iterator[set[str]]:
+    """Collect the names of the keys that are read from configs of these classes meanwhile."""
+    read: set[str] = set()
+
+    def recording(original: Any) -> Any:
+        def get(self: Any, name: str) -> Any:
+            read.add(name)
+            return original(self, name)
+
+        return get
+
+    parts = [config, *(getattr(config, name, None) for name in type(config).sub_configs)]
+    with ExitStack() as stack:
+        for part in {type(each) for each in parts if each is not None}:
+            patch = mock.patch.object(part, "__getattribute__", recording(part.__getattribute__))
+            stack.enter_context(patch)
+        yield read
+
+
+def unused_keys(
+    config: "PretrainedConfig", values: Mapping[str, Any], read: set[str], model_class: type
+) -> list[str]:
+    """Return the dotted keys with values of their own that building the model did not read.
+
+    They are sizes of parts that the model does not have, such as the MLP of a model in which each
+    layer has experts. Keys that are also read elsewhere than in constructors do not count.
+
+    Args:
+        values: the file's content, from which `config` was constructed.
+        read: names that were read while the model was built.
+    """
+    import transformers
+
+    package = Path(inspect.getfile(transformers)).parent
+    general = {file for name in GENERAL_MODULES if (file := package / name).is_file()}
+    unused: list[str] = []
+    text = config.get_text_config()
+    for prefix, part, given in _parts(config, values):
+        other = text is not config and part is not config and part is not text
+        if other or part.model_type in BUILT_LATER:
+            continue
+        folders = {Path(inspect.getfile(each)).parent for each in (type(part), model_class)}
+        families, imported = zip(*map(_sources, folders), strict=True)
+        used = read | _keys_in_all(general.union(*imported))
+        used |= _keys_in_all(frozenset().union(*families), constructors=False)
+        used |= _declared(transformers.PretrainedConfig)
+        aliases = type(part).attribute_map
+        for key in sorted(_declared(type(part)) & given.keys()):
+            names = {key, aliases.get(key, key), *(n for n in aliases if aliases[n] == key)}
+            is_default = getattr(type(part), aliases.get(key, key), None) == given[key]
+            is_value = isinstance(given[key], bool | int | float | str)
+            is_other = key.startswith(OF_OTHER_MODELS) or "_token_" in key
+            if is_value and not is_other and not is_default and not names & used:
+                unused.append(prefix + key)
+    return unused
 
 
 def _parts(
@@ -126,8 +294,8 @@ def _sources(folder: Path) -> tuple[frozenset[Path], frozenset[Path]]:
     return frozenset(family), frozenset(imported)
 
 
-def _keys_in_all(files: Iterable[Path]) -> frozenset[str]:
-    return frozenset().union(*map(_keys_in, files))
+def _keys_in_all(files: Iterable[Path], *, constructors: bool = True) -> frozenset[str]:
+    return frozenset().union(*(_keys_in(file, constructors) for file in files))
 
 
 @functools.cache
@@ -149,12 +317,16 @@ def _imports(file: Path, package: Path) -> Iterator[Path]:
 
 
 @functools.cache
-def _keys_in(file: Path) -> frozenset[str]:
-    """Return the names that a module reads from configs and from keyword arguments."""
+def _keys_in(file: Path, constructors: bool = True) -> frozenset[str]:
+    """Return the names that a module reads from configs and from keyword arguments.
+
+    Args:
+        constructors: whether reads in the constructors of a model count.
+    """
     # modeling_rope_utils has a base class of all configs, besides the functions that read them.
     is_config = file.name.startswith(("configuration_", "modeling_rope_utils"))
     found = set()
-    for node in ast.walk(_tree(file)):
+    for node in _nodes(_tree(file), constructors or is_config):
         match node:
             case ast.Attribute(value=owner, attr=name) if _holds_keys(owner, is_config):
                 found.add(name)
@@ -171,6 +343,18 @@ def _keys_in(file: Path) -> frozenset[str]:
             case ast.FunctionDef(name="__init__" | "__post_init__", args=arguments) if is_config:
                 found.update(each.arg for each in arguments.args + arguments.kwonlyargs)
     return frozenset(found)
+
+
+def _nodes(root: ast.AST, constructors: bool) -> Iterator[ast.AST]:
+    left = [root]
+    while left:
+        node = left.pop()
+        yield node
+        left += (
+            child
+            for child in ast.iter_child_nodes(node)
+            if constructors or getattr(child, "name", "") != "__init__"
+        )
 
 
 def _holds_keys(node: ast.expr, is_config: bool) -> bool:

@@ -6,10 +6,12 @@ torch and transformers are imported only inside functions. Must not depend on se
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import ConfigError
+from zerolm.model import config_keys
 from zerolm.model.architecture import (
+    causal_lm_class,
     has_padding_position,
     num_active_parameters,
     num_parameters,
@@ -47,12 +49,19 @@ class Model:
             ConfigError: it cannot be read, or is not a causal language model.
         """
         notices: list[str] = []
-        config = load_model_config(path, notices)
+        written: dict[str, Any] = {}
+        config = load_model_config(path, notices, written)
         try:
-            shapes = parameter_shapes(config)
+            with config_keys.recorded_reads(config) as read:
+                shapes = parameter_shapes(config)
         except ConfigError as error:
             lines = [line.replace("model config", path, 1) for line in error.problems]
             raise ConfigError(lines) from error
+        if unused := config_keys.unused_keys(config, written, read, causal_lm_class(config)):
+            notices.append(
+                f"{path}: keys of parts that this model does not have, or that no code reads, have "
+                f"no effect: {', '.join(unused)}"
+            )
         return cls(path, config, shapes, tuple(notices))
 
     @classmethod

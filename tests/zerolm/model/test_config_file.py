@@ -1,13 +1,17 @@
 """Compared with AutoConfig of transformers, and with keys that published config.json files have."""
 
 import json
+import re
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.model_families.toy_configs import toy_config
 from tests.zerolm.model.test_architecture import LLAMA
 from zerolm.common.errors import ConfigError
 from zerolm.model.config_file import load_model_config
+from zerolm.model.model import Model
 
 
 @pytest.fixture
@@ -159,6 +163,64 @@ def test_keys_that_modeling_code_reads_are_kept_without_a_word(tmp_path, model_t
     assert notices == []
     expected = AutoConfig.for_model(**values).to_dict()
     assert config.to_dict() == expected
+
+
+# {name: (family, keys of the file, key without effect, reason, keys with which it has one)}
+SPARSE = {"output_router_logits": False, "router_aux_loss_coef": 0.2}
+WINDOW = {"sliding_window": 5, "num_hidden_layers": 2, "layer_types": None}
+ROPE = {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+IDLE = {
+    "mixtral": ("mixtral", SPARSE, "router_aux_loss_coef", "output_router_logits is false",
+                {"output_router_logits": True}),
+    "jetmoe": ("jetmoe", {"output_router_logits": False, "aux_loss_coef": 0.2}, "aux_loss_coef",
+               "output_router_logits is false", {"output_router_logits": True}),
+    "no coefficient": ("olmoe", {"output_router_logits": True, "router_aux_loss_coef": 0.0},
+                       "output_router_logits", "router_aux_loss_coef is 0",
+                       {"router_aux_loss_coef": 0.2}),
+    "window": ("qwen2", WINDOW, "sliding_window", "use_sliding_window is false",
+               {"use_sliding_window": True, "max_window_layers": 0}),
+    "window of later layers": ("qwen2", {**WINDOW, "use_sliding_window": True}, "sliding_window",
+                               "max_window_layers 28 is not below the 2 layers",
+                               {"max_window_layers": 1}),
+    "heads": ("falcon", {"num_kv_heads": 2}, "num_kv_heads", "new_decoder_architecture is false",
+              {"new_decoder_architecture": True}),
+    "two bases": ("llama", ROPE, "rope_theta", "the model has rope_theta 10000.0 by another key",
+                  {"rope_parameters": None}),
+    "mlp": ("qwen3_moe", {"intermediate_size": 96}, "intermediate_size", "",
+            {"mlp_only_layers": [0]}),
+    "experts": ("deepseek_v3", {"moe_intermediate_size": 24, "first_k_dense_replace": 2},
+                "moe_intermediate_size", "", {"first_k_dense_replace": 0}),
+    "dropout": ("phi3", {"embd_pdrop": 0.5}, "embd_pdrop", "", {}),
+    "z-loss": ("bamba", {"z_loss_coefficient": 0.1}, "z_loss_coefficient", "--z_loss", {}),
+}  # fmt: skip
+
+
+def training_loss(values):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values)).train()
+    ids = torch.arange(32)[None]
+    return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+@pytest.mark.parametrize(("family", "changes", "key", "why", "more"), IDLE.values(), ids=list(IDLE))
+def test_a_key_that_another_one_switches_off_is_named(tmp_path, family, changes, key, why, more):
+    values = toy_config(family) | changes
+    for removed in [name for name, value in values.items() if value is None]:
+        del values[removed]
+    other = {**values, key: not values[key] if values[key] is True else values[key] * 2}
+
+    def noticed(given):
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        lines = Model.load(str(tmp_path)).notices
+        return [line for line in lines if re.search(rf"[:,] {key}\b", line) and why in line]
+
+    assert len(noticed(values)) == 1
+    if family != "bamba":  # transformers adds it to its own loss
+        assert training_loss(values) == training_loss(other)
+    if more:
+        on = {k: value for k, value in {**values, **more}.items() if value is not None}
+        assert noticed(on) == []
+        assert training_loss(on) != training_loss({**on, key: other[key]})
 
 
 @pytest.mark.parametrize(
