@@ -92,7 +92,13 @@ def open_arrow(stored: Any) -> tuple[Any, Iterator[Any]]:
 
 
 def read_batch(batch: Any, skip: int, rules: InputRules, chunk_bytes: int) -> Iterator[list]:
-    """Yield the rows of a batch after the first `skip`; see `read_row_group`."""
+    """Yield the rows of a batch after the first `skip`; see `read_row_group`.
+
+    Raises:
+        ArrowInvalid: the batch is damaged; pyarrow would read outside of it.
+    """
+    for column in batch.columns:
+        (_as_bytes(column) if is_text_type(column.type) else column).validate(full=True)
     count = min(max(1, chunk_bytes * len(batch) // max(batch.nbytes, 1)), MAX_ROWS)
     is_text_column = not rules.keep_records and rules.text_field in batch.schema.names
     for start in range(skip, len(batch), count):
@@ -233,12 +239,19 @@ def _column_values(column: Any) -> list:
     except UnicodeDecodeError:  # one value is not UTF-8: return all of them as bytes
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        binary = pa.binary()
-        if pa.types.is_large_string(column.type):
-            binary = pa.large_binary()
-        elif pa.types.is_string_view(column.type):
-            binary = pa.binary_view()
-        return column.view(binary).to_pylist()
+        return _as_bytes(column).to_pylist()
+
+
+def _as_bytes(column: Any) -> Any:
+    """Return a column of text as one of bytes, which may be other than UTF-8."""
+    import pyarrow as pa
+
+    binary = pa.binary()
+    if pa.types.is_large_string(column.type):
+        binary = pa.large_binary()
+    elif pa.types.is_string_view(column.type):
+        binary = pa.binary_view()
+    return column.view(binary)
 
 
 def is_text_type(column_type: Any) -> bool:

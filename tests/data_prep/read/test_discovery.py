@@ -16,6 +16,7 @@ from data_prep.read.documents import InputRules
 from data_prep.read.readers import HubDataset, Input
 from data_prep.read.work_units import Tally, plan_units, read_batches
 from tests.data_prep.stage_cases import write_stage
+from tests.input_edges import arrow_of
 from zerolm.common.errors import ConfigError
 
 TEXTS = [f"document {number} " + "word " * (number % 7) * 9 for number in range(60)]
@@ -355,3 +356,13 @@ def test_a_json_array_is_refused_with_the_command_that_converts_it(tmp_path):
         (tmp_path / name).write_text(json.dumps([{"text": "a"}], indent=indent))
         with pytest.raises(ConfigError, match=r"jq -c '\.\[\]' a\.json > a\.jsonl"):
             read([str(tmp_path / name)])
+
+
+def test_a_damaged_offset_of_an_arrow_file_is_found(tmp_path):
+    """pyarrow would read outside of the file."""
+    content = bytearray(arrow_of(pa.table({"text": ["one", "two", "three"]})))
+    place = content.index(b"\0\0\0\0\3\0\0\0\6\0\0\0\x0b\0\0\0")
+    content[place + 4 : place + 8] = b"\xff\xff\xff\x7f"
+    (tmp_path / "a.arrow").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.arrow:1: cannot be read as Arrow"):
+        read([str(tmp_path)])

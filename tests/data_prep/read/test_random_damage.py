@@ -1,16 +1,21 @@
 """Random damage to every format never crashes a reader, and every byte is accounted for."""
 
+import bz2
 import csv
 import gzip
 import io
+import lzma
 import random
 
+import pyarrow as pa
 import pytest
 
 from data_prep.read.bad_input import Tally, summary_lines
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
 from data_prep.read.work_units import plan_units, read_batches
+from tests.data_prep.read.test_streams import compress_long
+from tests.input_edges import arrow_of
 from tests.web_pages import topic_pages, write_warc
 
 ROUNDS = 600
@@ -23,12 +28,17 @@ def intact_files(directory):
     writer.writerow(["id", "text"])
     writer.writerows([n, f'row "{n}" é\nsecond, line'] for n in range(40))
     rows = table.getvalue().encode()
+    lines = b"".join(b'{"text": "line %d"}\n' % n for n in range(400))
     return {
         "z.warc.gz": write_warc(directory / "z.warc.gz", pages).read_bytes(),
         "z.warc": write_warc(directory / "z.warc", pages).read_bytes(),
         "z.csv": rows,
         "z.csv.gz": gzip.compress(rows),
         "z.tsv": rows.replace(b",", b"\t"),
+        "z.jsonl.bz2": bz2.compress(lines),
+        "z.jsonl.xz": lzma.compress(lines),
+        "z.jsonl.zst": compress_long(lines),
+        "z.arrow": arrow_of(pa.table({"text": [f"row {n}" for n in range(400)]})),
         "z.html": pages[0][1],
         "z.txt": ("é café naïve\n" * 30).encode("cp1252"),
     }
