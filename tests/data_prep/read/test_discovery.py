@@ -104,6 +104,20 @@ def test_a_hub_dataset_is_streamed_and_resumed(tmp_path):
         list(read_batches(inputs, unit, InputRules("body"), tally))
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_text_of_a_hub_dataset_may_be_bytes(tmp_path, keep):
+    column = pa.array([*(text.encode() for text in TEXTS), b"\xff", None])
+    pq.write_table(pa.table({"text": column}), tmp_path / "train.parquet")
+    hub = HubDataset(str(tmp_path), None, "train")
+    inputs = [Input("namespace/name", "namespace/name", "hub", None, hub=hub)]
+    tally, rules = Tally(), InputRules(on_bad_input="skip", keep_records=keep)
+    batches = read_batches(inputs, plan_units(inputs)[0], rules, tally)
+    documents = [document for batch in batches for document in batch.documents]
+    assert [document.text for document in documents] == TEXTS
+    assert not keep or [document.record for document in documents] == [{"text": t} for t in TEXTS]
+    assert tally.bad == {"not_utf8": 1} and tally.skipped == {"null": 1}
+
+
 def test_line_numbers_count_from_the_start_of_the_file(tmp_path):
     """Also in a unit that starts in the middle, and in compressed files."""
     (tmp_path / "a.jsonl").write_bytes(jsonl() + b"broken\n" + jsonl())
