@@ -35,7 +35,7 @@ def canonical(encoding: str) -> str:
     """Return `utf-8` for every name of that codec, and another encoding as it is."""
     try:
         is_utf8 = codecs.lookup(encoding).name in (UTF8, "utf-8-sig")
-    except LookupError:  # auto, or unknown
+    except (LookupError, ValueError):  # auto, or unknown
         is_utf8 = False
     return UTF8 if is_utf8 else encoding
 
@@ -166,19 +166,18 @@ class DecodedStream(Stream):
         if self.encoding == UNKNOWN:
             self.failure = UNCLEAR
             return
-        decoder = codecs.getincrementaldecoder(self.encoding)(MARK_INVALID)
         skip = self.first
-        for block in self._stored_blocks():
-            try:
+        try:
+            decoder = codecs.getincrementaldecoder(self.encoding)(MARK_INVALID)
+            for block in self._stored_blocks():
                 data = decoder.decode(block, final=not block).encode(errors=MARK_INVALID)
-            except UnicodeError as error:  # of a codec that knows no handlers
-                self.failure = Failure("encoding", f"is not {self.encoding} ({error}).")
-                return
-            if skip >= len(data):
-                skip, self.skipped_bytes = skip - len(data), self.read_bytes
-            else:
-                yield data[skip:]
-                skip = 0
+                if skip >= len(data):
+                    skip, self.skipped_bytes = skip - len(data), self.read_bytes
+                else:
+                    yield data[skip:]
+                    skip = 0
+        except (LookupError, UnicodeError) as error:  # unknown, or without handlers of errors
+            self.failure = Failure("encoding", f"is not {self.encoding} ({error}).")
 
     def _stored_blocks(self) -> Iterator[bytes]:
         yield from super().__iter__()

@@ -155,6 +155,14 @@ def test_repairs_change_what_they_say_and_are_counted(tmp_path):
     assert tally.changed == {"entities": 1} and documents[2].text == texts["c"]
 
 
+@pytest.mark.parametrize("name", ["nope", "idna", "punycode"])
+def test_an_encoding_that_cannot_be_read_is_refused(tmp_path, name):
+    """Unknown ones also where the header of a table is read before the flags are refused."""
+    (tmp_path / "a.csv").write_text("id,text\n1,a\n")
+    with pytest.raises(ConfigError, match=rf"a\.csv: is not {name} \("):
+        read([tmp_path / "a.csv"], name)
+
+
 def test_options_are_checked_and_part_of_the_fingerprint(tmp_path):
     assert dict(reading_problems("latin9", ["nfd"], 0)) == {
         "repair": "'nfd' is not one of ftfy, entities, nfc.",
