@@ -36,6 +36,7 @@ from data_prep.read.stage_files import (
     check_text_field,
     is_stage,
     is_unfinished,
+    read_stage,
     stage_of,
 )
 from data_prep.read.streams import COMPRESSIONS, Failure
@@ -169,8 +170,10 @@ def _expand(
     for path in paths:
         try:
             stage = stage_of(path)
-            if stage is not None:
-                check_text_field(stage, text_field)
+            above = Path(path).parent  # of a directory of dropped documents
+            written_by = read_stage(above) if Path(path).is_dir() and is_stage(above) else stage
+            if written_by is not None:
+                check_text_field(written_by, text_field)
         except ConfigError as error:
             problems += error.problems
             continue

@@ -140,12 +140,23 @@ def test_a_later_command_reads_the_key_that_a_stage_wrote_or_is_refused(
     raw, stage = tmp_path / "a.jsonl", tmp_path / "clean"
     text = "mail me at john.doe%d@example-site.com now, word for word"
     lines = [{"content": text % n, "text": f"raw {text % n}"} for n in range(20)]
-    raw.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    long = {"content": "word " * 99, "text": "raw"}
+    raw.write_text("".join(json.dumps(line) + "\n" for line in [*lines, long]))
     filters = tmp_path / "filters.json"
-    filters.write_text('[{"filter": "length", "min_words": 1}]')
+    filters.write_text('[{"filter": "length", "max_words": 50}]')
     flags = ["--workers", 1, "--output"]
     code, _ = run_command(
-        "clean", "--input", raw, "--text_field", "content", "--filters", filters, *flags, stage
+        "clean",
+        "--input",
+        raw,
+        "--text_field",
+        "content",
+        "--filters",
+        filters,
+        "--keep_dropped",
+        stage / "dropped",
+        *flags,
+        stage,
     )
     assert code == 0 and read_stage(stage).text_field == "content"
     commands = {
@@ -165,6 +176,6 @@ def test_a_later_command_reads_the_key_that_a_stage_wrote_or_is_refused(
                 assert size == sum(len(line["content"]) for line in lines)
             elif name != "train-tokenizer":
                 assert read_stage(output).text_field == "content"
-        for wrong in ([stage], [stage, raw], [stage / "00000.jsonl.zst"]):
+        for wrong in ([stage], [stage, raw], [stage / "00000.jsonl.zst"], [stage / "dropped"]):
             code, errors = run_command(name, "--input", *wrong, *more, tmp_path / "refused")
             assert code == 2 and "text in the key 'content', not 'text'" in errors, (name, errors)
