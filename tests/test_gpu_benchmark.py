@@ -35,6 +35,7 @@ def test_every_case_is_a_valid_command(tmp_path):
             settings, problems = parse_settings(argv[argv.index("pretrain.py") + 1 :])
             assert problems == [] and settings.batch_tokens == 2 * 4 * case.seq_len
             profile = json.loads(Path(settings.deepspeed_config).read_text())
+            assert profile["bf16"]["enabled"] or not settings.fp8
             assert schema_problems(Profile.parse(profile, "profile.json")) == []
             if "profile=" not in case.words:
                 torch_adam = profile["optimizer"]["params"]["torch_adam"]

@@ -207,14 +207,14 @@ def model_file(case: Case, toy: bool, scratch: Path) -> Path:
 
 
 def ds_config(path: str, options: Options) -> dict[str, Any]:
-    """Return the profile with the keys of a case: in bf16, or float32 on a CPU; torch's AdamW.
+    """Return the profile with the keys of a case, and torch's AdamW.
 
-    DeepSpeed's own AdamW, which an option chooses, takes a minute to compile on first use.
+    Weights are bf16, on a CPU float32 unless fp8 needs bf16. DeepSpeed's own AdamW, which an option chooses, takes a minute to compile on first use.
     """
     import torch
 
     config = copy.deepcopy(json.loads(Path(options.profile or path).read_text()))
-    config["bf16"] = {"enabled": torch.cuda.is_available()}
+    config["bf16"] = {"enabled": torch.cuda.is_available() or "--fp8" in options.flags}
     config.setdefault("optimizer", {"type": "AdamW", "params": {}})
     if not options.profile:
         ours = not options.deepspeeds_adam
