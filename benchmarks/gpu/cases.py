@@ -209,7 +209,8 @@ def model_file(case: Case, toy: bool, scratch: Path) -> Path:
 def ds_config(path: str, options: Options) -> dict[str, Any]:
     """Return the profile with the keys of a case, and torch's AdamW.
 
-    Weights are bf16, on a CPU float32 unless fp8 needs bf16. DeepSpeed's own AdamW, which an option chooses, takes a minute to compile on first use.
+    Weights are bf16, on a CPU float32 unless fp8 needs bf16. DeepSpeed's own AdamW,
+    which an option chooses, takes a minute to compile on first use.
     """
     import torch
 
