@@ -10,6 +10,11 @@ from zerolm.data.quotas import exact_shares
 from zerolm.data.skips import SkippedRanges, source_counts
 
 
+def times(number: float, digits: int = 3) -> str:
+    """Return how often, as text without an exponent: 0.5, 3.25, 21,700."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.{digits}g}"
+
+
 def cap_problems(
     mixture: Mixture,
     order: Order,
@@ -37,8 +42,8 @@ def cap_problems(
         if cap is None or sequences <= cap * size or settings.over_max_epochs == REDISTRIBUTE:
             continue
         lines.append(
-            f"{where}: {float(cap):g}, source {name} would be read {sequences / size:.4g} times "
-            f"({sequences * seq_len:,} tokens of {size * seq_len:,}). Lower its weight or the "
+            f"{where}: {float(cap):g}, source {name} would be read {times(sequences / size, 4)} "
+            f"times ({sequences * seq_len:,} tokens of {size * seq_len:,}). Lower its weight or the "
             f"length of the run, raise --max_epochs {name}=N, or use --over_max_epochs "
             f"redistribute or warn."
         )
@@ -65,8 +70,8 @@ def skipped_data_notices(
     used = source_counts(order, end, skipped_windows).tolist()
     return [
         f"{settings.where('max_epochs')}: {float(cap):g}, source {name} will be read "
-        f"{sequences / size:.4g} times, because {num_skipped:,} sequences that rollbacks skipped "
-        f"are made up for after the planned end"
+        f"{times(sequences / size, 4)} times, because {num_skipped:,} sequences that rollbacks "
+        f"skipped are made up for after the planned end"
         for name, cap, sequences, size in zip(
             names, mixture.caps, used, order.num_windows.tolist(), strict=True
         )
@@ -97,8 +102,8 @@ def table(
         for stage, share in enumerate(shares):
             row.append(f"{float(share[number]):.3%}" if share[number] else "-")
             if several:
-                row.append(f"{(taken[stage + 1] - taken[stage])[number] / size:.3g}")
-        row += [f"{taken[-1][number] * seq_len:,}", f"{taken[-1][number] / size:.3g}"]
+                row.append(f"{times((taken[stage + 1] - taken[stage])[number] / size)}")
+        row += [f"{taken[-1][number] * seq_len:,}", f"{times(taken[-1][number] / size)}"]
         cap = mixture.caps[number]
         rows.append([*row, "-" if cap is None else f"{float(cap):g}"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

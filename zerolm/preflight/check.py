@@ -35,6 +35,7 @@ from zerolm.preflight import (
     inputs,
     memory_copies,
     model_rules,
+    plausibility,
 )
 from zerolm.preflight import host as hosts
 from zerolm.preflight.host import Host
@@ -90,6 +91,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
         found.problems += deepspeed_problems(plan.profile)
         found.problems += _profile_problems(plan)
         memory_copies.check(plan, environment, found)
+        found.notices += plausibility.notices(plan)
         found.problems += initial_weights.optimizer_problems(plan)
         existing = existing_run.compare(plan, environment, found, start)
     else:

@@ -2,6 +2,7 @@
 
 from zerolm.common.values import shown_bytes
 from zerolm.config.run_records import lineage
+from zerolm.data.epochs import times
 from zerolm.distributed import device
 from zerolm.evaluate import rules
 from zerolm.optim.schedule import SCHEDULES
@@ -46,8 +47,8 @@ def figures(plan: Plan) -> dict[str, str]:
         f"{shown_bytes(states.host)} on the host, about {shown_bytes(activations)} of "
         f"activations{bound}",
         "epochs": ", ".join(
-            f"{name} {epochs:.3g}"
-            for name, epochs in zip(plan.source_names, _epochs(plan), strict=True)
+            f"{name} {times(epochs)}"
+            for name, epochs in zip(plan.source_names, epochs_of(plan), strict=True)
         ),
         "data fingerprint": plan.data_fingerprint[:16],
         "checkpoints": f"every {settings.checkpoint_interval} steps, "
@@ -167,6 +168,6 @@ def _qk_clip_line(plan: Plan) -> str:
     )
 
 
-def _epochs(plan: Plan) -> list[float]:
+def epochs_of(plan: Plan) -> list[float]:
     order = plan.order()
     return (order.counts(plan.total_sequences) / order.num_windows).tolist()
