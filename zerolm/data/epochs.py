@@ -43,8 +43,8 @@ def cap_problems(
             continue
         lines.append(
             f"{where}: {float(cap):g}, source {name} would be read {times(sequences / size, 4)} "
-            f"times ({sequences * seq_len:,} tokens of {size * seq_len:,}). Lower its weight or the "
-            f"length of the run, raise --max_epochs {name}=N, or use --over_max_epochs "
+            f"times ({sequences * seq_len:,} tokens of {size * seq_len:,}). Lower its weight or "
+            f"the length of the run, raise --max_epochs {name}=N, or use --over_max_epochs "
             f"redistribute or warn."
         )
     return (problems, lines) if settings.over_max_epochs == WARN else (problems + lines, [])
