@@ -1,17 +1,20 @@
 """`zerolm train`: `deepspeed [launcher's flags] pretrain.py [pretrain.py's flags]` in one command.
 
-The launcher replaces this process, so that signals reach it and its exit code is returned. No flag
-of the launcher has the name of a flag of pretrain.py, so they may be mixed.
+No flag of the launcher has the name of a flag of pretrain.py, so they may be mixed.
 """
 
 import argparse
+import contextlib
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from launch.command.hosts import ssh_problems, used_hosts
+from zerolm.common import processes
 from zerolm.common.errors import ConfigError
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import has_credentials
@@ -79,7 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Replace this process by the launcher, or by pretrain.py itself for `--check`.
+    """Run the launcher, or pretrain.py itself for `--check`; return the exit code.
 
     Raises:
         ConfigError: a flag or a value that pretrain.py would refuse before it reads any file.
@@ -96,8 +99,34 @@ def run(argv: Sequence[str]) -> int:
         flags += _world_size(launcher, problems)
     if problems:
         raise ConfigError(problems)
-    command = [sys.executable, str(SCRIPT), *flags] if settings.check else deepspeed_command(argv)
-    os.execv(sys.executable, command)
+    if settings.check:
+        os.execv(sys.executable, [sys.executable, str(SCRIPT), *flags])
+    command = deepspeed_command(argv)
+    if _hostfile(launcher):  # its launcher stops the ranks on other hosts
+        os.execv(sys.executable, command)
+    return _run_launcher(command)
+
+
+def _run_launcher(command: Sequence[str]) -> int:
+    """Run the launcher on this host, and return its exit code.
+
+    Signals are forwarded to the ranks, which save and stop. The launcher itself would end on Ctrl-C
+    with a traceback, and end W&B's service, so it is in another process group than the terminal's.
+    """
+    launcher = subprocess.Popen(command, preexec_fn=os.setpgrp)
+
+    def forward(number: int, frame: Any) -> None:
+        nodes = processes.children(launcher.pid)
+        ranks = [rank.pid for node in nodes for rank in processes.children(node.pid)]
+        for pid in ranks or [*(node.pid for node in nodes), launcher.pid]:
+            is_started = processes.handles_signal(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number if ranks and is_started else signal.SIGTERM)
+
+    for number in processes.stop_signals():
+        signal.signal(number, forward)
+    code = launcher.wait()
+    return code if code >= 0 else 128 - code
 
 
 def deepspeed_command(argv: Sequence[str]) -> list[str]:
@@ -138,11 +167,18 @@ def _without_credentials(argv: Sequence[str]) -> list[str]:
     return list(argv)
 
 
+def _hostfile(launcher: Sequence[str]) -> str:
+    """Return the hostfile of a launch, empty if it is on this host."""
+    given = dict(flag[2:].partition("=")[::2] for flag in launcher)
+    default = DEFAULT_HOSTFILE if Path(DEFAULT_HOSTFILE).is_file() else ""
+    return given.get("hostfile", default)
+
+
 def _host_problems(launcher: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Return why a launch on the hosts of a hostfile would not do what its arguments say."""
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
-    hostfile = given.get("hostfile", DEFAULT_HOSTFILE)
-    if "hostfile" not in given and not Path(hostfile).is_file():
+    hostfile = _hostfile(launcher)
+    if not hostfile:
         return []
     try:
         several = used_hosts(hostfile, given.get("num_nodes")) > 1

@@ -55,7 +55,7 @@ class StopRequest:
     def _request(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.reason is not None:
             os._exit(128 + number)  # an exception would wait for collectives and threads
-        self.reason = signal.Signals(number).name
+        self.reason = self.reason or signal.Signals(number).name  # a launcher sends others after it
 
     def poll(self) -> bool:
         """Return whether this rank is to stop; the ranks must still agree. Call once per step."""

@@ -155,6 +155,7 @@ def serve(pid: int) -> None:
         pid: process ID of the run that started this process.
     """
     os.nice(19)
+    os.setpgrp()  # W&B's service and other programs that it starts do not get Ctrl-C of a terminal
     with contextlib.suppress(Exception):  # not every kernel or container has it
         import psutil
 

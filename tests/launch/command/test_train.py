@@ -1,6 +1,7 @@
 """`zerolm train`: the flags it splits, and real runs through DeepSpeed's launcher."""
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -98,3 +99,40 @@ def test_check_needs_no_launcher_and_counts_the_devices_of_its_flags(inputs, tmp
     assert not (tmp_path / "run").exists()
     refused = run_module("zerolm", *words, "--hostfile", "hosts")
     assert refused.returncode == 2 and "Add --world_size N" in refused.stderr
+
+
+# A launcher, the launcher of its node, and a rank that saves and stops, as DeepSpeed starts them.
+TREE = """
+import signal, subprocess, sys, time
+levels = int(sys.argv[1])
+if levels:
+    sys.exit(subprocess.call([sys.executable, __file__, str(levels - 1)]))
+requests = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: requests.append(number))
+print("training", flush=True)
+while not requests:
+    time.sleep(0.01)
+time.sleep(0.3)
+print("saved after", *requests, flush=True)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(2, True), (15, False)], ids=["Ctrl-C", "kill"])
+def test_a_signal_reaches_the_ranks_only_and_the_exit_code_is_theirs(tmp_path, number, to_group):
+    """A terminal sends Ctrl-C to its whole process group, `kill` to one process."""
+    script = tmp_path / "tree.py"
+    script.write_text(TREE)
+    command = [sys.executable, str(script), "2"]
+    run = (
+        f"import launch.command.train, sys; sys.exit(launch.command.train._run_launcher({command}))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", run], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and process.stdout.readline() == "training\n"
+        (os.killpg if to_group else os.kill)(process.pid, number)
+        output = process.communicate(timeout=60)[0]
+    assert (process.returncode, output) == (75, f"saved after {number}\n")

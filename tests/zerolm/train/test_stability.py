@@ -58,6 +58,12 @@ def test_a_closed_terminal_does_not_stop_a_run_under_nohup() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_the_first_signal_is_the_reason() -> None:
+    """DeepSpeed's launcher answers Ctrl-C with a SIGTERM to its ranks."""
+    both = "os.kill(os.getpid(), signal.SIGINT); os.kill(os.getpid(), signal.SIGTERM)"
+    assert run_stop_request(both) == "True SIGINT"
+
+
 def test_the_deadline_requests_a_stop() -> None:
     assert run_stop_request("time.sleep(0.2)", after="0.1") == "True --stop_after"
     assert run_stop_request("pass", after="1000") == "False None"
