@@ -91,7 +91,9 @@ def _defaults_of(record: Mapping[str, Any]) -> dict[str, Any]:
     lion = str(optimizer.get("type")).lower() == "lion"
     found = {
         "schedule": "cosine",
-        "min_learning_rate": peak * defaults.MIN_LEARNING_RATE_SHARE if schedule.decays else peak,
+        "min_learning_rate": peak * defaults.MIN_LEARNING_RATE_SHARE
+        if schedule.uses_minimum
+        else peak,
         "warmup_tokens": warmup,
         "decay_tokens": max(1, decay) if schedule.uses_decay_tokens else None,
         "weight_decay": defaults.WEIGHT_DECAY,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerolm.common.values import parse_number
+from zerolm.common.values import duration, parse_number
 from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS
 
 COMMAND_LINE = "command line"
@@ -65,7 +65,7 @@ def _flag(
     saved: bool = True,
     tracker: str = "",
 ) -> Any:
-    """Describe a field.
+    """Describe a field; a default with a value is added to its help.
 
     Args:
         group: a key of `GROUPS`.
@@ -75,6 +75,9 @@ def _flag(
         saved: it is saved in run.json.
         tracker: `module:class` of the `Tracker` that the flag switches on.
     """
+    if help and kind not in ("switch", "recompute", "list") and default is not None:
+        text = duration(default).removesuffix("00s") if kind == "duration" else default
+        help += f" (default: {text:g})" if isinstance(text, float) else f" (default: {text})"
     about: dict[str, Any] = {
         "group": group,
         "kind": kind,
@@ -155,13 +158,11 @@ class Settings:
         "data",
         "text",
         "concat: split concatenated documents into sequences; best_fit: pack complete "
-        "documents into sequences, with the index that `data_prep pack` writes (default: concat)",
+        "documents into sequences, with the index that `data_prep pack` writes",
         default=CONCAT,
         choices=(CONCAT, BEST_FIT),
     )
-    num_workers: int = _count(
-        "data", "data loader processes per rank (default: 0)", "N", minimum=0, default=0
-    )
+    num_workers: int = _count("data", "data loader processes per rank", "N", minimum=0, default=0)
     data_cache: str | None = _flag(
         "data",
         "text",
@@ -224,7 +225,7 @@ class Settings:
     ema_tokens: int = _count(
         "budget",
         "keep an exponential moving average of the weights with this half-life, evaluate it beside "
-        "them, and save it in checkpoints; 0: off (default: 0)",
+        "them, and save it in checkpoints; 0: off",
         "TOKENS",
         default=0,
         minimum=0,
@@ -254,7 +255,7 @@ class Settings:
     attn_implementation: str = _flag(
         "model",
         "text",
-        f"attention kernel: {', '.join(ATTENTION_IMPLEMENTATIONS)} (default: auto)",
+        f"attention kernel: {', '.join(ATTENTION_IMPLEMENTATIONS)}",
         shows="KERNEL",
         default="auto",
         choices=ATTENTION_IMPLEMENTATIONS,
@@ -270,8 +271,7 @@ class Settings:
     float32_matmul: str = _flag(
         "model",
         "text",
-        "precision of float32 matmuls on a GPU; high: TF32, faster, with a 10-bit mantissa "
-        "(default: highest)",
+        "precision of float32 matmuls on a GPU; high: TF32, faster, with a 10-bit mantissa",
         default=HIGHEST,
         choices=(HIGHEST, HIGH),
     )
@@ -292,7 +292,7 @@ class Settings:
         "model",
         "real",
         "after each step scale down the query and key weights of heads whose largest attention "
-        "logit exceeds X; 100 is usual with Muon, 0: off (default: 0)",
+        "logit exceeds X; 100 is usual with Muon, 0: off",
         shows="X",
         default=0.0,
         minimum=0.0,
@@ -301,7 +301,7 @@ class Settings:
         "model",
         "real",
         "mixture of experts: after each step raise the routing bias of experts below the mean load "
-        "by X, and lower the others'; 0.001 is usual, 0: off (default: 0)",
+        "by X, and lower the others'; 0.001 is usual, 0: off",
         shows="X",
         default=0.0,
         minimum=0.0,
@@ -314,7 +314,7 @@ class Settings:
         "model",
         "real",
         "mixture of experts: weight of the mean squared log-partition of the routers; 0.001 is "
-        "usual, 0: off (default: 0)",
+        "usual, 0: off",
         shows="X",
         default=0.0,
         minimum=0.0,
@@ -323,7 +323,7 @@ class Settings:
         "model",
         "real",
         "weight of the mean squared log-partition of the output logits; 0.0001 or less is usual, "
-        "0: off (default: 0)",
+        "0: off",
         shows="X",
         default=0.0,
         minimum=0.0,
@@ -331,7 +331,7 @@ class Settings:
     seed: int = _flag(
         "model",
         "count",
-        "seed of the initial weights and of the data order (default: 0)",
+        "seed of the initial weights and of the data order",
         shows="N",
         default=0,
         minimum=0,
@@ -376,7 +376,7 @@ class Settings:
     memory_checkpoint_interval: int = _count(
         "run",
         "also copy the states into the memory of each host (/dev/shm) at this interval, from where "
-        "the same command resumes after the run was killed; 0: never (default: 0)",
+        "the same command resumes after the run was killed; 0: never",
         "STEPS",
         minimum=0,
         default=0,
@@ -386,15 +386,13 @@ class Settings:
         "write checkpoints in the background; with --no-async_checkpoint training waits for each",
         True,
     )
-    checkpoint_keep: int = _count(
-        "run", "number of newest checkpoints to keep (default: 3)", "N", default=3
-    )
+    checkpoint_keep: int = _count("run", "number of newest checkpoints to keep", "N", default=3)
     checkpoint_keep_tokens: int | None = _count(
         "run", "also keep, permanently, one checkpoint per this many tokens", "TOKENS"
     )
     checkpoint_keep_best: int = _count(
         "run",
-        "also keep the N checkpoints with the lowest eval/loss (default: 0)",
+        "also keep the N checkpoints with the lowest eval/loss",
         "N",
         minimum=0,
         default=0,
@@ -406,7 +404,7 @@ class Settings:
     )
     checkpoint_failures: int = _count(
         "run",
-        "intervals in a row without a successful save after which the run ends (default: 3)",
+        "intervals in a row without a successful save after which the run ends",
         "N",
         default=3,
     )
@@ -421,7 +419,7 @@ class Settings:
         "run",
         "duration",
         "time without progress after which the run ends and names the rank at fault; three times "
-        "that until the first step is done; 0: never (default: 10m)",
+        "that until the first step is done; 0: never",
         shows="DURATION",
         minimum=0.0,
         default=600.0,
@@ -442,7 +440,7 @@ class Settings:
     )
     upload_keep: int = _count(
         "run",
-        "number of newest checkpoints to keep in the object store; 0: all (default: 0)",
+        "number of newest checkpoints to keep in the object store; 0: all",
         "N",
         minimum=0,
         default=0,
@@ -450,7 +448,7 @@ class Settings:
     upload_wait: float = _flag(
         "run",
         "duration",
-        "maximum time to wait for uploads at the end of the run (default: 5m)",
+        "maximum time to wait for uploads at the end of the run",
         shows="DURATION",
         default=300.0,
         minimum=0.0,
@@ -458,8 +456,7 @@ class Settings:
     report_interval: float = _flag(
         "run",
         "duration",
-        "time between updates of report.html, which is also written at the end; 0: never "
-        "(default: 3m)",
+        "time between updates of report.html, which is also written at the end; 0: never",
         shows="DURATION",
         default=180.0,
         minimum=0.0,
@@ -484,7 +481,7 @@ class Settings:
     )
     hellaswag_items: int = _count(
         "evaluation",
-        "use only the first N items of HellaSwag; 0: all (default: 1000)",
+        "use only the first N items of HellaSwag; 0: all",
         "N",
         minimum=0,
         default=1000,
@@ -497,7 +494,7 @@ class Settings:
     )
     core_items: int = _count(
         "evaluation",
-        "use only N items of each task of CORE; 0: all (default: 500)",
+        "use only N items of each task of CORE; 0: all",
         "N",
         minimum=0,
         default=500,
@@ -534,19 +531,19 @@ class Settings:
         "TOKENS",
     )
     sample_length: int = _count(
-        "evaluation", "maximum new tokens of a sample (default: 64)", "TOKENS", default=64
+        "evaluation", "maximum new tokens of a sample", "TOKENS", default=64
     )
     temperature: float = _flag(
         "evaluation",
         "real",
-        "sampling temperature; 0: always the most likely token (default: 0.8)",
+        "sampling temperature; 0: always the most likely token",
         shows="X",
         default=0.8,
         minimum=0.0,
     )
     top_k: int = _count(
         "evaluation",
-        "sample from the N most likely tokens; 0: from all (default: 50)",
+        "sample from the N most likely tokens; 0: from all",
         "N",
         0,
         default=50,
@@ -554,8 +551,7 @@ class Settings:
     top_p: float = _flag(
         "evaluation",
         "real",
-        "sample from the most likely tokens whose probabilities add up to X; 1: from all "
-        "(default: 1)",
+        "sample from the most likely tokens whose probabilities add up to X; 1: from all",
         shows="X",
         default=1.0,
         minimum=0.0,
@@ -564,16 +560,14 @@ class Settings:
     spike_threshold: float = _flag(
         "stability",
         "real",
-        "robust z-score above which a loss or gradient norm counts as a spike; 0: never "
-        "(default: 6)",
+        "robust z-score above which a loss or gradient norm counts as a spike; 0: never",
         shows="X",
         default=6.0,
         minimum=0.0,
     )
     spike_window: int = _count(
         "stability",
-        "window: number of accepted steps used as the baseline, and over which spikes are counted "
-        "(default: 128)",
+        "window: number of accepted steps used as the baseline, and over which spikes are counted",
         "STEPS",
         default=128,
         minimum=4,
@@ -587,15 +581,14 @@ class Settings:
         "stability",
         "real",
         "clip gradient norms more than Z standard deviations above their moving mean (ZClip), in "
-        "addition to gradient_clipping; 0: off (default: 0)",
+        "addition to gradient_clipping; 0: off",
         shows="Z",
         default=0.0,
         minimum=0.0,
     )
     cooldown_after: int = _count(
         "stability",
-        "spikes in the window that start a cooldown, with a lower learning rate; 0: never "
-        "(default: 3)",
+        "spikes in the window that start a cooldown, with a lower learning rate; 0: never",
         "N",
         default=3,
         minimum=0,
@@ -603,19 +596,16 @@ class Settings:
     cooldown_factor: float = _flag(
         "stability",
         "real",
-        "factor on the learning rate during a cooldown (default: 0.5)",
+        "factor on the learning rate during a cooldown",
         shows="X",
         default=0.5,
         minimum=0.0,
         below=1.0,
     )
-    cooldown_steps: int = _count(
-        "stability", "length of a cooldown (default: 100)", "STEPS", default=100
-    )
+    cooldown_steps: int = _count("stability", "length of a cooldown", "STEPS", default=100)
     rollback_after: int = _count(
         "stability",
-        "spikes in the window that make the run roll back to a checkpoint before them; 0: never "
-        "(default: 6)",
+        "spikes in the window that make the run roll back to a checkpoint before them; 0: never",
         "N",
         default=6,
         minimum=0,
@@ -629,15 +619,14 @@ class Settings:
     )
     max_rollbacks: int = _count(
         "stability",
-        "rollbacks after which the run gives up with exit code 76 (default: 5)",
+        "rollbacks after which the run gives up with exit code 76",
         "N",
         default=5,
         minimum=0,
     )
     max_skips: int = _count(
         "stability",
-        "give up if this many of the last 1000 steps were spikes, skipped or not; 0: no limit "
-        "(default: 30)",
+        "give up if this many of the last 1000 steps were spikes, skipped or not; 0: no limit",
         "N",
         default=30,
         minimum=0,
@@ -652,7 +641,7 @@ class Settings:
     replay_interval: int = _count(
         "stability",
         "with --corruption_checks: compute the first step of each start twice, and one step of so "
-        "many, chosen at random; 0: none (default: 400)",
+        "many, chosen at random; 0: none",
         "STEPS",
         default=400,
         minimum=0,
@@ -661,14 +650,12 @@ class Settings:
     wandb: str = _flag(
         "trackers",
         "text",
-        "auto: online if a W&B key is configured, else offline (default: auto)",
+        "auto: online if a W&B key is configured, else offline",
         default="auto",
         choices=WANDB_MODES,
         tracker="zerolm.tracking.wandb:WandbTracker",
     )
-    wandb_project: str = _flag(
-        "trackers", "text", "W&B project (default: zerolm)", shows="NAME", default="zerolm"
-    )
+    wandb_project: str = _flag("trackers", "text", "W&B project", shows="NAME", default="zerolm")
     wandb_entity: str | None = _flag(
         "trackers", "text", "W&B user or team (default: that of the key)", shows="NAME"
     )

@@ -61,7 +61,7 @@ def with_precision(
     if flag is None and AUTO in written:
         chosen, notices = _automatic(profile, chosen, reason, device, begun)
         fix = "Resume the run on devices like those it began on, or start another run"
-    elif flag is None and written != [False, False] and profile.compute_precision == "fp32":
+    elif flag is None and written[0] is not False and profile.compute_precision == "fp32":
         notices = [f"{profile.name}: training in fp32, since {reason}; {_others(chosen)}"]
     resolved: dict[str, Any] = copy.deepcopy(profile.json)
     for name in ("bf16", "fp16"):

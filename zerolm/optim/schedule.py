@@ -24,7 +24,7 @@ class LearningRate:
     Args:
         kind: name in `SCHEDULES` of the curve after the linear warm-up.
         peak: learning rate at the end of warm-up.
-        minimum: learning rate at the end of the run, if the schedule decays.
+        minimum: learning rate at the end of the run, if the schedule uses it.
         warmup_tokens: length of the warm-up from 0 to the peak, in tokens.
         decay_tokens: length of the final decay, in tokens, if the schedule uses it.
         total_tokens: length of the run, in tokens.
@@ -59,14 +59,14 @@ class Schedule(NamedTuple):
 
     Attributes:
         rate: (settings of the curve, tokens) -> learning rate, for tokens after warm-up.
-        decays: whether the rate ends at the minimum; otherwise the minimum is not used.
+        uses_minimum: whether the rate depends on the minimum.
         uses_decay_tokens: whether `decay_tokens` is the length of the decay.
         needs_total: whether the curve depends on `total_tokens`, which then must not change when a
             run is resumed.
     """
 
     rate: Callable[[LearningRate, int], float]
-    decays: bool = True
+    uses_minimum: bool = True
     uses_decay_tokens: bool = False
     needs_total: bool = True
 
@@ -104,7 +104,7 @@ SCHEDULES = {
     "cosine": Schedule(_cosine),
     "wsd": Schedule(_wsd, uses_decay_tokens=True),
     "linear": Schedule(_linear),
-    "constant": Schedule(_constant, decays=False, needs_total=False),
+    "constant": Schedule(_constant, uses_minimum=False, needs_total=False),
 }
 # Names for messages: schedules that use `decay_tokens`, and schedules whose runs can be extended.
 WITH_DECAY_TOKENS = " or ".join(name for name, each in SCHEDULES.items() if each.uses_decay_tokens)

@@ -80,7 +80,7 @@ def fill_remaining(
         peak = defaults.learning_rate(flops_per_token * total)
     kind = settings.schedule or (None if json_schedules else "cosine")
     low = settings.min_learning_rate
-    if low is None and kind is not None and SCHEDULES[kind].decays:
+    if low is None and kind is not None and SCHEDULES[kind].uses_minimum:
         low = peak * defaults.MIN_LEARNING_RATE_SHARE
     warmup = settings.warmup_tokens
     if warmup is None and kind is not None:
@@ -234,7 +234,7 @@ def schedule_problems(settings: Settings) -> list[str]:
             f"{settings.where('decay_tokens')}: {decay}, plus --warmup_tokens {warmup or 0} must "
             f"not exceed --total_tokens {total}. Use at most {max(1, total - (warmup or 0))}."
         )
-    ends_low = kind is None or SCHEDULES[kind].decays
+    ends_low = kind is None or SCHEDULES[kind].uses_minimum
     if ends_low and peak is not None and low is not None and low > peak:
         problems.append(
             f"{settings.where('min_learning_rate')}: {low}, must not exceed --learning_rate "

@@ -25,6 +25,7 @@ from zerolm.evaluate import rules as evaluation_rules
 from zerolm.model.architecture import causal_lm_class
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
+from zerolm.optim.schedule import SCHEDULES
 from zerolm.plan import budget
 from zerolm.plan.plan import Plan
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
@@ -97,8 +98,10 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     else:
         existing, plan = existing_run.NO_RUN, None
     config = given.model.config if given.model is not None else None
+    schedule = SCHEDULES.get(settings.schedule or "")
+    ignores_minimum = schedule is not None and not schedule.uses_minimum
     for name, is_idle, reason in (
-        ("min_learning_rate", settings.schedule == "constant", "with --schedule constant"),
+        ("min_learning_rate", ignores_minimum, f"with --schedule {settings.schedule}"),
         ("replay_interval", not settings.corruption_checks, "without --corruption_checks"),
     ):
         if is_idle and name in settings.explicit:

@@ -204,7 +204,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
         same = settings.schedule == old_settings.get("schedule")
         if name == "total_tokens" and same and schedule and not schedule.needs_total:
             continue  # the learning rate does not depend on it, so the run may be extended
-        if name == "min_learning_rate" and schedule and not schedule.decays:
+        if name == "min_learning_rate" and schedule and not schedule.uses_minimum:
             continue
         old, new = old_settings.get(name, LEGACY_DEFAULTS.get(name)), getattr(settings, name)
         where = settings.where(name)

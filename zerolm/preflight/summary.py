@@ -124,7 +124,7 @@ def _learning_rate_line(plan: Plan) -> str:
     if plan.learning_rate is None:
         return f"{plan.profile.scheduler} of the ds config, peak {settings.learning_rate:g}"
     line = f"{settings.schedule}, peak {settings.learning_rate:g}"
-    if SCHEDULES[plan.learning_rate.kind].decays:
+    if SCHEDULES[plan.learning_rate.kind].uses_minimum:
         line += f" to {plan.learning_rate.minimum:g}"
     line += f", warm-up {settings.warmup_tokens:,} tokens"
     return line + (f", decay {settings.decay_tokens:,}" if settings.decay_tokens else "")

@@ -10,9 +10,9 @@ import pytest
 from launch.command.train import LAUNCHER_FLAGS
 from tests import ROOT
 from zerolm.common.values import parse_number
-from zerolm.config.flags import help_text, parse_settings, short_help_text
+from zerolm.config.flags import convert, help_text, parse_settings, short_help_text
 from zerolm.config.other_names import OTHER_NAMES
-from zerolm.config.settings import FIRST_FLAGS, FLAGS, split_weight
+from zerolm.config.settings import FIRST_FLAGS, FLAGS, Settings, split_weight
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,16 @@ def test_each_answer_names_flags_that_exist_for_names_that_do_not():
     assert len(names) == len(set(names)) and not set(names) & (set(FLAGS) | set(LAUNCHER_FLAGS))
     for ours, why, _ in OTHER_NAMES:
         assert set(re.findall(r"--\w+", f"{ours} {why}")) <= flags
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_help_of_a_flag_shows_the_default_that_it_has(name):
+    shown = re.search(r"\(default: (\S+)\)$", FLAGS[name]["help"])
+    value = getattr(Settings(), name)
+    if FLAGS[name]["kind"] == "switch":
+        assert shown is not None and value == (shown[1] == "on")
+    elif value is not None and value != () and name not in ("gradient_checkpointing", "local_rank"):
+        assert shown is not None and convert(name, shown[1]) == value
 
 
 def test_yaml_is_called_by_its_name(tmp_path):

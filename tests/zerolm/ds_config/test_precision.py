@@ -33,6 +33,7 @@ CHOICES = [
     ({"fp16": OFF}, None, "fp32", "enables neither"),
     ({"fp16": OFF}, "bf16", "bf16", "--precision says"),
     ({"fp16": OFF, "bf16": OFF}, None, "fp32", None),
+    ({"bf16": OFF}, None, "fp32", None),
     ({"fp16": OFF, "bf16": OFF}, "fp32", "fp32", "--precision says"),
     ({"bf16": ON}, None, "bf16", None),
     ({"bf16": ON}, "bf16", "bf16", None),

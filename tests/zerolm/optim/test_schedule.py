@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from zerolm.optim.schedule import SCHEDULES, BatchSchedule, LearningRate
 
 
-def curve(kind: str, **changes: int) -> LearningRate:
+def curve(kind: str, minimum: float = 0.1, **changes: int) -> LearningRate:
     sizes = {"warmup_tokens": 100, "decay_tokens": 200, "total_tokens": 1000, **changes}
-    return LearningRate(kind, peak=1.0, minimum=0.1, **sizes)
+    return LearningRate(kind, peak=1.0, minimum=minimum, **sizes)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "linear"])
@@ -28,7 +28,8 @@ def test_every_schedule_is_as_its_description_says(kind: str) -> None:
     rates = [rate(tokens) for tokens in range(100, 2000)]
     assert rates[0] == max(rates) == 1.0 and min(rates) > 0.0
     assert rates == sorted(rates, reverse=True), "after warm-up it never rises"
-    assert (min(rates) < 1.0) == described.decays
+    higher = [curve(kind, minimum=0.2)(tokens) for tokens in range(100, 2000)]
+    assert (higher != rates) == described.uses_minimum
     longer = [curve(kind, total_tokens=1500)(tokens) for tokens in range(100, 2000)]
     assert (longer != rates) == described.needs_total
     shorter = [curve(kind, decay_tokens=100)(tokens) for tokens in range(100, 2000)]
