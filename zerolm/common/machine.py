@@ -58,12 +58,13 @@ def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]
     return stale, fresh
 
 
-def is_building(environment: Mapping[str, str]) -> bool:
-    """Return whether a process of this machine builds an operator, and has written lately."""
-    return any(
-        not is_idle and processes.is_working_directory(lock.parent)
+def running_builds(environment: Mapping[str, str]) -> list[str]:
+    """Return the names of operators that a process of this machine builds, and lately wrote to."""
+    return [
+        lock.parent.name
         for lock, is_idle in _build_locks(environment)
-    )
+        if not is_idle and processes.is_working_directory(lock.parent)
+    ]
 
 
 def _build_locks(environment: Mapping[str, str]) -> Iterator[tuple[Path, bool]]:

@@ -123,10 +123,11 @@ def read_run(run_dir: str | Path) -> RunHistory:
     """Read a run directory.
 
     Raises:
-        ConfigError: it has neither run.json, metrics.jsonl nor events.jsonl.
+        ConfigError: it has neither run.json, metrics.jsonl, events.jsonl nor heartbeats.
     """
     files = RunFiles(run_dir)
-    if not any(path.is_file() for path in (files.record, files.metrics, files.events)):
+    has_begun = any(path.is_file() for path in (files.record, files.metrics, files.events))
+    if not has_begun and not files.heartbeats():  # it compiles operators before it writes others
         raise ConfigError(
             f"{run_dir}: has no {files.record.name}, {files.metrics.name} or {files.events.name}. "
             f"Give the --run_dir of a run that has started."
@@ -136,7 +137,7 @@ def read_run(run_dir: str | Path) -> RunHistory:
     try:
         record = find_run_json(run_dir)
         history.record = record or {}
-        problems += [f"{files.record}: no such file"] if record is None else []
+        problems += [f"{files.record}: no such file"] if record is None and has_begun else []
     except RecordError as error:
         problems += error.problems
     _fill(history.curves, files.metrics, problems)

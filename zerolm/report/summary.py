@@ -57,7 +57,8 @@ def figures(run: RunHistory) -> list[Pair]:
         add("HellaSwag", f"{share:.1%}", "acc_norm")
     if speeds := curves.values("throughput/tokens_per_second")[-20:]:
         devices = run.record.get("world_size")
-        add("Speed", f"{count(sum(speeds) / len(speeds))} tok/s", f"{devices} devices")
+        note = f"{devices} devices" if devices else ""  # without a run.json
+        add("Speed", f"{count(sum(speeds) / len(speeds))} tok/s", note)
     if shares := curves.values("throughput/mfu")[-20:]:
         add("MFU", f"{sum(shares) / len(shares):.1%}", "of the devices' peak")
     if curves.seconds:

@@ -48,7 +48,7 @@ class ProgressMonitor:
         moved = bytes_moved()
         has_moved = PHASES[CURRENT.phase] and moved - self._bytes > PROGRESS_BYTES
         may_wait = self.is_starting and self.is_stalled
-        if has_moved or (may_wait and machine.is_building(os.environ)):
+        if has_moved or (may_wait and machine.running_builds(os.environ)):
             self._progress_at = time.monotonic()
         self._bytes = moved
 

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from zerolm.common import processes
+from zerolm.common import machine, processes
 from zerolm.common.errors import EXIT_BUG
 from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked
@@ -66,6 +66,7 @@ class Watchdog:
         self._leads_machine = True  # lowest rank of its machine; the others see it exit
         self._stopped_since: dict[int, float] = {}
         self._orphan_since: float | None = None
+        self._builds: list[str] = []
         self._lock = threading.Lock()  # either the thread or the main thread's error ends the run
         self._quit = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -133,6 +134,7 @@ class Watchdog:
                 if beats_due or not self.heartbeats.written_at:
                     beaten = now
                     self.monitor.update()
+                    self._name_builds()
                     self.heartbeats.write()
                     self._check_progress()
                 if beats_due or (self._leads_machine and now - followed >= REQUEST_SECONDS):
@@ -142,6 +144,14 @@ class Watchdog:
                 if not error_printed:
                     print(f"watchdog: rank {self.rank}: {error!r}", file=sys.stderr, flush=True)
                 error_printed = True
+
+    def _name_builds(self) -> None:
+        """Print, once, that a silent start compiles an operator."""
+        if self.rank == 0 and self.monitor.is_starting and not self._builds:
+            self._builds = machine.running_builds(os.environ)
+            if self._builds:
+                names = ", ".join(self._builds)
+                print(f"compiling DeepSpeed's {names}: takes minutes, once per machine", flush=True)
 
     def _check_processes(self) -> None:
         """Check the launcher and the ranks of this machine."""

@@ -1,14 +1,17 @@
 """With `keep_freed_memory` repeated allocations cause no page faults, by the kernel's count."""
 
+import os
 import platform
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 from tests.launching import ROOT, environment
-from zerolm.common.machine import share_cores
+from zerolm.common.machine import running_builds, share_cores
+from zerolm.watchdog.watchdog import Watchdog
 
 WORK = """
 import resource, sys, torch
@@ -55,3 +58,25 @@ def test_ranks_of_a_host_share_its_cores_unless_the_user_says_otherwise(name, mo
         before = dict(unchanged)
         share_cores(unchanged)
         assert unchanged == before
+
+
+def test_a_start_that_compiles_an_operator_says_so_once(tmp_path, monkeypatch, capsys):
+    """A compiler works in the directory of the operator, beside the lock of the build."""
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "lock").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    starting = types.SimpleNamespace(
+        rank=0, _builds=[], monitor=types.SimpleNamespace(is_starting=True)
+    )
+    Watchdog._name_builds(starting)
+    assert capsys.readouterr().out == "" and running_builds(os.environ) == []
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(1, flush=True); input()"], cwd=tmp_path / "cpu_adam",
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as compiler:  # fmt: skip
+        assert compiler.stdout is not None and compiler.stdout.readline()
+        for _ in range(2):
+            Watchdog._name_builds(starting)
+        compiler.communicate(b"\n", timeout=20)
+    expected = "compiling DeepSpeed's cpu_adam: takes minutes, once per machine\n"
+    assert capsys.readouterr().out == expected

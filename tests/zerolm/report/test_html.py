@@ -190,6 +190,7 @@ def test_the_report_of_a_damaged_run_lists_the_damage(tmp_path, damage) -> None:
         (run / {"no run.json": "run.json"}.get(damage, "metrics.jsonl")).unlink()
     (found,) = data_in(report.write_report([run]))["runs"]
     assert bool(found["problems"]) == (damage != "no metrics")
+    assert not any("None" in text for figure in found["figures"] for text in figure)
 
 
 def test_a_run_waits_for_its_report_only_at_the_end(tmp_path) -> None:

@@ -107,3 +107,12 @@ def test_every_directory_that_is_not_a_run_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError) as refusal:
         run_history.read_runs([tmp_path / "a", write_run(tmp_path / "run"), tmp_path / "b"])
     assert len(refusal.value.problems) == 2
+
+
+def test_a_start_that_has_written_heartbeats_only_is_running(tmp_path):
+    """So it is while DeepSpeed compiles an operator, for minutes."""
+    with pytest.raises(ConfigError, match=r"has no run\.json"):
+        run_history.read_run(tmp_path)
+    write_heartbeats(tmp_path)
+    run = run_history.read_run(tmp_path)
+    assert run.state()[0] == "running" and not run.problems

@@ -22,13 +22,14 @@ function dot(colour) {
 }
 
 function progressBar(run) {
-  const share = run.total_tokens ? Math.min(1, run.tokens / run.total_tokens) : 0;
-  const bar = h('div', { class: 'bar' }, h('i', {}));
-  bar.firstChild.style.width = `${share * 100}%`;
+  const share = run.total_tokens ? Math.min(1, run.tokens / run.total_tokens) : null; // no run.json
+  const bar = share === null ? [] : [h('div', { class: 'bar' }, h('i', {}))];
+  for (const one of bar) one.firstChild.style.width = `${share * 100}%`;
   const steps = run.total_steps ? `step ${run.step.toLocaleString('en')} of ${run.total_steps.toLocaleString('en')}` : `step ${run.step.toLocaleString('en')}`;
   const tokens = run.total_tokens ? `${format(run.tokens, 'tokens')} of ${format(run.total_tokens, 'tokens')} tokens` : `${format(run.tokens, 'tokens')} tokens`;
   const left = run.seconds_left !== null ? `${duration(run.seconds_left)} to go` : '';
-  return h('div', { class: 'progress' }, bar, h('span', {}, [`${significant(share * 100, 3)}%`, steps, tokens, left].filter(Boolean).join(' · ')));
+  const done = share === null ? '' : `${significant(share * 100, 3)}%`;
+  return h('div', { class: 'progress' }, ...bar, h('span', {}, [done, steps, tokens, left].filter(Boolean).join(' · ')));
 }
 
 function stateChip(run) {
