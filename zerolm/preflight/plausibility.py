@@ -31,7 +31,7 @@ def _rate_notices(plan: Plan) -> list[str]:
             f"default for this model and total, {default:g}"
         )
     schedule = SCHEDULES.get(settings.schedule or "")
-    if schedule and schedule.decays and settings.min_learning_rate == rate > 0:
+    if schedule and schedule.uses_minimum and settings.min_learning_rate == rate > 0:
         found.append(
             f"{settings.where('min_learning_rate')}: {rate:g} is the peak, so {settings.schedule} "
             f"does not decay"
