@@ -14,6 +14,7 @@ from tests.launching import ROOT, environment, free_port, kill_session
 from tests.zerolm.preflight.preflight_inputs import command, refusal, snapshot
 from zerolm.common.errors import ConfigError
 from zerolm.distributed import device
+from zerolm.optim.schedule import SCHEDULES, Schedule
 from zerolm.preflight import check
 
 # {problem: (flags, parts of the one line that reports it)}.
@@ -271,3 +272,13 @@ def test_fewer_hosts_than_requested_are_refused_under_the_real_launcher(inputs, 
     assert f"{hostfile}: --num_nodes: 2, but the hostfile has 1 node(s)" in output
     assert "Traceback" not in output
     assert snapshot(inputs) == before
+
+
+def test_a_schedule_that_ignores_the_minimum_says_so_by_its_attributes(inputs, monkeypatch):
+    """One that falls, but not to the minimum."""
+    falling = Schedule(lambda curve, tokens: curve.peak / max(1, tokens) ** 0.5, uses_minimum=False)
+    monkeypatch.setitem(SCHEDULES, "linear", falling)
+    plan = check.check([*command(inputs), *["--schedule", "linear", "--min_learning_rate", "1e-5"]])
+    assert any(
+        "--min_learning_rate: has no effect with --schedule linear" in line for line in plan.notices
+    )
