@@ -296,7 +296,10 @@ def _shown(value: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    text = masked(text if text.isprintable() else repr(text))
+    text = text if text.isprintable() else repr(text)
+    if len(text) <= 40:
+        return text  # masked where it leaves the program, as all errors are
+    text = masked(text)  # what is left of a credential that is cut would not be recognised
     return text if len(text) <= 40 else text[:37] + "..."
 
 
