@@ -8,8 +8,10 @@ except for the list of all commands, `zerolm/__main__.py`.
 """
 
 import ast
+import configparser
 import functools
 import importlib.util
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -154,6 +156,22 @@ def test_every_imported_module_exists():
                 if ours and importlib.util.find_spec(node.module) is None:
                     missing.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}")
     assert not missing
+
+
+def test_what_is_imported_at_once_is_installed_without_an_extra():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    required = re.findall(r"^[\w-]+", setup["options"]["install_requires"], re.M)
+    known = {*PACKAGES, "pretrain", *sys.stdlib_module_names, *(name.lower() for name in required)}
+    unknown = []
+    for name, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            named = [node.module] if isinstance(node, ast.ImportFrom) else []
+            named += [each.name for each in node.names] if isinstance(node, ast.Import) else []
+            unknown += [
+                (name, each) for each in named if (each or "").partition(".")[0] not in known
+            ]
+    assert not unknown
 
 
 def test_imports_run_downward():

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
-from warcio.bufferedreaders import ChunkedDataReader
-
 from data_prep.read.streams import BLOCK_BYTES, GZIP
 
 PIECE_BYTES = 1 << 10  # of packed content at a time, which bounds what it expands to
@@ -44,6 +42,8 @@ def decode_content(
         coding = ALIASES.get(name, name)
         try:
             if coding == "chunked":
+                from warcio.bufferedreaders import ChunkedDataReader
+
                 content = ChunkedDataReader(BytesIO(content)).read()
             elif coding != "identity":
                 decompressor = _decompressor(coding, content, max_bytes)
