@@ -64,6 +64,22 @@ def mark_leaf_modules(model: "nn.Module", zero_stage: int) -> None:
 
         for block in decoder_blocks(model):
             set_z3_leaf_module(block, True)
+        _leave_partitions_out_of_graphs()
+
+
+def _leave_partitions_out_of_graphs() -> None:
+    """Let DeepSpeed's linear function not ask, inside a graph, whether a weight is partitioned.
+
+    All weights of a compiled block are gathered. torch 2.11 would compile a graph for each block,
+    since it compares `ds_id` of a weight with that of the block that was compiled first.
+    """
+    import torch
+    from deepspeed.runtime.zero import linear, partition_parameters
+
+    def is_zero_param(parameter: Any) -> bool:
+        return not torch.compiler.is_compiling() and partition_parameters.is_zero_param(parameter)
+
+    linear.is_zero_param = is_zero_param
 
 
 def compile_blocks(model: "nn.Module") -> str:

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerolm.common import machine
@@ -75,6 +76,24 @@ def test_one_graph_serves_all_blocks_and_keeps_gradients(family, checkpointing, 
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         compiled(lambda values: values + 1, backend="aot_eager")(ids)  # flex_attention's own
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
+
+
+def test_a_graph_does_not_depend_on_the_number_of_a_zero3_weight(monkeypatch):
+    from deepspeed.runtime.zero import linear
+
+    monkeypatch.setattr(linear, "is_zero_param", linear.is_zero_param)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **SIZES))
+    monkeypatch.setattr("deepspeed.utils.set_z3_leaf_module", lambda block, leaf: None)
+    compile.mark_leaf_modules(model, 3)
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    for number, weight in enumerate(weights):
+        weight.ds_id = number
+    counter = CompileCounter()
+    asks = torch.compile(lambda weight: weight + linear.is_zero_param(weight), backend=counter)
+    for weight in weights:
+        assert linear.is_zero_param(weight) and asks(weight).tolist() == [1.0, 1.0]
+    assert counter.frame_count == 1 and not linear.is_zero_param(torch.ones(2))
     torch._dynamo.reset()
 
 
