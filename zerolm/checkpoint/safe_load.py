@@ -14,6 +14,7 @@ from typing import Any
 from zerolm.common.errors import CheckpointError
 
 NOT_DATA = "is damaged, or contains objects that are not allowed, and was not loaded"
+GETATTR = "builtins.getattr"
 FIX = "zerolm did not write this file. Restore the checkpoint from a copy, or use an earlier one."
 
 
@@ -24,7 +25,7 @@ def pickle_problems(path: str | Path) -> list[str]:
     """
     import torch
 
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in _allowed_classes()}
+    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in _allowed_classes()} | {GETATTR}
     unsafe = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(path)) - names)
     return [f"{path}: {NOT_DATA}: {', '.join(unsafe)}. {FIX}"] if unsafe else []
 
@@ -41,7 +42,7 @@ def read_data(path: str | Path, *, mapped: bool = False) -> Any:
     import torch
 
     try:
-        with torch.serialization.safe_globals(_allowed_classes()):
+        with torch.serialization.safe_globals([*_allowed_classes(), (_member, GETATTR)]):
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0].strip()
@@ -54,6 +55,18 @@ def _allowed_classes() -> list[Any]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+
+
+def _member(kind: Any, name: str) -> Any:
+    """Return a member of DeepSpeed's enumeration, which Python 3.11.0 to 3.11.3 pickles by getattr.
+
+    Debian 12 has 3.11.2. Called for every `getattr` in a file; any other is refused.
+    """
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    if kind is ZeroStageEnum and name in ZeroStageEnum.__members__:
+        return ZeroStageEnum[name]
+    raise pickle.UnpicklingError(f"getattr({kind!r}, {name!r}).")
 
 
 @contextmanager

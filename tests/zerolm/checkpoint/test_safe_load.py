@@ -58,6 +58,30 @@ def test_files_of_deepspeed_are_accepted(tmp_path) -> None:
         assert read["slices"] == written["slices"] and torch.equal(read["flat"], written["flat"])
 
 
+class Attribute:
+    """Pickled as Python 3.11.0 to 3.11.3 pickle the member of an enumeration."""
+
+    def __init__(self, kind: type, name: str):
+        self.pair = kind, name
+
+    def __reduce__(self):
+        return getattr, self.pair
+
+
+def test_members_of_deepspeeds_enumeration_are_the_only_attributes(tmp_path) -> None:
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    path = tmp_path / "optim_states.pt"
+    torch.save({"zero_stage": Attribute(ZeroStageEnum, "gradients")}, path)
+    assert safe_load.pickle_problems(path) == []
+    assert safe_load.read_data(path) == {"zero_stage": ZeroStageEnum.gradients}
+    for kind, name in ((ZeroStageEnum, "__class__"), (LossScaler, "backward")):
+        torch.save({"zero_stage": Attribute(kind, name)}, path)
+        with pytest.raises(CheckpointError, match="objects that are not allowed"):
+            safe_load.read_data(path)
+
+
 def test_deepspeed_reads_safely_inside_the_context_only(tmp_path) -> None:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
