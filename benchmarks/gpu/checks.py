@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks import ROOT
 from benchmarks.gpu.cases import ds_config, parse_options
-from benchmarks.gpu.run_case import device_state
+from benchmarks.gpu.run_case import device_state, failure_reason
 from tests.launching import free_port
 from zerolm.common.errors import EXIT_BUG
 from zerolm.common.run_files import RunFiles
@@ -94,7 +94,7 @@ class Runs:
                 self.wait(process, log, None, deadline)
             self.compiled.add(options)
         if process.returncode != (-signal.SIGKILL if kill else 0):
-            raise Failed(f"{name}: exit code {process.returncode}: {log.read_text()[-300:]}")
+            raise Failed(f"{name}: exit code {process.returncode}: {reason(log)}")
         lines = (self.scratch / name / "metrics.jsonl").read_text().splitlines()
         rows = map(json.loads, lines)
         by_step = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
@@ -145,6 +145,11 @@ class Runs:
                 raise Failed(f"no end in {time.monotonic() - start:.0f} s: {file.name}: {found}")
             time.sleep(0.1)
         return time.monotonic() - start
+
+
+def reason(log: Path) -> str:
+    """Return why a run ended, from its log."""
+    return failure_reason([*log.read_text().splitlines(), ""], 0)
 
 
 def write_documents(directory: Path, model_config: str) -> None:
@@ -270,7 +275,7 @@ def hang(runs: Runs) -> str:
         states.append(device_state())
     found = next((line for line in log.read_text().splitlines() if "watchdog: " in line), "")
     if not found or process.returncode != EXIT_BUG:
-        raise Failed(f"exit code {process.returncode}: {log.read_text()[-300:]}")
+        raise Failed(f"exit code {process.returncode}: {reason(log)}")
     devices = "; ".join(filter(None, states))
     return f"verdict after {verdict:.0f} s, end after {end:.0f} s, exit code 1: {found} {devices}"
 
@@ -308,8 +313,9 @@ def run_checks(arguments: argparse.Namespace, deadline: float) -> str:
                 outcome = ["passed", check(runs)]
             except NotHere as error:
                 outcome = ["not run", str(error)]
-            except Failed as error:
-                outcome = ["FAILED", " ".join(str(error).replace("|", "/").split())[:400]]
+            except Exception as error:  # one that fails otherwise must not end the others
+                text = str(error) if isinstance(error, Failed) else repr(error)
+                outcome = ["FAILED", " ".join(text.replace("|", "/").split())[:400]]
             results[name] = [*outcome, f"{time.monotonic() - start:.0f}"]
             print(f"{name}: {': '.join(outcome)}", flush=True)
             if path:
