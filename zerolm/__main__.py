@@ -23,7 +23,7 @@ COMMANDS = Group(
                     "decode-batch": "print the text of a batch, with its sources and documents",
                     "verify-checkpoint": "compare every file of a checkpoint with its manifest",
                     "export": "write a checkpoint as a Hugging Face model directory",
-                    "generate": "continue a prompt with the model of a run, or chat with it",
+                    "generate": "continue a prompt with the model of a run",
                     "merge": "write a weighted mean of checkpoints as a model directory",
                     "evaluate": "run HellaSwag and lm-eval tasks on an exported model",
                     "upload": "copy the checkpoints of a run to an object store",

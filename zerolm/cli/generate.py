@@ -1,11 +1,10 @@
-"""`generate`: continue a prompt with the model of a run or a model directory, or chat with it."""
+"""`generate`: continue a prompt with the model of a run or a model directory."""
 
 import argparse
 import sys
 from contextlib import redirect_stdout
 
 from zerolm.common.command_line import count, count_from_zero
-from zerolm.common.errors import ConfigError
 from zerolm.common.values import parse_number
 
 DEFAULT_TOKENS = 256
@@ -17,12 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt",
         metavar="TEXT",
-        help="text to continue (default: lines typed in the terminal, or all of stdin)",
-    )
-    add(
-        "--chat",
-        action="store_true",
-        help="take each line as a message of a conversation, with the tokenizer's chat template",
+        help="text to continue (default: all of stdin)",
     )
     add(
         "--sample_length",
@@ -64,32 +58,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    from zerolm.evaluate.conversation import Conversation, Terminal
-    from zerolm.evaluate.sampling import SamplingOptions
-    from zerolm.evaluate.text_coder import TextCoder
+    from zerolm.evaluate.sampling import Prompt, SamplingOptions, streamed_text
+    from zerolm.evaluate.text_coder import TextCoder, prompt_ids
     from zerolm.export.checkpoint_model import load_model
 
-    interactive = arguments.prompt is None and sys.stdin.isatty()
-    if interactive and arguments.num_samples > 1:
-        raise ConfigError("--num_samples: needs --prompt, or a text on stdin. Add one.")
     with redirect_stdout(sys.stderr):  # notices of libraries; stdout is for the text
         loaded = load_model(arguments.model, arguments.device)
     coder = TextCoder(loaded.tokenizer, loaded.eos_id)
     print(loaded.about, *(f"note: {line}" for line in coder.notices), sep="\n", file=sys.stderr)
-    conversation = Conversation(
-        loaded.model,
-        coder,
-        SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p),
-        sample_length=arguments.sample_length,
-        chat=arguments.chat,
-    )
-    terminal = Terminal(conversation)
-    if interactive:
-        terminal.loop(arguments.seed)
-        return
-    prompt = arguments.prompt
-    text = sys.stdin.read().removesuffix("\n") if prompt is None else prompt
-    terminal.answer(text, range(arguments.seed, arguments.seed + arguments.num_samples))
+    text = arguments.prompt
+    if text is None:
+        if sys.stdin.isatty():
+            print("Type the text to continue; Ctrl-D ends it.", file=sys.stderr)
+        text = sys.stdin.read().removesuffix("\n")
+    options = SamplingOptions(arguments.temperature, arguments.top_k, arguments.top_p)
+    for number in range(arguments.num_samples):
+        seed = arguments.seed + number
+        prompt = Prompt(prompt_ids(coder, text), arguments.sample_length, options, seed)
+        print("\n" * (number > 0) + text, end="", flush=True)
+        for piece in streamed_text(loaded.model, coder, prompt):
+            print(piece, end="", flush=True)
+        print()
 
 
 def _temperature(text: str) -> float:

@@ -16,11 +16,14 @@ import torch
 from zerolm.common.errors import ConfigError
 from zerolm.distributed.collectives import gather_objects, sum_over_ranks
 from zerolm.evaluate.likelihood import SINGLE_PROCESS, Ranks
+from zerolm.evaluate.text_coder import TextCoder, max_length
 from zerolm.model.compile import eager
 
 SYNC_INTERVAL = 8  # tokens between two checks whether all ranks are done
 MIN_LOGIT = -1e30  # probability zero next to any usual logit, yet finite
 SAMPLED_DOUBLINGS = 10  # by default the first samples are due at 1/1024 of the run
+CONTEXT_TOKENS = 8  # decoded with the new tokens: some tokenizers drop a text's first space
+INCOMPLETE = "\ufffd"  # what the first bytes of a character decode to
 
 Stop = Callable[[Sequence[int]], bool]
 
@@ -193,3 +196,32 @@ def _generate_one(
         if int(sum_over_ranks(torch.tensor(int(not done), device=device))) == 0:
             break
     return new
+
+
+def streamed_text(model: Any, coder: TextCoder, prompt: Prompt) -> Iterator[str]:
+    """Yield the text that continues a prompt in pieces, each as soon as it is generated.
+
+    The text ends at an EOS token of the tokenizer or of the model's generation config, after
+    `prompt.max_new_tokens`, or at the model's maximum. Not for a model sharded over ranks.
+    """
+    room = max_length(model.config, coder.tokenizer) - len(prompt.ids)
+    if room <= 0:
+        raise ConfigError(
+            f"the prompt has {len(prompt.ids)} tokens, and the model's maximum is "
+            f"{room + len(prompt.ids)}. Use a shorter one."
+        )
+    also = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    stop_ids = {coder.eos_id, *(also if isinstance(also, list) else [also])}
+    context, new = prompt.ids[-CONTEXT_TOKENS:], list[int]()
+    shown = len(coder.decode(context).rstrip(INCOMPLETE))
+    tokens = continuation(model, prompt, model.device)
+    for _ in range(min(prompt.max_new_tokens, room)):
+        with torch.no_grad(), eager():
+            token = next(tokens)
+        if token in stop_ids:
+            return
+        new.append(token)
+        text = coder.decode(context + new).rstrip(INCOMPLETE)
+        if len(text) > shown:
+            yield text[shown:]
+            shown = len(text)

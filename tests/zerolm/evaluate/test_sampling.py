@@ -5,7 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsWarper
 
-from tests.launching import LLAMA
+from tests.launching import LLAMA, VOCABULARY
+from tests.texts import write_tokenizer
 from zerolm.common.errors import ConfigError
 from zerolm.evaluate.sampling import (
     Prompt,
@@ -14,8 +15,10 @@ from zerolm.evaluate.sampling import (
     num_points_passed,
     read_prompts,
     sample_seed,
+    streamed_text,
     token_probabilities,
 )
+from zerolm.evaluate.text_coder import TextCoder, prompt_ids
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -106,3 +109,68 @@ def test_prompts_are_read_from_lines_or_json_lines(tmp_path) -> None:
         read_prompts(tmp_path / "wrong.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(tmp_path / "none.txt")
+
+
+# -------------------------------------------------------------------------------------------------
+# Text that is printed as it is generated
+
+
+@pytest.fixture(scope="module")
+def coder(tmp_path_factory) -> TextCoder:
+    return TextCoder(write_tokenizer(tmp_path_factory.mktemp("sampling") / "tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(3)
+    settings = LLAMA | {
+        "vocab_size": VOCABULARY, "initializer_range": 0.3, "max_position_embeddings": 64,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
+
+
+def pieces(model, coder, text, length=20, temperature=0.0, seed=0) -> list[str]:
+    prompt = Prompt(prompt_ids(coder, text), length, SamplingOptions(temperature), seed)
+    return list(streamed_text(model, coder, prompt))
+
+
+def test_the_pieces_of_a_text_are_that_of_transformers(model, coder) -> None:
+    text = "The class statement"
+    inputs = coder.tokenizer(text, return_tensors="pt")
+    theirs = model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    ours = pieces(model, coder, text)
+    assert len(ours) > 5
+    assert text + "".join(ours) == coder.tokenizer.decode(theirs[0]).rstrip("\ufffd")
+
+
+def test_a_piece_never_holds_a_part_of_a_character(coder) -> None:
+    """A model that copies its prompt: tokens of single bytes make characters of four."""
+    text = "\u00e9\U0001f40d\u6f22 end"
+    ids = coder.encode(text)
+    assert len(ids) > len(text)
+
+    class Echo(torch.nn.Module):
+        device, generation_config = "cpu", None
+        config = AutoConfig.for_model(**LLAMA | {"vocab_size": VOCABULARY})
+
+        def forward(self, input_ids, **_):
+            place = input_ids.shape[1] - 1  # the prompt is one token
+            logits = torch.zeros(1, 1, VOCABULARY)
+            logits[0, 0, (ids + [coder.eos_id])[place]] = 1
+            return type("Output", (), {"logits": logits})()
+
+    ours = pieces(Echo(), coder, "a", 50)  # the EOS token ends it
+    assert "".join(ours) == text and not any("\ufffd" in piece for piece in ours)
+
+
+def test_a_text_ends_at_the_models_maximum(model, coder) -> None:
+    ours = "".join(pieces(model, coder, "The", 1000))
+    assert ours == "".join(pieces(model, coder, "The", 64 - len(coder.encode("The"))))
+    with pytest.raises(ConfigError, match=r"the prompt has .* maximum is 64. Use a shorter one"):
+        pieces(model, coder, "word " * 100)
+
+
+def test_each_seed_gives_a_text_of_its_own_and_the_same_again(model, coder) -> None:
+    first, second, again = (pieces(model, coder, "The class", 8, 1.0, seed) for seed in (0, 1, 1))
+    assert second == again and first != second
