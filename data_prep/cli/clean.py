@@ -82,11 +82,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read_filters(path: Path) -> Any:
-    """Return the list of filters in a file, which may be a recipe.
-
-    Raises:
-        ConfigError: every problem with them.
-    """
+    """Return the list of filters in a file, which may be a recipe."""
     from data_prep.filters.parameters import filter_problems, resolve_model_paths
 
     try:

@@ -40,9 +40,6 @@ def run_stage(
     Args:
         chosen: the options of the stage; `problems()` yields (option, problem).
         flags: {option: flag}, where the names differ.
-
-    Raises:
-        ConfigError: every problem with the flags and inputs, before anything is written.
     """
     from data_prep.stages.output_rules import output_problems, overlap_problems
     from data_prep.tasks.phases import LocalExecutor

@@ -52,7 +52,6 @@ def convert(
         provenance: further keys of `_provenance.json`.
 
     Raises:
-        ConfigError: an input is damaged, or another process is writing there.
         ZerolmError: the output cannot be written. Nothing is left of it.
     """
     unfinished = directory.absolute().parent / f".{directory.name}.unfinished"

@@ -102,11 +102,7 @@ def _join(group: list[np.ndarray]) -> Items:
 
 
 def read_index(path: Path, kind: type[T]) -> T:
-    """Read a JSON file of another program as a `TypedDict`.
-
-    Raises:
-        ConfigError: it is absent, damaged, or of another format.
-    """
+    """Read a JSON file of another program as a `TypedDict`."""
     try:
         content = read_record(path, kind)
     except RecordError as error:
@@ -130,9 +126,6 @@ def read_whole(path: Path, compression: str | None) -> np.ndarray:
 
     Args:
         compression: None, or "zstd" with or without a level.
-
-    Raises:
-        ConfigError: another compression, or damaged content.
     """
     if compression is None:
         return np.memmap(path, np.uint8, "r")

@@ -165,10 +165,6 @@ def convert(
     Args:
         arguments: what the user gave, for the manifest.
         provenance: further keys of the manifest.
-
-    Raises:
-        ConfigError: damaged input, ids outside of the vocabulary, a document without EOS.
-        ZerolmError: the output cannot be written.
     """
     reader = _Reader(files, tokenizer, rules)
     total = sum(file.size_bytes for file in files)

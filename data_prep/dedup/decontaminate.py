@@ -115,10 +115,6 @@ def run_decontaminate(
 
     Returns:
         `stage.json`, published.
-
-    Raises:
-        ConfigError: an evaluation file or the input cannot be read.
-        ZerolmError: a task was lost.
     """
     items = options.read_items()
     identity = decontaminate_identity(options)

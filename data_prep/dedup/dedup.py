@@ -90,11 +90,7 @@ class DedupOptions:
         return replace(self, against=tuple(str(directory / each) for each in self.against))
 
     def open_signatures(self) -> list[Signatures]:
-        """Open the signatures to compare with.
-
-        Raises:
-            ConfigError: every problem with them, or rensa is missing.
-        """
+        """Open the signatures to compare with."""
         if not self.against:
             return []
         return open_signatures(self.against, comparison_settings(self))
@@ -137,11 +133,7 @@ class WriteTask:
 
 
 def comparison_settings(options: DedupOptions) -> dict[str, Any]:
-    """Return everything that determines hashes and decisions: the same for what is compared.
-
-    Raises:
-        ConfigError: rensa is missing.
-    """
+    """Return everything that determines hashes and decisions: the same for what is compared."""
     keys = ("threshold", "shingle_words", "exact", "near", "permutations")
     settings: dict[str, Any] = {key: getattr(options, key) for key in keys}
     settings |= {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version}
@@ -155,9 +147,6 @@ def dedup_identity(options: DedupOptions, against: Sequence[str]) -> dict[str, A
 
     Args:
         against: ids of the signatures that the documents are compared with.
-
-    Raises:
-        ConfigError: rensa is missing.
     """
     identity = comparison_settings(options)
     if options.keep_signatures:
@@ -183,10 +172,6 @@ def run_dedup(
 
     Returns:
         `stage.json`, published.
-
-    Raises:
-        ConfigError: the input or the signatures cannot be read, or rensa is missing.
-        ZerolmError: a task was lost.
     """
     against = options.open_signatures()
     key = fingerprint([inputs, dedup_identity(options, [each.id for each in against])])

@@ -67,11 +67,7 @@ def band_hashes(shingles: np.ndarray, ends: np.ndarray, layout: BandLayout) -> n
 
 
 def load_rensa() -> Any:
-    """Import rensa, the fastest MinHash we measured (benchmarks/results/dedup.md).
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Import rensa, the fastest MinHash we measured (benchmarks/results/dedup.md)."""
     try:
         import rensa
     except ImportError as error:

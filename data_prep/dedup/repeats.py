@@ -193,10 +193,6 @@ def run_repeats(
 
     Returns:
         `stage.json`, published.
-
-    Raises:
-        ConfigError: the input cannot be read.
-        ZerolmError: a task was lost.
     """
     key = fingerprint([inputs, repeats_identity(options)])
     if (published := reuse_or_reset_stage(output, "repeats", key)) is not None:

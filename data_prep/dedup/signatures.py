@@ -96,9 +96,6 @@ def open_signatures(arguments: Sequence[str], settings: Mapping[str, Any]) -> li
     Args:
         arguments: outputs of dedup stages, or their `signatures` directories.
         settings: `comparison_settings` of the new documents, which must be the same.
-
-    Raises:
-        ConfigError: every problem with them.
     """
     found: list[Signatures] = []
     problems: list[str] = []

@@ -90,11 +90,7 @@ def _added(metadata: Json, record: Json, tags: list[str]) -> Json:
 
 
 def build_filters(specifications: Sequence[Json]) -> Filters:
-    """Build the filters of a recipe, in which `filter_problems` found nothing wrong.
-
-    Raises:
-        ConfigError: an optional package, a model or a function is missing.
-    """
+    """Build the filters of a recipe, in which `filter_problems` found nothing wrong."""
     filters = Filters()
     for specification in specifications:
         name = specification["filter"]
@@ -121,9 +117,6 @@ def filters_identity(specifications: Sequence[Json]) -> Json:
 
     These are the versions of packages, the hash of each user function's module (but not of the
     modules it imports), and the sizes and modification times of models.
-
-    Raises:
-        ConfigError: a user function is missing.
     """
     identity: Json = {}
     for specification in specifications:

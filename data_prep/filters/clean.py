@@ -87,11 +87,7 @@ class CleanTask:
     key: str  # fingerprint of the phase; files with another key are rewritten
 
     def __call__(self, task: int) -> Json:
-        """Write the files of a unit that are missing.
-
-        Raises:
-            ConfigError: bad input under the policy "fail".
-        """
+        """Write the files of a unit that are missing."""
         done = self._finished_files(task)
         tally = Tally.from_records([record["reading"] for record in done[-1:]])
         start = done[-1]["next"] if done else None
@@ -194,11 +190,6 @@ def run_clean(
     Args:
         inputs: what `find_inputs` returned.
         provenance: of the inputs, for `stage.json`.
-
-    Raises:
-        ConfigError: bad input under the policy "fail", too much bad input under "skip", or the
-            output is another stage.
-        ZerolmError: a task was lost.
     """
     phase = _clean_phase(options, inputs, output)
     if (output / STAGE_MANIFEST).exists():

@@ -97,11 +97,7 @@ class Url:
 
 
 class Language:
-    """datatrove's language filter with a model file instead of its download.
-
-    Raises:
-        ConfigError: the file is not a model.
-    """
+    """datatrove's language filter with a model file instead of its download."""
 
     def __init__(self, model: str, **parameters: Any):
         from datatrove.pipeline.filters.language_filter import LanguageFilter

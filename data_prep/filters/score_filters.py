@@ -27,9 +27,6 @@ class FastText:
     Args:
         model: path of the file.
         name: of the scores: `scores["NAME.LABEL"]`; default: the name of the file.
-
-    Raises:
-        ConfigError: the file is not a model, or it has other labels.
     """
 
     def __init__(self, model: str, name: str = "", **parameters: Any):

@@ -47,9 +47,6 @@ def find_window(
 
     Without a seed, `sequence` is the window. With a seed it is a sequence number of a run with that
     seed on this source alone, which `zerolm.data.order` maps to a window.
-
-    Raises:
-        ConfigError: there is no such sequence.
     """
     count = num_rows(source, seq_len, packing)
     if count == 0:
@@ -71,11 +68,7 @@ def find_window(
 def window_excerpt(
     source: Source, sequence: int, seq_len: int, seed: int | None, packing: str
 ) -> Excerpt:
-    """Return a window of a source or, with a seed, a sequence of a run on this source alone.
-
-    Raises:
-        ConfigError: see `find_window`.
-    """
+    """Return a window of a source or, with a seed, a sequence of a run on this source alone."""
     window, epoch = find_window(source, sequence, seq_len, seed, packing)
     labels: dict[str, Any] = {"window": window}
     if seed is not None:
@@ -90,11 +83,7 @@ def window_excerpt(
 
 
 def document_excerpt(source: Source, document: int) -> Excerpt:
-    """Return a complete document of a source, by its number from 0.
-
-    Raises:
-        ConfigError: there is no such document.
-    """
+    """Return a complete document of a source, by its number from 0."""
     if document >= source.num_documents:
         raise ConfigError(
             f"--document {document}: {source.directory} has {source.num_documents:,} documents, "
@@ -112,9 +101,6 @@ def run_excerpts(
         sequence: number of a sequence in the run; if None, `step` is given.
         step: return the sequences of the batch of this step.
         row: return only this sequence of the batch, counted from 0.
-
-    Raises:
-        ConfigError: the run, step, row or data does not exist.
     """
     run = open_run(run_dir)
     notes: list[str] = []

@@ -143,11 +143,7 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe and check all of it: keys, values, filters, inputs, tokenizer, output.
-
-    Raises:
-        ConfigError: every problem.
-    """
+    """Read a recipe and check all of it: keys, values, filters, inputs, tokenizer, output."""
     content = read_json(path, "a recipe; data_prep/recipes/ has examples")
     problems = [
         f"{path}: {key!r} is not a key of a recipe.{did_you_mean(key, KEYS)} "

@@ -51,12 +51,7 @@ def prepare(recipe: Any, executor: Any) -> tuple[list["Pipeline"], "Training | N
 
 
 def run_recipe(recipe: Any, pipelines: Sequence["Pipeline"], training: "Training | None") -> Path:
-    """Run every stage that is not complete; return the report's path.
-
-    Raises:
-        ConfigError: bad input under the policy "fail".
-        ZerolmError: a task was lost, or another process runs this recipe.
-    """
+    """Run every stage that is not complete; return the report's path."""
     make_directory(recipe.output)
     with lock_output(recipe.output):
         by_name = {pipeline.source.name: pipeline for pipeline in pipelines}

@@ -12,31 +12,19 @@ LOCK_FILE = ".lock"
 
 
 def read_state(directory: Path) -> dict[str, str]:
-    """Return the fingerprint with which each stage was started, by stage.
-
-    Raises:
-        RecordError: the file is damaged.
-    """
+    """Return the fingerprint with which each stage was started, by stage."""
     fix = "Restore it, or remove it to run all stages of this directory again."
     return read_record(directory / STATE_FILE, dict[str, str], fix) or {}
 
 
 def write_state(directory: Path, started: dict[str, str]) -> None:
-    """Write the fingerprints of started stages.
-
-    Raises:
-        ConfigError: the directory cannot be created.
-    """
+    """Write the fingerprints of started stages."""
     make_directory(directory)
     write_json(directory / STATE_FILE, started)
 
 
 def make_directory(directory: Path) -> None:
-    """Create a directory and its parents.
-
-    Raises:
-        ConfigError: it cannot be created.
-    """
+    """Create a directory and its parents."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -44,11 +32,7 @@ def make_directory(directory: Path) -> None:
 
 
 def lock_output(output: Path) -> FileLock:
-    """Take the lock of a pipeline's output.
-
-    Raises:
-        ZerolmError: another run holds it.
-    """
+    """Take the lock of a pipeline's output."""
     try:
         return FileLock(output / LOCK_FILE)
     except LockTaken as error:

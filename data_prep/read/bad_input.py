@@ -102,11 +102,7 @@ def describe_problems(
 
 
 def check_bad_fraction(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> None:
-    """Refuse a corpus with too much bad input.
-
-    Raises:
-        ConfigError: more than `max_bad_fraction` of the documents, or of the bytes.
-    """
+    """Refuse a corpus with too much bad input."""
     num_bad = sum(tally.bad.values())
     num_all = tally.num_documents + num_bad
     total_bytes = sum(each.size_bytes or 0 for each in inputs)

@@ -57,10 +57,6 @@ def read_input(
     """Yield (chunk, start of the next chunk) for a part of an input.
 
     A line belongs to the part in which it starts.
-
-    Raises:
-        ConfigError: the file has changed since it was listed.
-        ZerolmError: the hub dataset can no longer be read.
     """
     size = source.size_bytes or 0
     if source.problem is not None:
@@ -87,11 +83,7 @@ def read_input(
 
 
 def _check_unchanged(source: Input) -> Failure | None:
-    """Return why a file can no longer be opened, or None if it can.
-
-    Raises:
-        ConfigError: its size has changed since it was listed.
-    """
+    """Return why a file can no longer be opened, or None if it can."""
     path = Path(source.name)
     if is_url(source.name):
         if stat_file(source.name)[1:] != (source.size_bytes, source.version):

@@ -111,11 +111,7 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def stat_file(url: str) -> Entry:
-    """Return the present state of a file.
-
-    Raises:
-        ZerolmError: it is gone, or the store does not answer.
-    """
+    """Return the present state of a file."""
     try:
         return _retried(lambda: next(iter(_list(url))), RETRY_SECONDS)
     except Exception as error:

@@ -239,11 +239,7 @@ def _checksums(manifest: Path, modified_ns: int) -> dict[str, str]:
 
 
 def read_stage_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a stage's file, without their newlines.
-
-    Raises:
-        ConfigError: the file is truncated or damaged.
-    """
+    """Yield the lines of a stage's file, without their newlines."""
     import pyarrow as pa
 
     try:

@@ -170,11 +170,6 @@ def read_batches(
     Args:
         chunk_bytes: approximate size of a batch; a larger document makes a larger batch.
         start: `next` of a batch, or its two numbers as a list, to resume after that batch.
-
-    Raises:
-        ConfigError: bad input under `on_bad_input` "fail", with the first problems of the unit; or
-            a file has changed since it was listed.
-        ZerolmError: a hub dataset can no longer be read.
     """
     fatal: list[Problem] = []
     for chunk in _read_chunks(inputs, unit, rules, chunk_bytes, start):

@@ -223,9 +223,6 @@ def choose(
 
     Args:
         with_limits: stop at `max_documents` and `max_tokens`.
-
-    Raises:
-        ShardError: document ends or origins are damaged.
     """
     allowed = None
     if selection.files is not None:

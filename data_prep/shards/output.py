@@ -89,7 +89,6 @@ def write_outputs(
         keys: of an output's manifest, by its number.
 
     Raises:
-        ConfigError: an output would have no documents, or an input is damaged.
         ZerolmError: an output cannot be written. Nothing is left of it.
     """
     directory: Any = ""

@@ -89,9 +89,6 @@ class Reshard:
     Args:
         sources: with equal tokenizers; see `differences`.
         directory: the output, or the parent directory of the parts.
-
-    Raises:
-        ConfigError: no document is chosen, or document ends or origins are damaged.
     """
 
     def __init__(self, sources: Sequence[Source], directory: Path, options: Options):

@@ -60,11 +60,7 @@ class Documents:
         raise NotImplementedError
 
     def total_tally(self, records: Sequence[Json]) -> Tally:
-        """Return the tally of all tasks, each of whose records has a `tally`.
-
-        Raises:
-            ConfigError: too much of the input was bad.
-        """
+        """Return the tally of all tasks, each of whose records has a `tally`."""
         raise NotImplementedError
 
     def bounded(self, directory: Path, executor: Executor) -> "Documents":

@@ -100,9 +100,6 @@ def reuse_or_reset_stage(output: Path, stage: str, inputs: str) -> Json | None:
     """Return `stage.json` if the stage is published already.
 
     A stage of the same name from other inputs or options is no longer published after this call.
-
-    Raises:
-        ConfigError: the directory is a stage of another name.
     """
     if not is_stage(output):
         return None
@@ -136,9 +133,6 @@ def publish_output(
         documents: the input of the stage.
         records: of the tasks: what `StageOutput.close` returned, and a `tally`.
         notes: name of the file of the notes.
-
-    Raises:
-        ConfigError: too much of the input was bad.
     """
     tally = documents.total_tally(records)
     task_notes = [output / WORK / DROPPED_NOTES / stage_file(task) for task in range(len(records))]

@@ -38,9 +38,6 @@ def make_executor(name: str, num_workers: int, options: Json, where: str) -> Exe
         num_workers: tasks that run at a time.
         options: `executor` of the recipe: `{"slurm": {...}, "ray": {...}}`.
         where: file of the options, for messages.
-
-    Raises:
-        ConfigError: unknown names and options, or an optional package that is not installed.
     """
     problems = [
         f"{where}: executor.{key}: is not an executor with options."

@@ -126,12 +126,7 @@ def fingerprint(value: Any) -> str:
 
 
 def run_phase(phase: Phase, executor: Executor) -> list[Record]:
-    """Run the tasks that have no valid record, and return the records of all tasks, in order.
-
-    Raises:
-        ConfigError: a task refused its input.
-        ZerolmError: a task was lost, or failed on another machine.
-    """
+    """Run the tasks that have no valid record, and return the records of all tasks, in order."""
     missing = [task for task, record in enumerate(valid_records(phase)) if record is None]
     if missing:
         phase.records.mkdir(parents=True, exist_ok=True)

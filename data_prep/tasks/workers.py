@@ -57,7 +57,6 @@ def ordered_map(
 
     Raises:
         ConfigError, ZerolmError, OSError: as raised in a worker.
-        ZerolmError: a worker died.
         RuntimeError: any other exception in a worker, with its traceback.
     """
     workers: list[_Worker] = []

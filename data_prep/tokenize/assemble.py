@@ -89,11 +89,7 @@ class AssembleShards:
     entries: tuple[Entry | None, ...]
 
     def __call__(self, task: int) -> dict[str, Any]:
-        """Write the files of a shard, unless it is already assembled.
-
-        Raises:
-            OSError: the files cannot be written.
-        """
+        """Write the files of a shard, unless it is already assembled."""
         shard = self.shards[task]
         entry = self.entries[task]
         if entry is None:
@@ -152,11 +148,7 @@ class BackgroundAssembly:
                     part_queue.put(part)
 
     def finish(self) -> dict[tuple[Path, int], Entry]:
-        """Return the manifest entries of the assembled shards, by directory and number.
-
-        Raises:
-            OSError: a shard could not be written.
-        """
+        """Return the manifest entries of the assembled shards, by directory and number."""
         self._all_added = True
         self._join()
         for error in self._errors:

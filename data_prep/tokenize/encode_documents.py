@@ -82,11 +82,7 @@ class DocumentEncoder:
         return batches, IdCounts(int(num_inner_eos), int(num_unknown))
 
     def _with_eos(self, ids: Sequence[np.ndarray]) -> np.ndarray:
-        """Concatenate the ids of documents, each followed by the EOS id, in the dtype of shards.
-
-        Raises:
-            ShardError: an id outside the vocabulary.
-        """
+        """Concatenate the ids of documents, each followed by the EOS id, in the dtype of shards."""
         eos = np.array([self.eos_id], np.uint32)
         joined = [np.empty(0, np.uint32)] * (2 * len(ids))
         joined[::2], joined[1::2] = ids, [eos] * len(ids)

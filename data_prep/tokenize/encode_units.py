@@ -82,13 +82,7 @@ class EncodeUnits:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def __call__(self, task: int) -> dict[str, Any]:
-        """Encode a unit, resuming after its existing parts.
-
-        Raises:
-            ConfigError: documents that cannot be read, or ids outside the vocabulary.
-            ZerolmError: the ids differ from those of the reference.
-            OSError: the parts cannot be written.
-        """
+        """Encode a unit, resuming after its existing parts."""
         unit, fingerprint = self.units[task]
         name = f"{ENCODED_DIRECTORY}/{task // UNITS_PER_DIRECTORY:05d}"
         directory = self.directory / name

@@ -33,9 +33,6 @@ def held_out_problem(inputs: Sequence[Input], rules: InputRules, fraction: float
     """Return why a small source could not be divided: none of its documents would be held out.
 
     Of a source of more than MAX_SEARCHED_BYTES, or of the hub, nothing is read.
-
-    Raises:
-        ConfigError: bad input that `rules` do not allow.
     """
     size = sum((each.size_bytes or 0) * _cost(each) for each in inputs)
     if not fraction or size > MAX_SEARCHED_BYTES or any(each.hub for each in inputs):

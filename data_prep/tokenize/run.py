@@ -77,7 +77,6 @@ def run_tokenization(
         provenance: further keys of the manifests.
 
     Raises:
-        ConfigError: an output cannot be written, or input cannot be read.
         ZerolmError: a worker died, a disk is full, or only some of the outputs were published.
     """
     if len(inputs) > MAX_INPUTS:

@@ -77,7 +77,6 @@ def open_backend(name: str, directory: Path) -> Encode:
 
     Raises:
         BackendUnavailable: the backend is not installed or does not support this tokenizer.
-        ConfigError: the copy itself cannot be loaded.
     """
     if installed_version(name) is None:
         extra = EXTRAS.get(name, name)

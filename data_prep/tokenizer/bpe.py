@@ -110,9 +110,6 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
 
     Returns:
         The vocabulary size, which is smaller than requested if the texts have too few pairs.
-
-    Raises:
-        ConfigError: invalid options.
     """
     if problems := options.problems():
         raise ConfigError(problems)

@@ -73,9 +73,6 @@ def choose_backend(
     Args:
         backend: one of `backends.BACKENDS`, or "auto" for the fast one if it passes the check.
         input_bytes: size of the input; a check that would cost more than it saves is skipped.
-
-    Raises:
-        ConfigError: the backend was requested by name and cannot be used.
     """
     reference = reference_backend(directory)
     if backend not in ("auto", *BACKENDS):

@@ -85,11 +85,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer directory, hub id or `tiktoken:<encoding>`.
-
-    Raises:
-        ConfigError: the tokenizer does not exist, cannot be loaded, or has no EOS token.
-    """
+    """Load a tokenizer directory, hub id or `tiktoken:<encoding>`."""
     if name.startswith(TIKTOKEN_PREFIX):
         return _describe_tiktoken(name, _get_encoding(name))
     directory = Path(name)
@@ -178,11 +174,7 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
 
 
 def _check_eos_token(directory: Path, eos_token: str) -> None:
-    """Check that no EOS token was made up: transformers adds an unknown one with a new id.
-
-    Raises:
-        ConfigError: the directory has a tokenizer.json, and none of its files know the token.
-    """
+    """Check that no EOS token was made up: transformers adds an unknown one with a new id."""
     if not (directory / "tokenizer.json").is_file():
         return
     backend = load_tokenizer_json(directory / "tokenizer.json")

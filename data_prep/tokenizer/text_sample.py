@@ -96,9 +96,6 @@ def read_texts(
 
     Args:
         advance: called with the numbers of input bytes and documents read.
-
-    Raises:
-        ConfigError: bad input that `rules` do not allow.
     """
     for unit in plan_units(inputs):
         for batch in read_batches(inputs, unit, rules, tally):

@@ -56,9 +56,6 @@ def train_on_inputs(
 
     Args:
         groups: inputs, and the rules for reading them.
-
-    Raises:
-        ConfigError: bad input, or no documents.
     """
     inputs = [each for group, _ in groups for each in group]
     sizes = [each.size_bytes for each in inputs]

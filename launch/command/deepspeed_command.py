@@ -14,11 +14,7 @@ SCRIPT = "pretrain.py"
 
 
 def run_directory(command: Sequence[str]) -> Path:
-    """Return the run directory of a command: from `--run_dir`, or from its `--settings` file.
-
-    Raises:
-        ConfigError: the command does not start pretrain.py, or names no run directory.
-    """
+    """Return the run directory of a command: from `--run_dir`, or from its `--settings` file."""
     script = _script_index(command)
     if script is None:
         raise ConfigError(

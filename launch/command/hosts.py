@@ -36,9 +36,6 @@ def read_hostfile(path: Path) -> list[Host]:
     """Read a hostfile's `name slots=N` lines, as strictly as DeepSpeed and ssh need them.
 
     Open MPI's `max_slots=N` may follow, which DeepSpeed ignores.
-
-    Raises:
-        ConfigError: the file cannot be read or names no host, or every line that is malformed.
     """
     try:
         lines = path.read_text(errors="replace").split("\n")

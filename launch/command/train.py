@@ -138,11 +138,7 @@ def deepspeed_command(argv: Sequence[str]) -> list[str]:
 
 
 def run_command(arguments: argparse.Namespace) -> list[str]:
-    """Return what follows `--` in a command line, with `zerolm train ...` as `deepspeed ...`.
-
-    Raises:
-        ConfigError: a URL in it contains credentials.
-    """
+    """Return what follows `--` in a command line, with `zerolm train ...` as `deepspeed ...`."""
     command = _without_credentials(arguments.run_command or [])
     for place in (1, 3):  # zerolm train, python -m zerolm train
         if command[place : place + 1] == ["train"] and Path(command[place - 1]).name in PROGRAMS:
@@ -151,11 +147,7 @@ def run_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def _without_credentials(argv: Sequence[str]) -> list[str]:
-    """Return a command, unless DeepSpeed's launcher would print credentials in it.
-
-    Raises:
-        ConfigError: a URL in it contains credentials.
-    """
+    """Return a command, unless DeepSpeed's launcher would print credentials in it."""
     if problems := [
         f"command line: {word}: contains credentials, which the launcher, job files and process "
         f"listings would show. Put them into the environment or the configuration of the store's "
@@ -205,11 +197,7 @@ def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into (launcher flags as `--name=value`, arguments of pretrain.py).
-
-    Raises:
-        ConfigError: a flag of the launcher lacks its value.
-    """
+    """Split arguments into (launcher flags as `--name=value`, arguments of pretrain.py)."""
     launcher: list[str] = []
     rest: list[str] = []
     arguments = list(argv)

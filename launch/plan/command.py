@@ -136,11 +136,7 @@ def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
 
 def per_node(arguments: argparse.Namespace) -> int:
-    """Return the devices per node.
-
-    Raises:
-        ConfigError: the devices do not fill the nodes.
-    """
+    """Return the devices per node."""
     devices, local = arguments.devices, min(arguments.devices, arguments.devices_per_node)
     if devices % local:
         raise ConfigError(
@@ -171,11 +167,7 @@ def assumptions(arguments: argparse.Namespace) -> "Assumptions":
 
 
 def _measured_restart(run_dir: str) -> float:
-    """Return the median seconds of a run's recoveries, without repeated steps.
-
-    Raises:
-        ConfigError: it has logged none.
-    """
+    """Return the median seconds of a run's recoveries, without repeated steps."""
     from statistics import median
 
     from zerolm.common.jsonl import EventRow, read_rows

@@ -114,9 +114,6 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
 
     Args:
         base: devices that `like` may name.
-
-    Raises:
-        ConfigError: a key is missing, unknown or not a number.
     """
     values = read_json(path, "a file like launch/plan/hardware.json")
     return parse(values.get("devices") or {}, path, base)

@@ -98,9 +98,6 @@ def probe(
         settings: of the plan; its budget, batch and schedule are replaced by a few short steps.
         ranks: devices of this machine to use.
         timeout_seconds: after which the run is killed.
-
-    Raises:
-        ConfigError: the run failed or timed out; has the last lines of its output.
     """
     with tempfile.TemporaryDirectory(prefix="zerolm-probe-") as name:
         directory = Path(name)

@@ -70,9 +70,6 @@ def flops_of(
     Args:
         text: FLOPs (`1e22`), money (`$50000`), or time of all devices (`14d`, `36h`).
         mfu: model FLOP/s utilization; None: the device's `attained`.
-
-    Raises:
-        ConfigError: the text is none of these, or the price of the device is unknown.
     """
     if text.startswith("$") and hardware.price_per_hour is None:
         raise ConfigError(

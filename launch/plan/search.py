@@ -67,9 +67,6 @@ def search(
     Args:
         settings: without a DeepSpeed JSON. A given micro-batch or gradient checkpointing is kept;
             otherwise all values are tried.
-
-    Raises:
-        ConfigError: the batch does not divide over the devices, or a DeepSpeed JSON is given.
     """
     if settings.deepspeed_config:
         raise ConfigError(

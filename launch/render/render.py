@@ -100,11 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
-    """Return the contents of the file.
-
-    Raises:
-        ConfigError: every invalid flag, those of pretrain.py included.
-    """
+    """Return the contents of the file."""
     flags = pretrain_flags(command)
     if arguments.settings is not None:
         flags = ["--settings", arguments.settings, *flags]

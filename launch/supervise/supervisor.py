@@ -64,9 +64,6 @@ class Supervisor:
 
     Args:
         command: `deepspeed ... pretrain.py ...`.
-
-    Raises:
-        ConfigError: the command names no run directory, or another supervisor is using it.
     """
 
     def __init__(self, command: Sequence[str], policy: Policy):
@@ -317,11 +314,7 @@ def shortened_files(run_dir: Path) -> list[str]:
 
 
 def _lock_run_directory(run_dir: Path) -> FileLock:
-    """Lock a run directory for one supervisor; the lock ends with this process.
-
-    Raises:
-        ConfigError: another supervisor holds the lock, or the directory cannot be created.
-    """
+    """Lock a run directory for one supervisor; the lock ends with this process."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         owner = json.dumps({"host": os.uname().nodename, "pid": os.getpid()}) + "\n"

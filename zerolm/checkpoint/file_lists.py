@@ -28,11 +28,7 @@ class _Content(TypedDict):
 
 
 def with_lists(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Write the lists of a manifest of more than `LISTED_RANKS` ranks; return what is left of it.
-
-    Raises:
-        OSError: they cannot be written.
-    """
+    """Write the lists of a manifest of more than `LISTED_RANKS` ranks; return what is left of it."""
     own = sorted((e for e in manifest["files"] if "rank" in e), key=lambda entry: entry["rank"])
     groups = [
         (number, list(entries))
@@ -66,9 +62,6 @@ def read_list(directory: Path, one: dict[str, Any]) -> list[ListedFile]:
     Args:
         directory: of the checkpoint.
         one: its entry in the manifest.
-
-    Raises:
-        CheckpointError: it is missing or damaged.
     """
     path = directory / FILES
     where = f"{path}, {one['size_bytes']} bytes from byte {one['start_byte']}"
@@ -113,11 +106,7 @@ def pieces(directory: Path, manifest: dict[str, Any], rank: int, world_size: int
 
 
 def all_entries(directory: Path, manifest: dict[str, Any]) -> list[ListedFile]:
-    """Return the entries of all files, also of `FILES.jsonl` itself.
-
-    Raises:
-        CheckpointError: a list is damaged.
-    """
+    """Return the entries of all files, also of `FILES.jsonl` itself."""
     return [*manifest["files"], *_entries(directory, manifest.get("lists", []))]
 
 

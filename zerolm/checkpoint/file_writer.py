@@ -114,7 +114,6 @@ def write_hashed(
         `size_bytes` and `xxh3_128` of the file, from the bytes that were passed to the kernel.
 
     Raises:
-        OSError: the write failed.
         Cancelled: `cancelled` returned True.
     """
     file = _BlockFile(path, cancelled, direct=durable)
@@ -142,11 +141,7 @@ def _without_crc32() -> Any:
 
 
 def verify_written(path: Path, entry: dict[str, Any]) -> None:
-    """Read a synced file back, bypassing the page cache where possible, and compare.
-
-    Raises:
-        OSError: size or checksum differ from what was written.
-    """
+    """Read a synced file back, bypassing the page cache where possible, and compare."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):

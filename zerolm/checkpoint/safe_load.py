@@ -35,9 +35,6 @@ def read_data(path: str | Path, *, mapped: bool = False) -> Any:
 
     Args:
         mapped: memory-map the file (copy-on-write), so that only the pages in use are read.
-
-    Raises:
-        CheckpointError: the file holds a class that is not allowed.
     """
     import torch
 

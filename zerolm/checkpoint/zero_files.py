@@ -45,9 +45,6 @@ def optimizer_files(directory: Path, world_size: int, tensor_rank: int = 0) -> l
     Args:
         world_size: number of ranks over which the optimizer states are sharded.
         tensor_rank: rank within a tensor-parallel group.
-
-    Raises:
-        CheckpointError: a shard is missing, or there are too many.
     """
     pattern = re.compile(
         rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{tensor_rank:02d}_optim_states\.pt"

@@ -117,9 +117,6 @@ def _find(references: Sequence[str], output: Path, *, ordered: bool) -> list[Che
 
     Args:
         ordered: the method depends on the order of the checkpoints.
-
-    Raises:
-        ConfigError: they cannot be merged, or `output` exists.
     """
     from zerolm.export.export import check_room
 

@@ -21,11 +21,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def verified_checkpoint(reference: str | Path) -> Checkpoint:
-    """Find a checkpoint as `locate` does, verify every file, and print a summary.
-
-    Raises:
-        CheckpointError: there is none, or it is not complete.
-    """
+    """Find a checkpoint as `locate` does, verify every file, and print a summary."""
     checkpoint = locate(reference)
     if problems := file_problems(checkpoint):
         raise CheckpointError(problems)

@@ -51,10 +51,6 @@ class TokenStream(WindowStream):
         document_mask, packing: see `WindowStream`.
         skipped_windows: ranges [start, end) of sequence numbers to skip, see `zerolm.data.skips`.
         stages: later stages of weights, see `zerolm.data.order.Order`.
-
-    Raises:
-        ShardError: a source is too short for one sequence; all are listed.
-        ConfigError: a weight is invalid, see `zerolm.data.order.Order`.
     """
 
     reads_all_data = True
@@ -117,9 +113,6 @@ class ValidationStream(WindowStream):
     Args:
         num_sequences: total number, split over the sources as evenly as their windows allow; fewer
             if there are not enough. They are numbered from 0, source after source.
-
-    Raises:
-        ShardError: a source is too short for one sequence; all are listed.
     """
 
     def __init__(

@@ -186,11 +186,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
 
 
 def open_intact_packing(source: Source, seq_len: int) -> Packing:
-    """Open the packing index of a source, and compare the checksums of its files.
-
-    Raises:
-        ShardError: see `open_packing`; or a file is damaged.
-    """
+    """Open the packing index of a source, and compare the checksums of its files."""
     packing = open_packing(source, seq_len)
     if damage := packing.damage():
         raise ShardError(damage)
@@ -222,9 +218,6 @@ def num_rows(source: Source, seq_len: int, packing: str) -> int:
 
     Args:
         packing: `BEST_FIT` or `CONCAT` of `zerolm.config.settings`.
-
-    Raises:
-        ShardError: see `open_packing`.
     """
     if packing == BEST_FIT:
         return open_packing(source, seq_len).num_rows
@@ -232,11 +225,7 @@ def num_rows(source: Source, seq_len: int, packing: str) -> int:
 
 
 def data_fingerprint(sources: Sequence[Source], seq_len: int | None, packing: str) -> str:
-    """Return the hex SHA-256 that identifies the rows of a run: the tokens, and their packing.
-
-    Raises:
-        ShardError: see `open_packing`.
-    """
+    """Return the hex SHA-256 that identifies the rows of a run: the tokens, and their packing."""
     prints = [source.fingerprint for source in sources]
     if packing == BEST_FIT:
         assert seq_len is not None

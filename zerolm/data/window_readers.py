@@ -27,9 +27,6 @@ class WindowReader:
         dtype: the narrowest one that holds the ids of every source.
         eos_ids: (S,) int64, of each source.
         is_remote: whether any source is in a store.
-
-    Raises:
-        ShardError: a source is too short for one window; all are listed.
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int):

@@ -117,11 +117,7 @@ def source_decoder(source: Source) -> Decoder:
 
 
 def load_decoder(directory: Path) -> Decoder:
-    """Return a function from ids to text, including special tokens, from a tokenizer directory.
-
-    Raises:
-        ConfigError: there is no tokenizer that can be loaded.
-    """
+    """Return a function from ids to text, including special tokens, from a tokenizer directory."""
     if (directory / TIKTOKEN_FILE).is_file():
         return read_tiktoken(directory).decode
     if (directory / "tokenizer.json").is_file():

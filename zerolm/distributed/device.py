@@ -196,9 +196,6 @@ def inference_device(requested: str | None) -> str:
 
     Args:
         requested: None for a GPU if there is one.
-
-    Raises:
-        ConfigError: torch cannot use it.
     """
     import torch
 

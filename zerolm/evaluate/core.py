@@ -58,9 +58,6 @@ def read_bundle(directory: str | Path, limit: int = 0) -> list[Task]:
 
     Args:
         limit: maximum items of a task, after shuffling; 0 for all.
-
-    Raises:
-        ConfigError: a file is missing or damaged, or an item is not one; all of them.
     """
     base = Path(directory)
     config, baselines = _read_config(base / CONFIG), _read_baselines(base / META_DATA)
@@ -224,9 +221,6 @@ def item_rows(task: Task, number: int, coder: "TextCoder", max_length: int) -> l
     Scored are the tokens after what all options have in common (multiple choice), the tokens that
     all have in common at the end (schema), or the continuation. Rows have at most `max_length`
     tokens; longer ones lose their first tokens. A row with no scored token is possible.
-
-    Raises:
-        ConfigError: a prompt is empty.
     """
     from zerolm.evaluate.likelihood import Row
 

@@ -46,10 +46,6 @@ def open_held_out(directory: Path, given: HeldOut) -> tuple[list[Source], HeldOu
 
     Returns:
         The sources; and `given` with all values filled in.
-
-    Raises:
-        ConfigError: a source cannot be opened, is of another tokenizer, or is too short; or the
-            model cannot take the sequences. All problems.
     """
     config = load_model_config(str(directory / "config.json"), [])
     positions = max_positions(config)

@@ -51,10 +51,6 @@ def evaluate_export(
     Returns:
         `figures` is {`<task>/<metric>`: value}; `hellaswag` and `core`, if evaluated, have the
         outcome of each item.
-
-    Raises:
-        ConfigError: the model, tokenizer, a task or the file does not exist, or the model would run
-            code of its own.
     """
     if not (directory / "config.json").is_file():
         fact = "not a model directory" if directory.is_dir() else "no such directory"

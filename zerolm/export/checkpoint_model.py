@@ -33,11 +33,6 @@ def load_model(reference: str | Path, device: str | None = None) -> LoadedModel:
     Args:
         reference: a model directory, `RUN`, `RUN@STEP`, or the directory of a checkpoint.
         device: of torch; None for a GPU if there is one.
-
-    Raises:
-        ConfigError: the model would run code of its own, or the run has no tokenizer.
-        CheckpointError: there is no checkpoint, or it is not complete, or its logits differ from
-            those of the training engine.
     """
     device, directory = inference_device(device), Path(reference)
     if (directory / "config.json").is_file():

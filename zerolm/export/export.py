@@ -46,9 +46,6 @@ def export(
             logits of the engine to compare with.
 
     The other arguments, the result and the errors are those of `write_model`.
-
-    Raises:
-        CheckpointError: the logits of the written model differ from the training engine's.
     """
     from zerolm.checkpoint.zero_files import MASTER, Weights
     from zerolm.optim import ema
@@ -107,9 +104,6 @@ def write_model(
 
     Returns:
         One line about the result, and one for each note.
-
-    Raises:
-        ConfigError: `output` exists, or its disk has too little space.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -207,10 +201,6 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
 
     Returns:
         The result, to be printed.
-
-    Raises:
-        CheckpointError: weights are missing or unexpected, or a logit differs by more than
-            rounding.
     """
     return check_logits(load_exported(directory), saved, precision, directory)
 
@@ -227,9 +217,6 @@ def check_logits(
 
     Returns:
         The result, to be printed.
-
-    Raises:
-        CheckpointError: a logit differs by more than rounding.
     """
     import torch
 
@@ -256,11 +243,7 @@ def check_logits(
 
 
 def load_exported(directory: Path) -> Any:
-    """Load a model directory as a user would. On a CPU its files are mapped, not read.
-
-    Raises:
-        CheckpointError: weights are missing or unexpected.
-    """
+    """Load a model directory as a user would. On a CPU its files are mapped, not read."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

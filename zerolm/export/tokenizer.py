@@ -28,11 +28,7 @@ def generation_of(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def first_source(run_dir: Path) -> Source | None:
-    """Return the first data source of a run; None if its shards have been removed.
-
-    Raises:
-        ConfigError: the shards are damaged.
-    """
+    """Return the first data source of a run; None if its shards have been removed."""
     recorded = (find_run_json(run_dir) or {}).get("settings", {}).get("data")
     if not recorded:
         return None

@@ -31,11 +31,7 @@ ROUTED_EXPERT = re.compile(r"\bexperts\b")
 
 
 def causal_lm_class(config: "PretrainedConfig") -> type["PreTrainedModel"]:
-    """Return the class that `AutoModelForCausalLM.from_config` builds.
-
-    Raises:
-        ConfigError: the model type has no causal language model.
-    """
+    """Return the class that `AutoModelForCausalLM.from_config` builds."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model_class: Any
@@ -129,9 +125,6 @@ def constructor_values(
 
     The model is constructed again, with tensors up to the size of the largest of them on the CPU.
     Does not change the state of torch's global generator.
-
-    Raises:
-        ConfigError: a parameter has no value after construction.
     """
     import torch
     from torch.overrides import TorchFunctionMode

@@ -58,10 +58,6 @@ def build_model(
         attn_implementation: a name that transformers knows, as `zerolm.attention.choice` gives it.
         device: of this rank.
         initial: existing values of all parameters and persistent buffers, instead of random ones.
-
-    Raises:
-        ConfigError: the model cannot be built from this config, or its class does not initialise
-            all parameters.
     """
     weights = initial or InitialWeights(config, seed)
     if zero3_config is not None:

@@ -147,11 +147,7 @@ def _begin(settings: Settings, where: str) -> tuple[Settings, Start]:
 
 
 def _checkpoint(reference: str, where: str) -> Checkpoint:
-    """Return the checkpoint that a reference names.
-
-    Raises:
-        ConfigError: there is none, or a rollback of the trunk is about to remove it.
-    """
+    """Return the checkpoint that a reference names."""
     try:
         found = locate(reference)
     except CheckpointError as error:

@@ -111,11 +111,7 @@ class LoadedWeights:
         return units
 
     def _require_equal(self, names: list[str], others: list[str]) -> None:
-        """Check that two tied weights, which are both in the files, are equal.
-
-        Raises:
-            ConfigError: they are not.
-        """
+        """Check that two tied weights, which are both in the files, are equal."""
         for name, other in zip(names, others, strict=True):
             first, second = self._tensors[name], self._tensors[other]
             parts = zip(first.split(CHUNK_ROWS), second.split(CHUNK_ROWS), strict=True)
@@ -129,11 +125,7 @@ class LoadedWeights:
                 )
 
     def compute(self, unit: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return {name: values} of `units[unit]` on the CPU: parameters in `dtype`.
-
-        Raises:
-            ConfigError: a tensor cannot be read.
-        """
+        """Return {name: values} of `units[unit]` on the CPU: parameters in `dtype`."""
         names = self.units[unit]
         published = {name: self._tensors[name] for name in self._published[names]}
         values = _convert(self._model, published, self._mapping)
@@ -208,11 +200,7 @@ def _dtype_problems(listed: Mapping[str, Tensor], where: str) -> list[str]:
 def _check(
     config: "PretrainedConfig", state: dict[str, torch.Tensor], mapping: list[Any], where: str
 ) -> set[str]:
-    """Convert meta tensors, and return the names that are ignored, as transformers does.
-
-    Raises:
-        ConfigError: weights are missing, unexpected, or of another shape.
-    """
+    """Convert meta tensors, and return the names that are ignored, as transformers does."""
     model = meta_model(config)
     info = _run_conversion(model, state, mapping)
     unexpected = set(info.unexpected_keys)

@@ -64,10 +64,6 @@ class ShardDirectory:
 
     Args:
         directory: created if absent; it must be empty, or left by a writer that did not finish.
-
-    Raises:
-        ShardError: the directory cannot be written, holds other files, or another process is
-            writing to it.
     """
 
     def __init__(self, directory: str | Path):

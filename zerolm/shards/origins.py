@@ -48,7 +48,6 @@ def find_origin(source: Source, document: int) -> Origin | None:
 
     Raises:
         IndexError: the source has fewer documents.
-        ShardError: the files with the origins are missing or damaged.
     """
     if not 0 <= document < source.num_documents:
         raise IndexError(f"document {document} is outside of {source.num_documents}")
@@ -85,11 +84,7 @@ def _inputs(files: Any) -> list[dict[str, Any]]:
 
 
 def list_inputs(source: Source) -> list[dict[str, Any]] | None:
-    """Return the inputs that the origins of a source refer to; None if it does not record them.
-
-    Raises:
-        ShardError: the list is missing or damaged.
-    """
+    """Return the inputs that the origins of a source refer to; None if it does not record them."""
     if not all_have(source.shards, "origins") or "input_files" not in source.head:
         return None
     return _inputs(source.files)

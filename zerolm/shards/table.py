@@ -127,12 +127,7 @@ def encode_table(content: bytes) -> bytes | None:
 
 
 def write_table(directory: Path) -> Path:
-    """Write the table of published shards; return its path.
-
-    Raises:
-        ShardError: the manifest is invalid, or says more than a table can.
-        OSError: it cannot be written.
-    """
+    """Write the table of published shards; return its path."""
     read_manifest(directory)
     table = encode_table((directory / MANIFEST).read_bytes())
     if table is None:

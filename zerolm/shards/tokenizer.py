@@ -29,9 +29,6 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
         name: a directory, or a Hugging Face hub id.
         local: read local files only.
         notices: gets a line if the class differs from tokenizer.json.
-
-    Raises:
-        ConfigError: it cannot be loaded.
     """
     if local and (problem := tokenizer_problem(Path(name))):
         raise ConfigError(problem)
@@ -185,11 +182,7 @@ def _definition(directory: Path) -> Any:
 
 
 def read_tiktoken(directory: Path) -> Any:
-    """Load a tiktoken encoding from a tokenizer directory.
-
-    Raises:
-        ConfigError: tiktoken is not installed.
-    """
+    """Load a tiktoken encoding from a tokenizer directory."""
     try:
         import tiktoken
     except ImportError as error:

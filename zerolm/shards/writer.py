@@ -37,10 +37,6 @@ class ShardWriter:
             objects with `file` (inside tokenizer/), `size_bytes` and `sha256`.
         shard_tokens: maximum tokens of a shard. Documents are never split: a longer one gets a
             shard of its own.
-
-    Raises:
-        ShardError: the directory cannot be written, holds other files, or another process is
-            writing to it.
     """
 
     def __init__(
@@ -82,9 +78,6 @@ class ShardWriter:
             document_ends: (D,) ascending ends of documents in `token_ids`, the last one N;
                 by default the ids are one document.
             origins: (D,) of `zerolm.shards.origins.pack_origins`; for all documents or for none.
-
-        Raises:
-            ShardError: an id below zero, or at or above `vocab_size`.
         """
         tokens = np.asarray(token_ids)
         ends = np.asarray([len(tokens)] if document_ends is None else document_ends, np.int64)

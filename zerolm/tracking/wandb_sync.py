@@ -41,10 +41,6 @@ def wandb_sync(
 
     Returns:
         The ids of the W&B runs.
-
-    Raises:
-        ConfigError: this is not a run directory; there is no key for online; the id is in use.
-        ZerolmError: W&B failed.
     """
     files = RunFiles(run_dir)
     record = read_run_json(run_dir)
@@ -78,11 +74,7 @@ def wandb_sync(
 
 
 def _id_in_use(files: RunFiles) -> str:
-    """Return the id of the run's own W&B run.
-
-    Raises:
-        ConfigError: there is none, or the run is still running.
-    """
+    """Return the id of the run's own W&B run."""
     path = files.tracker("wandb") / TRACKER_STATE
     state = read_record(path, TrackerState)
     if state is None:

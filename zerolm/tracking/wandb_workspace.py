@@ -19,11 +19,7 @@ SMOOTHED = {"smoothing_factor": 0.6, "smoothing_show_original": True}
 
 
 def make(run_dir: Path, project: str | None, entity: str | None, print_only: bool = False) -> str:
-    """Create the workspace and return its URL; with `print_only` return its JSON instead.
-
-    Raises:
-        ConfigError: no run directory, no package, no account, or W&B refused it.
-    """
+    """Create the workspace and return its URL; with `print_only` return its JSON instead."""
     run_dir = Path(run_dir)
     files = RunFiles(run_dir)
     name = identity(run_dir, read_run_json(run_dir))
@@ -52,11 +48,7 @@ def make(run_dir: Path, project: str | None, entity: str | None, print_only: boo
 
 
 def layout(keys: set[str], project: str, entity: str, title: str) -> Any:
-    """Return the workspace for these metrics as an object of wandb-workspaces.
-
-    Raises:
-        ConfigError: the package is not installed.
-    """
+    """Return the workspace for these metrics as an object of wandb-workspaces."""
     try:
         import wandb_workspaces.reports.v2 as panels
         import wandb_workspaces.workspaces as workspaces
