@@ -22,7 +22,7 @@ from zerolm.common.records import read_json
 from zerolm.common.run_files import RunFiles
 from zerolm.common.shipped import SCRIPT
 from zerolm.common.values import shown_bytes
-from zerolm.config.settings import Settings
+from zerolm.config.settings import FLAGS, Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.model.activation_checkpointing import command_line_arguments
 from zerolm.model.model import Model
@@ -119,12 +119,12 @@ def _prepare(
     flags += ["--model_config", model.path, "--deepspeed_config", ds_path]
     flags += ["--seq_len", str(seq_len), "--micro_batch_size", str(micro)]
     flags += ["--batch_tokens", str(batch), "--total_tokens", str(STEPS * batch)]
-    for name in ("compile", "fp8"):
-        flags += [f"--{name}"] if getattr(settings, name) else []
-    named = ("attn_implementation", "ema_tokens", "loss_chunk_tokens", "precision", "qk_clip")
-    for name in named:
+    for name in (name for name, about in FLAGS.items() if about["probed"]):
         value = getattr(settings, name)
-        flags += [] if value is None else [f"--{name}", str(value)]
+        if isinstance(value, bool):
+            flags += [f"--{name}"] if value else []
+        elif value is not None:
+            flags += [f"--{name}", str(value)]
     flags += ["--log_interval", "1", "--checkpoint_interval", "1000", "--wandb", "off"]
     return flags + command_line_arguments(settings.gradient_checkpointing)
 

@@ -15,17 +15,9 @@ from zerolm.config.settings import FLAGS, Settings
 from zerolm.optim.schedule import SCHEDULES, BatchSchedule
 
 # Of a run alone: its directory, its store and its name in W&B. A branch does not take them over.
-OWN_SETTINGS = frozenset({"run_dir", "upload_to", "wandb_name", "branch"})
+OWN_SETTINGS = frozenset(name for name, about in FLAGS.items() if about["of_one_run"])
 # Follow from other settings or from the machine, so they are derived again in every run.
-FOLLOWING = frozenset(
-    {
-        "attn_implementation",
-        "downstream_interval",
-        "loss_chunk_tokens",
-        "micro_batch_size",
-        "min_learning_rate",
-    }
-)
+FOLLOWING = frozenset(name for name, about in FLAGS.items() if about["follows"])
 STATIC_DEFAULTS: dict[str, Any] = {
     field.name: list(field.default) if isinstance(field.default, tuple) else field.default
     for field in dataclasses.fields(Settings)

@@ -38,6 +38,7 @@ FIRST_FLAGS = (
     *("data", "val_data", "model_config", "deepspeed_config", "run_dir", "total_tokens"),
     *("seq_len", "batch_tokens", "micro_batch_size", "learning_rate"),
 )
+OWN_TEXTS = "ranks that share a matrix would evaluate different texts"
 WANDB_MODES = ("auto", "online", "offline", "off")
 REFUSE, WARN, REDISTRIBUTE = EPOCH_POLICIES = ("refuse", "warn", "redistribute")
 GROUPS = {
@@ -64,6 +65,12 @@ def _flag(
     choices: Sequence[str] = (),
     saved: bool = True,
     tracker: str = "",
+    changes_curve: bool = False,
+    unchangeable: str = "",
+    follows: bool = False,
+    of_one_run: bool = False,
+    probed: bool = False,
+    no_tensor_parallel: str = "",
 ) -> Any:
     """Describe a field; a default with a value is added to its help.
 
@@ -74,18 +81,24 @@ def _flag(
         minimum, below: inclusive lower and exclusive upper bound.
         saved: it is saved in run.json.
         tracker: `module:class` of the `Tracker` that the flag switches on.
+        changes_curve: a resume with another value changes the loss curve. In a run from before the
+            setting existed it had the default value.
+        unchangeable: why no resume may have another value, even with --accept_changes.
+        follows: it follows from other settings or from the machine, so it is derived again in every
+            run.
+        of_one_run: a branch does not take it over from its trunk.
+        probed: it changes the memory or the time of a step, so `plan --probe` runs with it.
+        no_tensor_parallel: why it cannot be combined with tensor parallelism.
     """
     if help and kind not in ("switch", "recompute", "list") and default is not None:
         text = duration(default).removesuffix("00s") if kind == "duration" else default
         help += f" (default: {text:g})" if isinstance(text, float) else f" (default: {text})"
     about: dict[str, Any] = {
-        "group": group,
-        "kind": kind,
-        "help": help,
-        "shows": shows,
-        "minimum": minimum,
+        **{"group": group, "kind": kind, "help": help, "shows": shows, "minimum": minimum},
+        **{"below": below, "choices": tuple(choices), "saved": saved, "tracker": tracker},
+        **{"changes_curve": changes_curve, "unchangeable": unchangeable, "follows": follows},
+        **{"of_one_run": of_one_run, "probed": probed, "no_tensor_parallel": no_tensor_parallel},
     }
-    about |= {"below": below, "choices": tuple(choices), "saved": saved, "tracker": tracker}
     return field(default=default, metadata=about)
 
 
@@ -93,8 +106,8 @@ def _count(group: str, help: str, shows: str, minimum: int = 1, **more: Any) -> 
     return _flag(group, "count", help, shows=shows, minimum=minimum, **more)
 
 
-def _real(help: str, minimum: float = 0.0, below: float | None = None) -> Any:
-    return _flag("budget", "real", help, shows="X", minimum=minimum, below=below)
+def _real(help: str, **more: Any) -> Any:
+    return _flag("budget", "real", help, shows="X", minimum=0.0, changes_curve=True, **more)
 
 
 def _switch(group: str, help: str, default: bool = False, **more: Any) -> Any:
@@ -151,9 +164,16 @@ class Settings:
         "data", "list", "token shards for validation; may be repeated", shows="PATH", default=()
     )
     seq_len: int | None = _count(
-        "data", "tokens per sequence (default: 2048, or the model's maximum if less)", "TOKENS"
+        "data",
+        "tokens per sequence (default: 2048, or the model's maximum if less)",
+        "TOKENS",
+        changes_curve=True,
     )
-    document_mask: bool = _switch("data", "let tokens attend only to tokens of their own document")
+    document_mask: bool = _switch(
+        "data",
+        "let tokens attend only to tokens of their own document",
+        changes_curve=True,
+    )
     packing: str = _flag(
         "data",
         "text",
@@ -161,6 +181,7 @@ class Settings:
         "documents into sequences, with the index that `data_prep pack` writes",
         default=CONCAT,
         choices=(CONCAT, BEST_FIT),
+        changes_curve=True,
     )
     num_workers: int = _count("data", "data loader processes per rank", "N", minimum=0, default=0)
     data_cache: str | None = _flag(
@@ -185,39 +206,58 @@ class Settings:
         "batch",
         "tokens per optimizer step, over all devices (default: from the compute budget)",
         "TOKENS",
+        changes_curve=True,
     )
     micro_batch_size: int | None = _count(
         "batch",
         "sequences per device and micro-batch; auto: the largest that fits (default: auto)",
         "SEQUENCES|auto",
+        follows=True,
     )
     batch_ramp_start: int | None = _count(
-        "batch", "batch size ramp: tokens of the first optimizer step", "TOKENS"
+        "batch",
+        "batch size ramp: tokens of the first optimizer step",
+        "TOKENS",
+        changes_curve=True,
     )
     batch_ramp_tokens: int | None = _count(
         "batch",
         "batch size ramp: tokens until the batch reaches --batch_tokens (default: 10%% of the "
         "total)",
         "TOKENS",
+        changes_curve=True,
     )
 
     total_tokens: int | None = _count(
-        "budget", "tokens to train on (default: 20 per parameter)", "TOKENS"
+        "budget",
+        "tokens to train on (default: 20 per parameter)",
+        "TOKENS",
+        changes_curve=True,
     )
     learning_rate: float | None = _real("peak learning rate (default: from the compute budget)")
     min_learning_rate: float | None = _real(
-        "final learning rate, of a schedule that decays (default: a tenth of the peak)"
+        "final learning rate, of a schedule that decays (default: a tenth of the peak)",
+        follows=True,
     )
     warmup_tokens: int | None = _count(
-        "budget", "tokens of the warm-up (default: 1%% of the total)", "TOKENS", minimum=0
+        "budget",
+        "tokens of the warm-up (default: 1%% of the total)",
+        "TOKENS",
+        minimum=0,
+        changes_curve=True,
     )
     schedule: str | None = _flag(
-        "budget", "text", "learning rate schedule (default: cosine)", choices=tuple(SCHEDULES)
+        "budget",
+        "text",
+        "learning rate schedule (default: cosine)",
+        choices=tuple(SCHEDULES),
+        changes_curve=True,
     )
     decay_tokens: int | None = _count(
         "budget",
         f"tokens of the decay, for {WITH_DECAY_TOKENS} (default: 20%% of the total)",
         "TOKENS",
+        changes_curve=True,
     )
     weight_decay: float | None = _real("weight decay of matrices (default: 0.1)")
     beta1: float | None = _real("optimizer's beta1 (default: 0.9)", below=1.0)
@@ -229,6 +269,8 @@ class Settings:
         "TOKENS",
         default=0,
         minimum=0,
+        changes_curve=True,
+        probed=True,
     )
 
     model_config: str | None = _flag(
@@ -240,9 +282,14 @@ class Settings:
         "existing weights to start a new run from: a Hugging Face model directory or hub id, or "
         "a run of this project, with --model_config or the config of the source",
         shows="MODEL|RUN[@STEP]",
+        changes_curve=True,
+        unchangeable="the run began with the weights of the old one",
     )
     init_optimizer: bool = _switch(
-        "model", "with --init_from RUN: start with the states of that run's optimizer too"
+        "model",
+        "with --init_from RUN: start with the states of that run's optimizer too",
+        changes_curve=True,
+        unchangeable="the run has begun with the old value",
     )
     gradient_checkpointing: bool | str = _flag(
         "model",
@@ -259,6 +306,8 @@ class Settings:
         shows="KERNEL",
         default="auto",
         choices=ATTENTION_IMPLEMENTATIONS,
+        follows=True,
+        probed=True,
     )
     precision: str | None = _flag(
         "model",
@@ -267,6 +316,7 @@ class Settings:
         "auto bf16, or fp32 on a device that emulates bf16; fp32 if it enables neither bf16 nor "
         "fp16)",
         choices=PRECISIONS,
+        probed=True,
     )
     float32_matmul: str = _flag(
         "model",
@@ -274,19 +324,30 @@ class Settings:
         "precision of float32 matmuls on a GPU; high: TF32, faster, with a 10-bit mantissa",
         default=HIGHEST,
         choices=(HIGHEST, HIGH),
+        changes_curve=True,
     )
     fp8: bool = _switch(
         "model",
         "multiply in 8-bit floating point in the linear layers of the blocks while training, with "
         "a scale for each tensor; with --compile",
+        changes_curve=True,
+        probed=True,
+        no_tensor_parallel="DeepSpeed replaces the linear layers",
     )
-    compile: bool = _switch("model", "compile the model's blocks and the loss with torch.compile")
+    compile: bool = _switch(
+        "model",
+        "compile the model's blocks and the loss with torch.compile",
+        probed=True,
+    )
     loss_chunk_tokens: int | None = _count(
         "model",
         "compute the loss for this many tokens at a time, to save memory; 0: for all of a "
         "micro-batch (default: 0, or chunks of 512 MiB if its logits exceed 16 GiB in float32)",
         "N",
         minimum=0,
+        follows=True,
+        probed=True,
+        no_tensor_parallel="DeepSpeed replaces the output head",
     )
     qk_clip: float = _flag(
         "model",
@@ -296,6 +357,8 @@ class Settings:
         shows="X",
         default=0.0,
         minimum=0.0,
+        changes_curve=True,
+        probed=True,
     )
     balance_rate: float = _flag(
         "model",
@@ -305,10 +368,12 @@ class Settings:
         shows="X",
         default=0.0,
         minimum=0.0,
+        changes_curve=True,
     )
     global_router_loss: bool = _switch(
         "model",
         "mixture of experts: the router loss balances the global batch instead of each micro-batch",
+        changes_curve=True,
     )
     router_z_loss: float = _flag(
         "model",
@@ -318,6 +383,7 @@ class Settings:
         shows="X",
         default=0.0,
         minimum=0.0,
+        changes_curve=True,
     )
     z_loss: float = _flag(
         "model",
@@ -327,6 +393,7 @@ class Settings:
         shows="X",
         default=0.0,
         minimum=0.0,
+        changes_curve=True,
     )
     seed: int = _flag(
         "model",
@@ -335,6 +402,7 @@ class Settings:
         shows="N",
         default=0,
         minimum=0,
+        changes_curve=True,
     )
 
     run_dir: str | None = _flag(
@@ -342,6 +410,7 @@ class Settings:
         "text",
         "directory of the run; if it contains a checkpoint, the run resumes from it",
         shows="PATH",
+        of_one_run=True,
     )
     deepspeed_config: str | None = _flag("run", "text", "DeepSpeed JSON file", shows="PATH")
     nvme_path: str | None = _flag(
@@ -363,6 +432,7 @@ class Settings:
         "start from a checkpoint of another run (default: its newest), with that run's settings; "
         "flags take precedence",
         shows="RUN[@STEP]",
+        of_one_run=True,
     )
     log_interval: int | None = _count(
         "run", "optimizer steps between metrics (default: from the number of steps)", "STEPS"
@@ -437,6 +507,7 @@ class Settings:
         "object store to copy checkpoints to, e.g. s3://bucket/first, or off; a --run_dir "
         "without a checkpoint is restored from it",
         shows="URL",
+        of_one_run=True,
     )
     upload_keep: int = _count(
         "run",
@@ -478,6 +549,7 @@ class Settings:
         "text",
         "evaluate on HellaSwag, from a JSON lines file or a Hugging Face dataset",
         shows="PATH|ID",
+        no_tensor_parallel=OWN_TEXTS,
     )
     hellaswag_items: int = _count(
         "evaluation",
@@ -491,6 +563,7 @@ class Settings:
         "text",
         "evaluate on CORE, the 22 tasks of DCLM; directory of the unpacked eval_bundle",
         shows="DIR",
+        no_tensor_parallel=OWN_TEXTS,
     )
     core_items: int = _count(
         "evaluation",
@@ -505,6 +578,7 @@ class Settings:
         "lm-eval tasks to evaluate on (needs pip install 'zerolm[lm-eval]'); may be repeated",
         shows="NAME[,NAME]",
         default=(),
+        no_tensor_parallel=OWN_TEXTS,
     )
     eval_task_path: str | None = _flag(
         "evaluation", "text", "directory with additional lm-eval task files (yaml)", shows="PATH"
@@ -517,12 +591,14 @@ class Settings:
         "optimizer steps between evaluations on HellaSwag, CORE and lm-eval tasks (default: "
         "--eval_interval)",
         "STEPS",
+        follows=True,
     )
     prompts: str | None = _flag(
         "evaluation",
         "text",
         "prompts to generate samples from: one per line, or .jsonl with a key `prompt`",
         shows="PATH",
+        no_tensor_parallel=OWN_TEXTS,
     )
     sample_interval: int | None = _count(
         "evaluation",
@@ -585,6 +661,7 @@ class Settings:
         shows="Z",
         default=0.0,
         minimum=0.0,
+        changes_curve=True,
     )
     cooldown_after: int = _count(
         "stability",
@@ -663,7 +740,11 @@ class Settings:
         "trackers", "text", "W&B group (default: the name of the W&B run)", shows="NAME"
     )
     wandb_name: str | None = _flag(
-        "trackers", "text", "name of the W&B run (default: that of --run_dir)", shows="NAME"
+        "trackers",
+        "text",
+        "name of the W&B run (default: that of --run_dir)",
+        shows="NAME",
+        of_one_run=True,
     )
     wandb_tags: str | None = _flag("trackers", "text", "tags of the W&B run", shows="A,B")
     tensorboard: bool = _switch(
@@ -699,6 +780,7 @@ class Settings:
 FLAGS: dict[str, Any] = {
     item.name: item.metadata for item in dataclasses.fields(Settings) if item.metadata
 }
+CURVE_SETTINGS = tuple(name for name, about in FLAGS.items() if about["changes_curve"])
 TRACKERS: dict[str, str] = {  # {name of a tracker and of its flag: its class}
     name: about["tracker"] for name, about in FLAGS.items() if about["tracker"]
 }

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.values import shown
-from zerolm.config.settings import SELECTIVE, Settings
+from zerolm.config.settings import FLAGS, OWN_TEXTS, SELECTIVE, Settings
 from zerolm.ds_config.profile import Profile, is_degree
 
 if TYPE_CHECKING:
@@ -162,20 +162,11 @@ def model_problems(
 
 
 def _tensor_flags(settings: Settings, name: str) -> list[str]:
-    own_texts = "ranks that share a matrix would evaluate different texts"
-    flags = {
-        "loss_chunk_tokens": "DeepSpeed replaces the output head",
-        "fp8": "DeepSpeed replaces the linear layers",
-        "hellaswag": own_texts,
-        "core": own_texts,
-        "eval_tasks": own_texts,
-        "prompts": own_texts,
-    }
     return [
         f"{settings.where(flag)}: not supported together with {name}: {why}. Remove the flag"
-        + (", or evaluate an export." if why == own_texts else ".")
-        for flag, why in flags.items()
-        if getattr(settings, flag)
+        + (", or evaluate an export." if why == OWN_TEXTS else ".")
+        for flag, about in FLAGS.items()
+        if (why := about["no_tensor_parallel"]) and getattr(settings, flag)
     ]
 
 

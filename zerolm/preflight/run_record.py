@@ -12,9 +12,10 @@ from typing import Any
 
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common.values import shown
+from zerolm.config.inheritance import STATIC_DEFAULTS
 from zerolm.config.resolved import Resolved
 from zerolm.config.run_records import OLD_VALUE
-from zerolm.config.settings import CONCAT, HIGHEST, split_weight
+from zerolm.config.settings import CURVE_SETTINGS, FLAGS, split_weight
 from zerolm.data.mixture import describe_stages, same_order_until, stages_from_record
 from zerolm.data.order import Stage
 from zerolm.data.skips import used_sequences_end
@@ -23,49 +24,10 @@ from zerolm.model.architecture import router_loss_coefficient
 from zerolm.optim.schedule import EXTENDABLE, SCHEDULES
 from zerolm.plan.plan import Plan
 
-CURVE_SETTINGS = (
-    "seed",
-    "seq_len",
-    "document_mask",
-    "packing",
-    "batch_tokens",
-    "batch_ramp_start",
-    "batch_ramp_tokens",
-    "total_tokens",
-    "schedule",
-    "learning_rate",
-    "min_learning_rate",
-    "warmup_tokens",
-    "decay_tokens",
-    "weight_decay",
-    "beta1",
-    "beta2",
-    "float32_matmul",
-    "fp8",
-    "adaptive_clip",
-    "init_from",
-    "init_optimizer",
-    "balance_rate",
-    "ema_tokens",
-    "global_router_loss",
-    "qk_clip",
-    "router_z_loss",
-    "z_loss",
-)
 MIXTURE_SETTINGS = ("data_stage", "max_epochs", "mixture_temperature", "over_max_epochs")
 # Values of settings that did not exist when an old run started.
 LEGACY_DEFAULTS = {
-    "packing": CONCAT,
-    "float32_matmul": HIGHEST,
-    "fp8": False,
-    "adaptive_clip": 0.0,
-    "init_optimizer": False,
-    "balance_rate": 0.0,
-    "ema_tokens": 0,
-    "global_router_loss": False,
-    "qk_clip": 0.0,
-    "router_z_loss": 0.0,
-    "z_loss": 0.0,
+    name: STATIC_DEFAULTS[name] for name in CURVE_SETTINGS if STATIC_DEFAULTS[name] is not None
 }
 # Keys that transformers writes and that do not affect training.
 IRRELEVANT_MODEL_KEYS = frozenset(
@@ -92,8 +54,7 @@ DS_VALUES: dict[str, Callable[[Profile], Any]] = {
 }
 # {prefix of the key: reason} of values that cannot change even with --accept_changes.
 UNCHANGEABLE = {
-    "settings.init_from": "the run began with the weights of the old one",
-    "settings.init_optimizer": "the run has begun with the old value",
+    **{f"settings.{name}": why for name in FLAGS if (why := FLAGS[name]["unchangeable"])},
     "initial_weights.": "the run began with the old weights",
     "model_config.": "the checkpoints hold the weights of the old model",
     "ds_config precision": "the optimizer's states were saved for weights of that precision",
