@@ -5,7 +5,7 @@ python -m launch.command.hosts HOSTFILE NUM_NODES [flags]    # prints the proble
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,35 @@ def used_hosts(hostfile: str, num_nodes: str | None) -> int:
             f"start on fewer. Add hosts, or request fewer."
         )
     return int(num_nodes or found)
+
+
+def used_slots(
+    slots: Mapping[str, int], include: str | None = None, exclude: str | None = None
+) -> dict[str, int]:
+    """Return {host: slots} of the hosts on which `deepspeed --include or --exclude` starts ranks.
+
+    Args:
+        slots: {host: slots} without these flags.
+
+    Raises:
+        ConfigError: a host in them does not exist, or none is left.
+    """
+    named: dict[str, int] = {}
+    flag, value = ("--include", include) if include else ("--exclude", exclude)
+    for part in filter(None, (value or "").split("@")):
+        name, _, devices = part.partition(":")
+        if name not in slots:
+            raise ConfigError(
+                f"command line: {flag}: {name}: is none of the hosts {', '.join(slots)}. Correct "
+                f"it."
+            )
+        named[name] = len(set(devices.split(","))) if devices else slots[name]
+    if not include:
+        named = {name: number - named.get(name, 0) for name, number in slots.items()}
+    used = {name: named[name] for name in slots if named.get(name, 0) > 0}
+    if not used:
+        raise ConfigError(f"command line: {flag} {value}: no device is left. Name fewer.")
+    return used
 
 
 def ssh_problems(arguments: Sequence[str], launcher: str = "pdsh") -> list[str]:

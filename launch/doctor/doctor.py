@@ -18,7 +18,7 @@ from typing import Any
 
 from launch.command.deepspeed_command import SCRIPT, launcher_option, pretrain_flags
 from launch.command.environment import environment_problems, forwarded_environment
-from launch.command.hosts import Host, read_hostfile
+from launch.command.hosts import Host, read_hostfile, used_slots
 from launch.command.train import run_command
 from launch.doctor.checks import run_checks
 from launch.doctor.findings import ALL, OK, RED, Finding, from_problem, merge_hosts, table
@@ -119,13 +119,16 @@ class Doctor:
         if hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
             hostfile = DEFAULT_HOSTFILE
         self.hostfile = hostfile
-        self.hosts = read_hostfile(Path(hostfile)) if hostfile else []
-        self.slots = {host.name: host.num_slots for host in self.hosts}
-        if not self.hosts:
-            ranks = int(launcher_option(command, "--num_gpus") or 0)
-            if include := launcher_option(command, "--include"):  # localhost:0,1
-                ranks = include.count(",") + 1 if ":" in include else 0
-            self.hosts, self.slots = [Host("localhost", "slots=1")], {"localhost": ranks}
+        self.selection = {
+            name: launcher_option(command, f"--{name}") or launcher_option(command, short)
+            for name, short in (("include", "-i"), ("exclude", "-e"))
+        }
+        self.num_gpus = int(launcher_option(command, "--num_gpus") or 0)
+        self.hosts, self.slots = [Host("localhost", "slots=1")], {"localhost": 0}
+        if hostfile:
+            hosts = read_hostfile(Path(hostfile))
+            self.slots = used_slots({host.name: host.num_slots for host in hosts}, **self.selection)
+            self.hosts = [host for host in hosts if host.name in self.slots]
         self.num_nodes = int(option("num_nodes") or 0)
         self.port, self.ssh_port = int(option("master_port") or DEFAULT_PORT), option("ssh_port")
         self.master_addr, self.deep = option("master_addr"), arguments.deep
@@ -159,10 +162,10 @@ class Doctor:
             if not unreachable:
                 found.append(Finding("reachable", ALL, OK, f"{len(facts)} host(s) answer"))
             self.sessions = {name: self.sessions[name] for name in facts}
-            for name, fact in facts.items():
-                if self.slots[name] <= 0:  # none given: the launcher starts a rank on each GPU
-                    on_cpu = fact["devices"]["kind"] == "cpu"
-                    self.slots[name] = 1 if on_cpu else fact["devices"]["count"]
+            if self.hostfile is None:  # the launcher starts a rank on each GPU
+                (devices,) = (fact["devices"] for fact in facts.values())
+                number = self.num_gpus or (1 if devices["kind"] == "cpu" else devices["count"])
+                self.slots = used_slots({"localhost": number}, **self.selection)
             required = Requirements(
                 slots={name: self.slots[name] for name in facts},
                 checkpoint_bytes=checkpoint_bytes(self.settings),

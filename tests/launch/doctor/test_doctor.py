@@ -20,6 +20,7 @@ from launch.doctor.checks import outliers, run_checks
 from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, table
 from launch.doctor.requirements import Requirements
 from tests.launching import LLAMA, ROOT, environment, run_module, write_json, write_shards
+from zerolm.common.errors import ConfigError
 from zerolm.config.flags import parse_settings
 
 FACTS = {
@@ -127,7 +128,13 @@ def test_a_problem_of_a_shared_disk_is_one_line_for_all_hosts():
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [([], 8), (["--num_gpus", "2"], 2), (["--include", "localhost:0,3,5"], 3)],
+    [
+        ([], 8),
+        (["--num_gpus", "2"], 2),
+        (["--include", "localhost:0,3,5"], 3),
+        (["--exclude", "localhost:0,3,5"], 5),
+        (["-e", "localhost:7"], 7),
+    ],
 )
 def test_this_host_is_tested_with_the_ranks_that_deepspeed_would_start(
     words, expected, monkeypatch
@@ -155,6 +162,29 @@ def test_this_host_is_tested_with_the_ranks_that_deepspeed_would_start(
     command = ["deepspeed", *words, "pretrain.py"]
     found = doctor.Doctor(parser.parse_args([]), command).findings()
     assert asked["all_reduce"]["ranks"] == asked["all_reduce"]["world"] == expected, found
+
+
+@pytest.mark.parametrize(
+    ("flag", "expected"),
+    [
+        ("--include=node1@node3:0,2", {"node1": 4, "node3": 2}),
+        ("--exclude=node1@node3:0,2", {"node2": 4, "node3": 2}),
+    ],
+)
+def test_of_a_hostfile_the_hosts_and_devices_are_checked_that_deepspeed_would_use(
+    flag, expected, tmp_path
+):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"node{number} slots=4\n" for number in (1, 2, 3)))
+    parser = argparse.ArgumentParser()
+    doctor.add_flags(parser)
+    arguments = parser.parse_args(["--hostfile", str(hosts)])
+    found = doctor.Doctor(arguments, ["deepspeed", flag, "pretrain.py"])
+    assert found.slots == expected and [host.name for host in found.hosts] == list(expected)
+    with pytest.raises(ConfigError, match="node9: is none of the hosts node1, node2, node3"):
+        doctor.Doctor(arguments, ["deepspeed", "--exclude", "node9", "pretrain.py"])
+    with pytest.raises(ConfigError, match="no device is left"):
+        doctor.Doctor(arguments, ["deepspeed", "-e", "node1@node2@node3", "pretrain.py"])
 
 
 def test_a_host_whose_preflight_would_refuse_the_run_is_not_ready(tmp_path, monkeypatch):
