@@ -67,11 +67,7 @@ def choose_attention(
         requested: one of `ATTENTION_IMPLEMENTATIONS`; "auto" takes the first that works of
             flash_attention_3, varlen, flash_attention_2, sdpa and eager; varlen only where sdpa
             would need a mask.
-        device_type: "cuda", "cpu", ...
-        seq_len: of the rows; 0: not longer than the model's windows.
-
-    Raises:
-        ConfigError: the requested one does not exist or does not work here.
+        seq_len: tokens in a row; 0: rows are not longer than the model's windows.
     """
     if requested not in ATTENTION_IMPLEMENTATIONS:
         raise ConfigError(
@@ -134,7 +130,7 @@ def failed_kernels_notice(
     """Return a notice which installed kernels `auto` passed over because they fail, or None.
 
     Args:
-        chosen: by auto.
+        chosen: the implementation that `auto` chose.
         masked: result of `needs_mask`.
     """
     better = takewhile(lambda name: name != chosen, _preference(masked))
@@ -153,7 +149,7 @@ def dense_mask_notice(
     """Return a notice that a GPU computes masked scores, and why, or None.
 
     Args:
-        chosen: by auto, for a model that needs a mask.
+        chosen: the implementation that `auto` chose for a model that needs a mask.
     """
     if chosen not in ("eager", "sdpa") or device_type != "cuda":
         return None
@@ -170,7 +166,6 @@ def unfused_attention_notice(
     """Return a notice if `sdpa` has no fused kernel for this model here, or None.
 
     Args:
-        device, dtype: of the computation.
         document_mask: whether attention gets a mask tensor.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel

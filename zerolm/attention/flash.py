@@ -33,11 +33,7 @@ FAILS = "does not run here"
 def unsupported_reason(
     config: "PretrainedConfig", implementation: str, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Return why a FlashAttention cannot train this model here, with the fix; None if it can.
-
-    Args:
-        implementation: a key of `VERSIONS`.
-    """
+    """Return why one of `VERSIONS` cannot train this model here, with the fix; None if it can."""
     version, model_class = VERSIONS[implementation], causal_lm_class(config)
     if not model_class._supports_flash_attn:
         return f"is not supported by {model_class.__name__}. Use auto."
@@ -67,8 +63,8 @@ def trial_problem(
     A package whose metadata is in order may be built for another torch or GPU.
 
     Args:
-        attend: called as a model calls an attention function of transformers, without the module.
-        width: of a head.
+        attend: an attention function of transformers that needs no module.
+        width: head dimension.
     """
     length = TRIAL_BOUNDARIES[-1]
     try:
@@ -112,10 +108,11 @@ def attend(
 ) -> Any:
     """Call transformers' function for a FlashAttention, which imports the package.
 
-    In the positions of a single row it would look for documents: each layer would wait for the
-    device, and break a compiled graph. By its layer's number, each layer would get its own graph.
-    A cast there, of queries that a float32 rotary table has made float32, would break it as well.
-    Documents are passed as boundaries.
+    It gets documents as boundaries, and neither positions nor a layer number. In positions it would
+    search for documents, so each layer would synchronise with the device and break a compiled
+    graph; a layer number would give each layer a graph of its own. Queries that a float32 rotary
+    table has made float32 are cast here, because a cast inside that function would break the graph
+    too.
     """
     from transformers.integrations.flash_attention import flash_attention_forward
 

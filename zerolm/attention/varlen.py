@@ -2,8 +2,8 @@
 
 It attends within the documents of a micro-batch, in full or in a sliding window, without a mask.
 `register` makes it known to transformers; `zerolm.model.document_mask` gives a model its arguments,
-the boundaries of the documents. Where it would compute
-something else than the model asks for, `unsupported_reason` says why. Must not depend on settings.
+the boundaries of the documents. `unsupported_reason` says why a model needs something that it does
+not compute. Must not depend on settings.
 """
 
 from collections.abc import Callable, Mapping
@@ -81,7 +81,6 @@ def attend(
     Without boundaries, as when text is generated or scored, it is transformers' `sdpa`.
 
     Args:
-        kernel: from `torch_kernel`.
         sliding_window: number of keys of a query, itself included; None: all of its document.
         cu_seq_lens_q, max_length_q: from `document_mask.boundary_arguments`.
 
@@ -198,7 +197,7 @@ def device_problem(device_type: str, dtype: torch.dtype, width: int) -> str | No
     """Return why the kernel does not run on this device, with a fix; None if it does.
 
     Args:
-        width: largest head dimension of the model.
+        width: the model's largest head dimension.
     """
     if why := cuda_problem(device_type, dtype):
         return why

@@ -93,11 +93,8 @@ def share(
 ) -> list[Piece]:
     """Return what a rank compares: the files that it will load, and its part of all others.
 
-    A rank's own files so come from the network once, and are in the page cache when it loads them.
-    All ranks together compare everything once.
-
-    Args:
-        written_by: the number of ranks that wrote the files.
+    So a rank's own files come from the network once, and are in the page cache when it loads them.
+    All ranks together compare every file once.
     """
     own: list[Piece] = []
     common: list[Piece] = []
@@ -116,9 +113,6 @@ def piece_problem(path: Path, piece: Piece, *, read: bool = True) -> str | None:
     """Return how a file differs from its entry, None if it does not.
 
     A wrong size is a problem of the first range only, so that one rank reports it.
-
-    Args:
-        read: compare the content too.
     """
     entry, number = piece
     expected, size = checksum_of(entry), entry["size_bytes"]

@@ -184,10 +184,10 @@ def _files_below(directory: Path, prefix: str = "") -> Iterator[str]:
 
 
 def newest(run_dir: str | Path) -> Checkpoint | None:
-    """Return the newest published checkpoint of a run, None if it never had one.
+    """Return the newest published checkpoint of a run, None if there has never been one.
 
     Raises:
-        CheckpointError: its manifest is damaged, or all checkpoints are lost, see `candidates`.
+        CheckpointError: its manifest is damaged, or all checkpoints are lost (see `candidates`).
     """
     published = published_checkpoints(RunFiles(run_dir).checkpoints)
     try:
@@ -228,9 +228,6 @@ def locate_several(reference: str) -> list[Checkpoint]:
     Args:
         reference: `RUN` (all that are kept), `RUN@100,200`, `RUN@100:300` (those of steps 100 to
             300), `RUN@100:`, or the directory of a checkpoint.
-
-    Raises:
-        CheckpointError: one of them does not exist, or has a damaged manifest.
     """
     match = re.fullmatch(r"(.+)@([^@/]*)", reference)
     if match is None or Path(reference).exists():
@@ -285,7 +282,7 @@ def candidates(run_dir: str | Path) -> tuple[list[Checkpoint], dict[Path, str]]:
         are empty if the run never had a checkpoint.
 
     Raises:
-        CheckpointError: there were checkpoints and none is left. To start again from step 0 would
+        CheckpointError: there were checkpoints and none is left. Starting again at step 0 would
             hide the loss.
     """
     files = RunFiles(run_dir)

@@ -1,9 +1,9 @@
 """`FILES.jsonl` of a checkpoint of many ranks: their entries of the manifest, in lists.
 
-The manifest would be as long as the run has ranks, and every rank reads it. So it only has the
-files that all ranks share, and the place and checksum of each list, which has the files of
-`LISTED_RANKS` ranks: a rank reads some kilobytes, however many ranks there are. A list counts only
-if it matches its checksum in the manifest. Must not know directories.
+Every rank reads the manifest, which would grow with the number of ranks. So it has only the files
+that all ranks share, and the place and checksum of each list; a list has the files of
+`LISTED_RANKS` ranks. A rank then reads a few kilobytes, however many ranks there are. A list counts
+only if it matches its checksum in the manifest. Must not know directories.
 """
 
 import json
@@ -28,7 +28,7 @@ class _Content(TypedDict):
 
 
 def with_lists(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Write the lists of a manifest of more than `LISTED_RANKS` ranks; return what is left of it."""
+    """Write the lists for more than `LISTED_RANKS` ranks; return the rest of the manifest."""
     own = sorted((e for e in manifest["files"] if "rank" in e), key=lambda entry: entry["rank"])
     groups = [
         (number, list(entries))
@@ -57,12 +57,7 @@ def with_lists(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_list(directory: Path, one: dict[str, Any]) -> list[ListedFile]:
-    """Read a list and compare it with its checksum.
-
-    Args:
-        directory: of the checkpoint.
-        one: its entry in the manifest.
-    """
+    """Read a list, whose entry in the manifest is `one`, and compare it with its checksum."""
     path = directory / FILES
     where = f"{path}, {one['size_bytes']} bytes from byte {one['start_byte']}"
     try:
@@ -85,7 +80,7 @@ def read_list(directory: Path, one: dict[str, Any]) -> list[ListedFile]:
 
 
 def pieces(directory: Path, manifest: dict[str, Any], rank: int, world_size: int) -> list[Piece]:
-    """Return what a rank compares, as `share`: of all lists only what it needs of them.
+    """Return what a rank compares, like `share`, reading only the lists that it needs.
 
     Raises:
         CheckpointError: a list is damaged.

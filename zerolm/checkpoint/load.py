@@ -53,7 +53,7 @@ def newest_complete(
     they are not tried again; nothing is deleted or unpickled.
 
     Returns:
-        The checkpoint, None if the run never had one; and the damaged ones newer than it.
+        The checkpoint, None if there has never been one; and the damaged ones that are newer.
 
     Raises:
         CheckpointError: on every rank: all checkpoints are damaged or lost.
@@ -160,7 +160,6 @@ def load(
     """Load a verified checkpoint into the engine. Every rank must call.
 
     Args:
-        plan: of this run.
         reshard: `zerolm.checkpoint.reshard.load`, called with engine, directory and manifest if the
             checkpoint was written for another topology.
 
@@ -198,8 +197,8 @@ def load(
 def names_without_lookups(engine: Any) -> Iterator[None]:
     """Make DeepSpeed's engine trust that the files of a checkpoint exist, inside this context.
 
-    They have been verified. It would list the directory on each rank, and look for the file of
-    every rank on every rank: 16.8 million calls at 4,096 ranks.
+    They have been verified. The engine would list the directory on each rank, and look for the
+    files of all ranks on every rank: 16.8 million calls at 4,096 ranks.
     """
 
     def of_weights(load_dir: str, tag: str) -> list[str]:

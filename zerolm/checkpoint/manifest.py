@@ -22,7 +22,7 @@ FILES = "FILES.jsonl"
 
 @dataclass
 class Progress:
-    """How far a run is. Counts are since the run began, over all restarts.
+    """The progress of a run. Counts are totals over all restarts.
 
     Attributes:
         step: optimizer steps attempted.
@@ -30,11 +30,11 @@ class Progress:
         tokens: tokens of the steps that were applied; the learning rate depends on these.
         skipped_steps: steps that were not applied: refused for a spike, or skipped by DeepSpeed.
         spikes: steps that were anomalies, see zerolm/optim/spikes.py.
-        rollbacks: how often the run has rolled back to a checkpoint.
-        skipped_windows: ranges [start, end) of sequence numbers that rollbacks made it skip.
-        history: for spike detection, a `zerolm.optim.spikes.History` as JSON.
-        health: for the next metrics, a `zerolm.train.health.HealthState` as JSON.
-        ema_counted: of the moving average of the weights, see zerolm/optim/ema.py.
+        rollbacks: number of rollbacks to a checkpoint.
+        skipped_windows: ranges [start, end) of sequence numbers that are skipped after rollbacks.
+        history: a `zerolm.optim.spikes.History` as JSON, for spike detection.
+        health: a `zerolm.train.health.HealthState` as JSON, for the next metrics.
+        ema_counted: steps counted by the moving average of the weights, see zerolm/optim/ema.py.
         clipping: gradient-norm statistics, `zerolm.optim.adaptive_clip.NormStatistics` as JSON.
         routing: loads of experts in the last step, `zerolm.train.routing.Routing.state`.
 
@@ -73,11 +73,11 @@ class ListedFile(_ListedFile, total=False):
 
 
 class FileList(TypedDict):
-    """A list of files in `FILES.jsonl`: those of `first_rank` and the next ranks.
+    """A list in `FILES.jsonl`: the files of `first_rank` and of the ranks that follow.
 
     Attributes:
-        files_bytes: together.
-        start_byte, size_bytes: of the list in `FILES.jsonl`.
+        files_bytes: size of all files in the list.
+        start_byte, size_bytes: the list's range in `FILES.jsonl`.
     """
 
     first_rank: Count
@@ -128,7 +128,7 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
     """Parse and check the content of a manifest.
 
     Args:
-        path: of the manifest, for messages.
+        path: names the manifest in messages.
 
     Raises:
         CheckpointError: it is damaged, or of another version. Its text is one line.

@@ -48,7 +48,6 @@ class MemoryCopies:
     """One rank's part of the copies in this host's memory.
 
     Args:
-        directory: of the run, on this host.
         leads: this rank writes what all ranks of its host load (the weights at stages 1 and 2).
     """
 
@@ -104,11 +103,11 @@ def connect(run_dir: Path, rank: int, tensor_rank: int, *, wanted: bool) -> Memo
     Every rank must call.
 
     Args:
-        tensor_rank: the part of the model that the rank has, with tensor parallelism.
+        tensor_rank: rank within a tensor-parallel group.
         wanted: whether this start makes copies.
 
     Returns:
-        This rank's part, None if no copies are wanted.
+        This rank's part of the copies, None if no copies are wanted.
 
     Raises:
         ConfigError: on every rank: a host cannot have the directory.
@@ -164,7 +163,7 @@ def directory_of(run_dir: Path, token: str) -> Path:
 
 
 def create_directory(run_dir: Path, token: str) -> Path:
-    """Create the directory of a run's copies on this host. Only one rank of a host calls.
+    """Create the directory of a run's copies on this host. Only one rank of each host calls.
 
     Raises:
         OSError: it cannot be created, or belongs to another user.

@@ -47,11 +47,10 @@ class Partitions:
 
     Args:
         groups: for each group, {parameter name: number of values}, in order.
-        world_size: number of ranks.
-        per_parameter: each parameter is split by itself, as in stage 3.
+        per_parameter: each parameter is split on its own, as in stage 3.
 
     Attributes:
-        sizes: values in a rank's part of each group, with padding.
+        sizes: number of values in a rank's part of each group, with padding.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, int]], world_size: int, per_parameter: bool):

@@ -35,12 +35,11 @@ def num_sequences(plan: Plan) -> int:
 
 
 def measure(engine: Any, batches: Iterable[Mapping[str, torch.Tensor]], plan: Plan) -> dict:
-    """Return the manifest's entry `probe`: loss, logits, what they depend on. All ranks must call.
+    """Return `probe` for the manifest: loss, logits and what they depend on. Every rank must call.
 
     Args:
-        engine: the DeepSpeed engine; in training mode afterwards.
+        engine: the DeepSpeed engine, which is in training mode afterwards.
         batches: the fixed batch as micro-batches, the same on every rank.
-        plan: of the run.
     """
     total, count = 0.0, 0
     logits: dict[str, Any] = {}
@@ -63,7 +62,7 @@ def measure(engine: Any, batches: Iterable[Mapping[str, torch.Tensor]], plan: Pl
 
 
 def sample_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return tokens from the start of a micro-batch, of one document, and some of their logits.
+    """Return the first tokens of a micro-batch, all from one document, and some of their logits.
 
     The tokens are the model's only input, without a mask or positions, as for an exported model, so
     an export that computes the same shape can get bit-identical logits.
@@ -104,7 +103,7 @@ def check(
     """Measure the probe on a loaded engine and compare it with the manifest. Every rank must call.
 
     Args:
-        where: path of the manifest.
+        where: names the manifest in messages.
 
     Returns:
         The result, for the log.

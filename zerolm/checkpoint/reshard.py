@@ -48,8 +48,8 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
 
     Args:
         engine: fresh from `deepspeed.initialize`.
-        directory: of the checkpoint; checksums and `safe_load.pickle_problems` were checked.
-        manifest: of the checkpoint; `world_size` and `zero_stage` give its layout.
+        directory: a checkpoint that is verified, also by `safe_load.pickle_problems`.
+        manifest: `world_size` and `zero_stage` give the layout of the files.
 
     Raises:
         CheckpointError: on every rank, before the engine is modified: states that cannot be

@@ -25,10 +25,9 @@ from zerolm.data.skips import merge_ranges, sequence_range
 
 
 def target(run_dir: Path, first_anomaly: int, margin: int) -> Checkpoint | None:
-    """Return the checkpoint to roll back to, None if there is none from before the spike.
+    """Return the checkpoint to roll back to, None if there is none from before the first anomaly.
 
     Args:
-        first_anomaly: the first step of the spike.
         margin: good steps before it that are undone too, if a checkpoint is old enough.
     """
     before = []
@@ -58,7 +57,6 @@ def plan(
     batch; from the checkpoint if that is later, or if the batch size has changed since then.
 
     Args:
-        progress: current progress of the run.
         batch_schedule: position -> sequences of the batch that starts there.
         reason: why the last step is an anomaly.
         position_of: the position from which the run continues after loading a checkpoint.

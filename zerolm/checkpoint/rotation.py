@@ -30,9 +30,9 @@ class Retention:
     """Which checkpoints are kept when a new one is published.
 
     Attributes:
-        last: number of newest checkpoints to keep.
-        every_tokens: also keep the first checkpoint after each multiple of this, for good.
-        best: number of checkpoints with the lowest validation loss to keep as well.
+        last: number of newest checkpoints.
+        every_tokens: the first checkpoint after each multiple of this is kept for good.
+        best: number of checkpoints with the lowest validation loss.
     """
 
     last: int
@@ -47,15 +47,15 @@ def rotate(
 ) -> tuple[list[Path], list[str]]:
     """Update `latest`, and retire the checkpoints that are not retained, after `publish`.
 
-    Only rank 0 calls. The new checkpoint exists, whatever fails here. The files of a retired one
-    are deleted by the ranks that wrote them (`delete_own`), and what is left by the next save.
+    Only rank 0 calls. The new checkpoint exists, whatever fails here. The ranks delete the files
+    that they wrote for a retired checkpoint (`delete_own`); the next save deletes the remains.
 
     Args:
         newest: the one just published; always kept.
         ranked: names of the checkpoints of all evaluated steps, best first; some do not exist.
 
     Returns:
-        The renamed directories that are to be deleted, and a line for each thing that failed.
+        The renamed directories to delete, and a line for each failure.
     """
     step, retired, problems = checkpoint_step(newest.name), [], []
     try:
@@ -108,7 +108,7 @@ def retire(directory: Path) -> Path:
 def delete_own(retired: Iterable[Path], names: Sequence[str]) -> None:
     """Delete one rank's files of retired checkpoints; the last rank removes the directories.
 
-    What cannot be deleted is deleted, or reported, before the next checkpoint.
+    Files that cannot be deleted now are deleted, or reported, before the next checkpoint.
     """
     for directory in retired:
         with contextlib.suppress(OSError):
@@ -121,7 +121,7 @@ def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
     """Delete checkpoints that a killed run was writing or removing, and links with their names.
 
     Args:
-        needed: the one whose name is about to be used. A file with this name is set aside.
+        needed: the checkpoint about to be written. A file with this name is set aside.
 
     Returns:
         A line for each that cannot be deleted.

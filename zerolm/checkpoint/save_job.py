@@ -28,14 +28,13 @@ class Outcome:
     """The result of saving a checkpoint, the same on every rank.
 
     Attributes:
-        name: of its directory.
-        progress: of the run at its step.
-        error: why it was not published; None if it was.
-        problems: what could not be tidied up; known on rank 0 only.
+        progress: the run's progress at the step of the checkpoint.
+        error: why the checkpoint was not published; None if it was.
+        problems: files that could not be removed; known on rank 0 only.
         copy_seconds: how long training waited for the copy.
-        seconds: from the start of the copy until it was published; known on rank 0, other ranks
-            have the time until they learned of it, at the end of that step.
-        in_memory: it is a copy in the memory of the hosts.
+        seconds: from the start of the copy until the checkpoint was published, on rank 0; on other
+            ranks until they learned of it, at the end of that step.
+        in_memory: a copy in the memory of the hosts instead of a checkpoint.
     """
 
     name: str

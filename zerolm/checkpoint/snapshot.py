@@ -17,11 +17,7 @@ from zerolm.distributed.collectives import print_safely
 
 
 class HostCopy:
-    """Host memory for a copy of one rank's state, reused by the next copy.
-
-    Attributes:
-        size_bytes: size of the tensors copied since `reset`.
-    """
+    """Host memory for a copy of one rank's state, reused by the next copy."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
@@ -34,16 +30,12 @@ class HostCopy:
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
-        """Copy a nested state, which training may then modify.
+        """Copy dicts, lists, tuples and objects to the CPU; training may then modify the state.
 
-        Tensors that share memory in `state` share it in the copy; views become compact. Copies from
-        a GPU are asynchronous: call `torch.cuda.synchronize` before training continues.
+        Tensors that share memory in `state` share it in the copy; views become compact, and tensors
+        inside objects get new memory. Copies from a GPU are asynchronous: call
+        `torch.cuda.synchronize` before training continues.
 
-        Args:
-            state: dicts, lists, tuples and objects; tensors inside objects get new memory.
-
-        Returns:
-            The same structure, with tensors on the CPU.
         """
         memo: dict[int, Any] = {}
         copies: dict[Any, torch.Tensor] = {}
@@ -96,8 +88,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 def _pin(buffer: torch.Tensor) -> None:
     """Pin memory in place. torch's own pinned allocator rounds sizes up to a power of two.
 
-    Where that fails, as for large buffers with some drivers, the buffer remains as it is: copies to
-    it take longer.
+    Where that fails, as for large buffers with some drivers, copies to the buffer take longer.
     """
     if not buffer.numel():
         return

@@ -31,7 +31,7 @@ def model_file(
 
     Args:
         tensor_rank: rank within a tensor-parallel group.
-        rank: at stage 3, where the files differ in the parts of frozen parameters only.
+        rank: matters at stage 3, where the files differ in the parts of frozen parameters only.
     """
     name = f"mp_rank_{tensor_rank:02d}"
     if manifest["zero_stage"] == 3:
@@ -40,12 +40,7 @@ def model_file(
 
 
 def optimizer_files(directory: Path, world_size: int, tensor_rank: int = 0) -> list[Path]:
-    """Return the shards, by rank.
-
-    Args:
-        world_size: number of ranks over which the optimizer states are sharded.
-        tensor_rank: rank within a tensor-parallel group.
-    """
+    """Return the shards of one tensor-parallel rank, in the order of ranks."""
     pattern = re.compile(
         rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{tensor_rank:02d}_optim_states\.pt"
     )
@@ -64,7 +59,7 @@ def partitions(param_shapes: Any, world_size: int, stage: int) -> Partitions:
     """Return the layout of the parameters over ranks.
 
     Args:
-        param_shapes: for each group, {name: torch.Size}; from a model file or an engine.
+        param_shapes: for each group, {name: torch.Size}, from a model file or an engine.
     """
     groups = [{name: shape.numel() for name, shape in group.items()} for group in param_shapes]
     return Partitions(groups, world_size, per_parameter=stage == 3)
@@ -112,9 +107,9 @@ def copy_partitions(
 
     Args:
         old: layout of `files`.
-        new: layout of the result; may have only some of the parameters.
+        new: layout of the result, which may have only some of the parameters.
         files: the shards, by rank.
-        dtypes: {name: dtype} of the requested tensors: `MASTER` and states of the optimizer.
+        dtypes: {name: dtype} of the tensors to return: `MASTER` and states of the optimizer.
         open_file: opens a shard; may keep it open for later calls.
     """
     flats = [
@@ -135,14 +130,12 @@ def copy_partitions(
 
 
 class Weights:
-    """The weights of a checkpoint, loaded one tensor at a time: float32 masters, and buffers.
+    """The weights of a verified checkpoint, loaded one at a time: float32 masters, and buffers.
 
     Args:
-        directory: of a verified checkpoint.
-        manifest: of that checkpoint.
         tensor_rank: rank within a tensor-parallel group. Rank 0 returns complete matrices, joined
             from those of all ranks; others return their own part.
-        state: `MASTER`, or a state of the optimizer that is returned in place of the masters.
+        state: `MASTER`, or the state of the optimizer to return in place of the masters.
 
     Attributes:
         converts: False: names and shapes are those of the model's code.

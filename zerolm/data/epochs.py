@@ -61,8 +61,8 @@ def skipped_data_notices(
     """Return a notice for each source that exceeds its cap because rollbacks skipped data.
 
     Args:
-        end: the position at which the run ends. The run makes up for skipped sequences with
-            sequences after this number, which the check before the run could not count.
+        end: the position at which the run ends. Sequences after this number replace the skipped
+            ones, and the check before the run could not count them.
     """
     if not len(skipped_windows):
         return []

@@ -39,15 +39,13 @@ class TokenStream(WindowStream):
     skipped, these are positions in the order without them.
 
     Args:
-        sources: opened shard directories.
-        weights: share of the sequences of each source, in any unit.
-        seq_len: tokens of a row (T).
-        seed: of the order.
+        seq_len: tokens in a row (T).
+        seed: determines the order.
         batch_schedule: position -> sequences of the global batch that starts there, a multiple of
             micro_batch_size * world_size. A pure function; called ahead of time.
-        micro_batch_size: rows of a batch (M).
-        position: where to start: the start of a global batch.
-        end_position: no global batch starts there or later.
+        micro_batch_size: rows of a micro-batch (M).
+        position: start of the first global batch.
+        end_position: no global batch starts here or later.
         document_mask, packing: see `WindowStream`.
         skipped_windows: ranges [start, end) of sequence numbers to skip, see `zerolm.data.skips`.
         stages: later stages of weights, see `zerolm.data.order.Order`.
@@ -111,8 +109,8 @@ class ValidationStream(WindowStream):
     last row that have sequence id -1 and only targets of -100.
 
     Args:
-        num_sequences: total number, split over the sources as evenly as their windows allow; fewer
-            if there are not enough. They are numbered from 0, source after source.
+        num_sequences: total, split over the sources as evenly as their windows allow; fewer if
+            there are not enough. Sequences are numbered from 0, source after source.
     """
 
     def __init__(
@@ -196,12 +194,11 @@ class _Groups(IterableDataset):
 
 
 def make_loader(stream: WindowStream, num_workers: int, pin_memory: bool) -> StreamLoader:
-    """Make a loader that yields the batches of a stream, in order.
+    """Make a loader that yields the batches of a stream, in order; `pin_memory` needs CUDA.
 
     Args:
         num_workers: 0 reads in this process, which is fastest for local files in the page cache.
             Workers hide the latency of a slow disk.
-        pin_memory: yield pinned tensors, if there is CUDA.
     """
     return StreamLoader(stream, num_workers, pin_memory)
 
@@ -209,8 +206,7 @@ def make_loader(stream: WindowStream, num_workers: int, pin_memory: bool) -> Str
 def require_complete_files(error: RuntimeError, sources: Sequence[Source]) -> None:
     """Explain the death of a loader worker by a file that is shorter than its map (SIGBUS).
 
-    Args:
-        error: torch raises it wherever the main thread is, and blames shared memory.
+    torch raises `error` wherever the main thread is, and blames shared memory.
 
     Raises:
         ShardReadError: a worker was killed, and a file of a source has lost bytes.
@@ -271,9 +267,9 @@ def _obey_parent_only(worker: int) -> None:
     """Make a loader worker ignore signals from other processes, and exit when its parent does.
 
     Ctrl-C and schedulers signal every process, and DeepSpeed's launcher signals a rank's children
-    first. The rank then saves and stops, which fails if its workers are gone. So only a SIGTERM
-    from the parent counts, with which multiprocessing stops a worker. If the parent is killed, a
-    worker would block forever while sending a message; torch's own watchdog misses that.
+    first. The rank then saves and stops, which fails if its workers have exited. So only the
+    parent's SIGTERM counts, by which multiprocessing stops a worker. If the parent is killed, a
+    worker would block forever in sending a message; torch's own watchdog misses that.
     """
     for number in processes.STOP_SIGNALS:
         if number != signal.SIGTERM:

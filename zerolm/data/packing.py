@@ -60,9 +60,7 @@ class Packing:
     """The packing index of one source, opened for reading. Pickled without its memory maps.
 
     Attributes:
-        directory: of the shards.
         manifest: the checked content of packing-<seq_len>.json.
-        num_tokens: of the source.
     """
 
     directory: Path
@@ -194,11 +192,7 @@ def open_intact_packing(source: Source, seq_len: int) -> Packing:
 
 
 def verify_packings(source: Source) -> list[str]:
-    """Verify the checksums of all packing indices beside a source.
-
-    Returns:
-        A line for each index that is damaged or was made from other tokens.
-    """
+    """Verify the packing indices beside a source; return a line for each damaged or outdated one."""
     problems: list[str] = []
     if source.is_remote:  # packing is not supported in stores
         return problems
@@ -214,11 +208,7 @@ def verify_packings(source: Source) -> list[str]:
 
 
 def num_rows(source: Source, seq_len: int, packing: str) -> int:
-    """Return the number of rows of `seq_len` targets of a source.
-
-    Args:
-        packing: `BEST_FIT` or `CONCAT` of `zerolm.config.settings`.
-    """
+    """Return the number of rows of `seq_len` targets of a source, for `BEST_FIT` or `CONCAT`."""
     if packing == BEST_FIT:
         return open_packing(source, seq_len).num_rows
     return num_windows(source.num_tokens, seq_len)

@@ -29,10 +29,10 @@ class StageMixer:
     Args:
         shares: exact share of each source; 0 for those that the stage does not use.
         block: minimum size of a mixing block.
-        key: of the stage.
+        key: distinguishes stages in the permutation of slots.
         before: sequences of each source in earlier stages, (S,) int64.
         start: sequence number at which the stage starts.
-        stop: sequence number at which it ends; by default never.
+        stop: sequence number at which it ends; None for never.
 
     Attributes:
         at_end: sequences of each source up to the end of the stage, (S,) int64.
@@ -83,13 +83,10 @@ class StageMixer:
         return source, sample
 
     def _find(self, number: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the source at some places of complete blocks, by bisection of the sources.
+        """Find the source and its sample at some places of complete blocks, by bisection.
 
-        The last source that starts at or before a place: of those that start at the same place,
-        only the last one has a quota.
-
-        Returns:
-            The source and its sample, as `__call__`.
+        The source is the last one that starts at or before a place: of those that start at the same
+        place, only the last one has a quota.
         """
         bounds = self._bounds(number)
         num_sources = len(self._before)
@@ -105,14 +102,12 @@ class StageMixer:
         return source, before + place - first
 
     def _bounds(self, number: np.ndarray) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Return a function of sources, (N,), that gives what lies below each of them.
+        """Return a function of sources, (N,), that gives their lower bounds in the blocks `number`.
 
-        That is the sequences of all sources before it, up to a block, and the place in the block
-        at which it starts, (N,) int64 each. Exact: with 64 bits relative to the first of the
-        blocks, if the denominator and their distances allow, else with Python's integers.
-
-        Args:
-            number: of the blocks, (N,).
+        The bounds are the sequences of all earlier sources up to the block, and the place in the
+        block where the source starts, (N,) int64 each. They are exact: computed in 64 bits relative
+        to the first block if the denominator and the distances of the blocks allow, else in
+        Python's integers.
         """
         base = int(number.min()) if number.size else 0
         distance = number - base
@@ -166,14 +161,14 @@ class StageMixer:
 def counts_at_end(
     shares: Sequence[Fraction], length: int, block: int = BLOCK_SEQUENCES
 ) -> list[int]:
-    """Return the sequences of each source in a complete stage.
+    """Return the number of sequences of each source in a complete stage.
 
-    The floors of `length` times the cumulative shares, unless the last, short block would so have
-    fewer sequences of a source than none. Such a source keeps what it has had, and the sources
-    furthest above their share have one less.
+    They are the differences of the floors of `length` times the cumulative shares. Where that would
+    give a source a negative number in the last, short block, it keeps its earlier sequences, and
+    the sources furthest above their share get one less.
 
     Args:
-        length: of the stage, in sequences.
+        length: sequences in the stage.
         block: minimum size of a mixing block, as in `Order`.
     """
     block = block_size(shares, block)
@@ -208,11 +203,11 @@ def exact_shares(
     """Return weights as exact shares of 1.
 
     Args:
-        where: the flag of the weights, for messages.
-        allow_zero: accept 0, for all but one.
+        where: names the flag of the weights in messages.
+        allow_zero: accept 0, except for all weights.
 
     Raises:
-        ConfigError: see `Order`.
+        ConfigError: a weight is invalid.
     """
     problems = []
     for number, weight in enumerate(weights):

@@ -57,11 +57,7 @@ def used_sequences_end(position: int, skipped: SkippedRanges) -> int:
 
 
 def source_counts(order: Any, position: int, skipped: SkippedRanges) -> np.ndarray:
-    """Return the sequences of each source that a run at `position` has consumed, (S,) int64.
-
-    Args:
-        order: the run's `zerolm.data.order.Order`.
-    """
+    """Return the sequences of each source that a run at `position` has consumed, (S,) int64."""
     end = position
     num_skipped = 0
     for start, stop in skipped:

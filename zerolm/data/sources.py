@@ -20,13 +20,7 @@ from zerolm.shards.reader import Source, open_source
 
 
 class Sources(NamedTuple):
-    """The sources of a run.
-
-    Attributes:
-        training: opened sources of `--data`.
-        weights: of the training sources, in the first stage.
-        validation: opened sources of `--val_data`.
-    """
+    """The opened sources of a run, and the weights of the training sources in the first stage."""
 
     training: list[Source]
     weights: list[float]
@@ -120,9 +114,7 @@ def source_problems(
 ) -> list[str]:
     """Check every source against the model, the sequence length and the other sources.
 
-    Args:
-        vocab_size: of the model; None if it could not be read.
-        seq_len: None if it is not known.
+    What is not known is None and not checked.
     """
     problems: list[str] = []
     everything = [("data", source) for source in sources.training]
@@ -188,7 +180,7 @@ def source_names(sources: Sequence[Source]) -> list[str]:
 
 
 def find_source(name: str, sources: Sequence[Source]) -> int:
-    """Return the number of the source with a name: that of `source_names`, or its path.
+    """Return the number of the source whose name in `source_names`, or path, is `name`.
 
     Raises:
         ValueError: no source or several sources have that name.

@@ -19,14 +19,12 @@ class WindowReader:
     """Reads windows of several sources.
 
     Args:
-        sources: opened shard directories.
-        seq_len: targets of a window.
+        seq_len: targets in a window.
 
     Attributes:
-        num_windows: (S,) int64, of each source.
-        dtype: the narrowest one that holds the ids of every source.
-        eos_ids: (S,) int64, of each source.
-        is_remote: whether any source is in a store.
+        num_windows: windows of each source, (S,) int64.
+        dtype: the narrowest that holds the ids of every source.
+        eos_ids: EOS id of each source, (S,) int64.
     """
 
     def __init__(self, sources: Sequence[Source], seq_len: int):
@@ -155,11 +153,7 @@ class WindowReader:
 class PackedReader:
     """Reads rows of packed documents of several sources; same interface as `WindowReader`.
 
-    Packed sources are on this machine.
-
-    Args:
-        sources: opened shard directories.
-        packings: the packing index of each, all for one `seq_len`.
+    Packed sources are local; the packing indices are all for one `seq_len`.
     """
 
     is_remote = False

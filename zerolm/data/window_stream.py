@@ -4,7 +4,7 @@ A window is `seq_len` + 1 ids of one source: a slice of its concatenated documen
 the documents of one row, padded with EOS ids. A subclass of `WindowStream` decides which windows
 come in which order: `TokenStream` for training, `ValidationStream` for validation.
 
-Legend: C micro-batches, M rows of each, T tokens of a row (`seq_len`).
+Legend: C micro-batches, M rows in each, T tokens in a row (`seq_len`).
 """
 
 import itertools

@@ -25,9 +25,8 @@ class DocumentSpan(NamedTuple):
     Attributes:
         document: number in the source, from 0.
         start: first token, counted from the start of the document.
-        stop: end of the span, likewise.
-        length: of the document in tokens, including its EOS.
-        token_ids: of the span.
+        stop: end of the span, counted likewise.
+        length: tokens in the document, including its EOS.
     """
 
     document: int

@@ -1,7 +1,7 @@
 """`.deepspeed_env`: variables that DeepSpeed's launcher sets for the ranks on other hosts.
 
-The launcher writes each line into the command for the shell of a host, without regard to what that
-shell and pdsh do with it. Here is the one reader of the file. Standard library only.
+The launcher writes each line into the command for a host's shell, whatever that shell and pdsh make
+of it. Nothing else reads the file. Standard library only.
 """
 
 import os
@@ -28,9 +28,6 @@ def change_of(value: str) -> str | None:
 
 def deepspeed_env_files(environment: Mapping[str, str] = os.environ) -> dict[Path, dict[str, str]]:
     """Return {file: its variables} for each `.deepspeed_env` that DeepSpeed reads, in its order.
-
-    Args:
-        environment: of the launcher.
 
     Raises:
         ConfigError: every line that would not reach the ranks as written.

@@ -26,11 +26,11 @@ class Device(NamedTuple):
     """The accelerator of this rank.
 
     Attributes:
-        kind: DeepSpeed's name: `cpu`, `cuda`, ...; `absent` if it is not on this machine.
+        kind: DeepSpeed's name (`cpu`, `cuda`, ...); `absent` if this machine has no such device.
         memory_bytes: total, not free: free memory differs between ranks, which must all make the
             same plan. None on a CPU.
-        supports_bf16: natively or emulated.
-        name: of the model, as the driver or the kernel reports it.
+        supports_bf16: whether it can compute in bf16, natively or emulated.
+        name: the model, as the driver or the kernel reports it.
         lacks_bf16: why it has no native bf16; empty if it has.
         bf16_ratio: time of a bf16 product, relative to float32; only where bf16 is not native.
     """
@@ -55,7 +55,7 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
     """Return the device of this rank.
 
     Args:
-        environment: of the launcher.
+        environment: the launcher's variables.
         problems: a line is added if the requested device is missing.
     """
     if environment.get("DS_ACCELERATOR") == "cuda":
@@ -119,7 +119,7 @@ def _cuda(index: int, memory_bytes: int, supported: bool) -> Device:
 def gpu_library_versions() -> dict[str, str]:
     """Return the versions of CUDA's libraries that torch uses here; empty without a GPU.
 
-    They decide on kernels: cuDNN's on that of scaled dot-product attention, for example.
+    They choose kernels: cuDNN that of scaled dot-product attention, for example.
     """
     import torch
 
@@ -167,10 +167,10 @@ def cpu_name() -> str:
 def bf16_ratio(device: str) -> float:
     """Return the time of a matrix product in bf16, relative to float32, on a torch device.
 
-    It counts what the libraries do with the CPU, which its list of instructions does not say. It
-    takes milliseconds: products of width 128, of width 2,048 on a GPU. On a CPU with one thread:
-    while other programs are running, two threads wait for each other, and half of 20 ratios on a
-    CPU that emulates bf16 were below 1.
+    A CPU's list of instructions does not say which of them the libraries use, so it is measured, in
+    milliseconds: products of width 128, on a GPU of width 2,048. A CPU uses one thread: while other
+    programs are running, two threads wait for each other, and half of 20 ratios on a CPU that
+    emulates bf16 were below 1.
     """
     import torch
 

@@ -58,7 +58,7 @@ def report_config_error(error: ConfigError, rank: int, local_rank: int) -> int:
     Call it only before the process group exists. The launcher kills all ranks of a host as soon as
     one of them exits, so rank 0 exits at once and the others wait: a problem that all ranks have is
     printed once, and a problem that only one rank has is still printed, a little later. Ranks of
-    other hosts are notified through `rendezvous`, because no launcher would stop them.
+    other hosts learn of it in `rendezvous`, because no launcher would stop them.
     """
     if not isinstance(error, SharedConfigError):
         try:
@@ -84,10 +84,7 @@ def rendezvous(problems: Sequence[str] = ()) -> None:
     A rank that exited alone would leave the ranks of other hosts waiting, because a launcher stops
     only the ranks of its own host. Every rank must call this equally often; with one host it does
     nothing. The process group is later created over the same store, so its port is never released
-    in between.
-
-    Args:
-        problems: configuration problems of this rank.
+    in between. `problems` are this rank's.
 
     Raises:
         SharedConfigError: on every rank, if any rank has problems or does not arrive in time.
@@ -197,9 +194,9 @@ def release_shared_memory() -> None:
 def remove_stale_buffers() -> None:
     """Remove buffers of this user's ranks that were killed before `release_shared_memory`.
 
-    Only those that are older than ten minutes and that no process has mapped or open: a rank opens
-    a buffer by its name in its first second. The first rank of each host calls this before the
-    process group exists, for which the other ranks wait before they create theirs.
+    A buffer is stale if it is older than ten minutes and no process has it mapped or open: a rank
+    opens its buffer by name in its first second. The first rank of each host calls this before the
+    process group exists; the other ranks create their buffers after that.
     """
     oldest = time.time() - STALE_BUFFER_SECONDS
     stale = set()

@@ -20,14 +20,13 @@ PER_TOKEN_KEYS = ("input_ids", "targets")  # tensors with a sequence dimension
 
 
 def register_attention(model: Any, layout: Layout, micro_batch_size: int, seq_len: int) -> Any:
-    """Replace a model's attention by DeepSpeed's Ulysses attention. Every rank must call.
+    """Replace a new model's attention by DeepSpeed's Ulysses attention. Every rank must call.
 
     Changes transformers' table of attention functions in this process.
 
     Args:
-        model: a model that was just built.
-        micro_batch_size: sequences of a training micro-batch; evaluation may use any shape.
-        seq_len: tokens of a training sequence; evaluation may use any length.
+        micro_batch_size: sequences in a training micro-batch; evaluation may use any shape.
+        seq_len: tokens in a training sequence; evaluation may use any length.
 
     Returns:
         The object to pass to `deepspeed.initialize` as `mpu`; None without sequence parallelism.
@@ -54,8 +53,8 @@ def shard_batch(batch: Batch, layout: Layout, rank: int) -> Batch:
         batch: with `input_ids` and `targets` (M, T), and without `document_ids`.
 
     Returns:
-        The batch itself without sequence parallelism; otherwise a batch with (M, T / degree), and
-        with `position_ids`, which count from the start of the complete sequence.
+        Without sequence parallelism the batch itself; otherwise (M, T / degree) tensors, and
+        `position_ids` that count from the start of the complete sequence.
     """
     if layout.sequence == 1:
         return batch

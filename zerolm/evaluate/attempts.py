@@ -49,7 +49,7 @@ class EvaluationAttempts:
     def load(self) -> Attempt | None:
         """Read the record; return the attempt in which the previous launch crashed, if it did.
 
-        Without a readable record nothing is known of earlier crashes, and all is evaluated.
+        Without a readable record, earlier crashes are unknown, and everything is evaluated.
         """
         try:
             record = read_record(self.path, _Record)

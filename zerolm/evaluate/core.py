@@ -34,7 +34,7 @@ class Task(NamedTuple):
     Attributes:
         kind: `CHOICES`, `SCHEMA` or `LANGUAGE_MODELING`.
         baseline: accuracy of random answers.
-        items: shuffled, and limited in number.
+        items: in shuffled order, limited in number.
     """
 
     label: str
@@ -57,7 +57,7 @@ def read_bundle(directory: str | Path, limit: int = 0) -> list[Task]:
     """Read the tasks of a bundle and their items.
 
     Args:
-        limit: maximum items of a task, after shuffling; 0 for all.
+        limit: maximum items per task, after shuffling; 0 for all.
     """
     base = Path(directory)
     config, baselines = _read_config(base / CONFIG), _read_baselines(base / META_DATA)
@@ -191,7 +191,7 @@ def _is_text(value: Any) -> bool:
 def prompts(task: Task, number: int) -> list[str]:
     """Return the prompts of an item, examples first: one per option.
 
-    For language modeling two: without and with the continuation.
+    Language modeling has two: without and with the continuation.
     """
     item, delimiter = task.items[number], task.delimiter
     others = [other for other in range(len(task.items)) if other != number]
@@ -218,9 +218,9 @@ def _solved(task: Task, item: Item) -> str:
 def item_rows(task: Task, number: int, coder: "TextCoder", max_length: int) -> list["Row"]:
     """Return the rows to score for an item: one per option, or one for language modeling.
 
-    Scored are the tokens after what all options have in common (multiple choice), the tokens that
-    all have in common at the end (schema), or the continuation. Rows have at most `max_length`
-    tokens; longer ones lose their first tokens. A row with no scored token is possible.
+    The scored tokens are those after the common start of all options (multiple choice), those of
+    their common end (schema), or the continuation. Rows have at most `max_length` tokens; longer
+    ones lose their first tokens. A row with no scored token is possible.
     """
     from zerolm.evaluate.likelihood import Row
 
@@ -271,7 +271,7 @@ def is_correct(
 
     Args:
         rows: from `item_rows`.
-        scores: (log-likelihood, whether each token is the likeliest) of each row.
+        scores: for each row, (log-likelihood, whether each token is the likeliest).
     """
     if task.kind == LANGUAGE_MODELING:
         return scores[0][1] and rows[0].num_scored > 0
@@ -286,7 +286,7 @@ def figures(tasks: Sequence[Task], outcomes: Sequence[Sequence[bool]]) -> dict[s
     """Return {`core`: mean of the centered accuracies, `core/<task>`: centered accuracy}.
 
     Args:
-        outcomes: of each task, whether each item is answered correctly.
+        outcomes: for each task, whether each item is answered correctly.
     """
     centered = {
         f"core/{task.label}": task.centered(sum(correct) / len(correct))

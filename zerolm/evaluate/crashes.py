@@ -1,6 +1,6 @@
-"""`Crashes`: what an error in an evaluation does to the run, and `evaluation_mode`.
+"""`Crashes`: how a run handles an error in an evaluation; and `evaluation_mode`.
 
-An error in what rank 0 prepares or computes alone is logged as an event, and training continues. An
+An error in work that rank 0 does alone is logged as an event, and training continues. An
 error in a forward pass ends the run if other ranks may be inside it. `EvaluationAttempts` records
 each evaluation before it starts: the next launch retries it once, and after a second crash skips
 all evaluations of that step, on every rank.
@@ -26,10 +26,9 @@ class Crashes:
 
     Args:
         survives_forward_error: whether training may continue after an error in a forward pass.
-        print_line: prints on rank 0.
 
     Attributes:
-        disabled_steps: tokens of the run, by step at which nothing is evaluated any more.
+        disabled_steps: {step at which nothing is evaluated any more: tokens of the run}.
     """
 
     def __init__(

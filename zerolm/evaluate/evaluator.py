@@ -40,15 +40,13 @@ class Evaluations:
     """The evaluations of a run on one rank. Every rank makes the same calls.
 
     Args:
-        engine: the DeepSpeed engine.
         stream_options: shape and shard of this rank's validation batches, for
             `data.ValidationStream`.
-        average: of the weights, evaluated beside them if it has begun.
-        print_line: prints on rank 0.
-        token_bytes: bytes of text of each token, for `sums_by_source`; None if not known.
+        average: average of the weights, evaluated beside them if it has begun.
+        token_bytes: bytes of text in each token, for `sums_by_source`; None if not known.
 
     Attributes:
-        sampled_tokens: tokens of the run when samples were last due.
+        sampled_tokens: the run's tokens when samples were last due.
     """
 
     def __init__(
@@ -99,12 +97,7 @@ class Evaluations:
         )
 
     def restore(self, log: Any, step: int) -> None:
-        """Restore what was sampled, and log a crash. Every rank must call, after each load.
-
-        Args:
-            log: the run's `RunLog`.
-            step: the step that was loaded.
-        """
+        """Restore when samples were due, and log a crash. Every rank must call, after each load."""
         self.crashes.restore(log)
         sampled = broadcast_object(log.sampled_tokens() if self.is_rank0 else 0)
         disabled = [tokens for at, tokens in self.crashes.disabled_steps.items() if at <= step]
@@ -116,8 +109,6 @@ class Evaluations:
         """Run the evaluations of this step that are due and not logged yet. Every rank must call.
 
         Args:
-            progress: of the run.
-            log: the run's `RunLog`.
             is_due: interval in steps -> whether it ends at this step.
             wait_for_checkpoint: called before the first evaluation.
         """

@@ -25,13 +25,11 @@ SDPA = "sdpa"
 
 
 class HeldOut(NamedTuple):
-    """Validation shards, and how they are divided into sequences: settings of a run.
+    """Validation shards, and how they are divided into sequences, as in the settings of a run.
 
     Attributes:
-        paths: of shard directories.
-        seq_len: tokens of a sequence; None for `DEFAULT_SEQ_LEN`.
-        eval_tokens: over all shards; None for the default of a run.
-        packing: `concat` or `best_fit`.
+        seq_len: tokens in a sequence; None for `DEFAULT_SEQ_LEN`.
+        eval_tokens: total over all shards; None for the default of a run.
     """
 
     paths: Sequence[str]
@@ -42,11 +40,7 @@ class HeldOut(NamedTuple):
 
 
 def open_held_out(directory: Path, given: HeldOut) -> tuple[list[Source], HeldOut]:
-    """Open the shards and check that they are for the model.
-
-    Returns:
-        The sources; and `given` with all values filled in.
-    """
+    """Open the shards, check that they are for the model, and fill in the values of `given`."""
     config = load_model_config(str(directory / "config.json"), [])
     positions = max_positions(config)
     seq_len = given.seq_len or min(positions or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
@@ -108,7 +102,6 @@ def held_out_figures(
     """Return {`loss`, `perplexity`, `bits_per_byte`, `<source>/loss`, `<source>/bits_per_byte`}.
 
     Args:
-        model: of transformers, on its device.
         sources, given: from `open_held_out`.
     """
     import torch

@@ -40,13 +40,12 @@ def evaluate_export(
     Args:
         directory: a model that `from_pretrained` loads, and its tokenizer.
         task_path: directory with further tasks.
-        task_items: maximum documents of each task; None for all.
+        task_items: maximum documents per task; None for all.
         hellaswag_name: file or hub id of HellaSwag; None to leave it out.
         hellaswag_items: maximum items; 0 for all.
         held_out: token shards to compute loss and bits per byte on.
         core_directory: bundle of CORE; None to leave it out.
-        core_items: maximum items of each of its tasks; 0 for all.
-        device: of torch; None for a GPU if there is one.
+        core_items: maximum items per task of CORE; 0 for all.
 
     Returns:
         `figures` is {`<task>/<metric>`: value}; `hellaswag` and `core`, if evaluated, have the

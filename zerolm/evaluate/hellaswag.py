@@ -46,8 +46,8 @@ def read_items(name: str, limit: int = 0) -> list[Item]:
     """Read items from JSON lines, or from the validation split of a hub data set.
 
     Args:
-        name: path of the file, or hub id.
-        limit: read only this many items, from the first on; 0 for all.
+        name: path of a file, or hub id.
+        limit: number of items to read, from the first; 0 for all.
 
     Raises:
         ConfigError: there is no such file, or a line is not an item.

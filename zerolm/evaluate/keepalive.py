@@ -1,9 +1,9 @@
 """`KeepAlive`: signals from rank 0 while it works alone and the other ranks wait in a collective.
 
-lm-eval builds requests, tokenizes and scores, and a hub may answer slowly: for minutes no rank
-takes a step or runs the model. Meanwhile a thread of rank 0 signals the watchdog, and the other
-ranks, which would seem to hang in their collective. After an hour it stops, so that a hang is still
-detected. Must not depend on what rank 0 prepares.
+lm-eval builds requests, tokenizes and scores, and a hub may answer slowly, so for minutes no rank
+takes a step or runs the model. Meanwhile a thread of rank 0 signals progress to the watchdog and to
+the other ranks, which would otherwise seem to hang in their collective. It stops after an hour, so
+that a hang of rank 0 is still detected. Must not depend on what rank 0 prepares.
 """
 
 import contextlib
@@ -21,14 +21,13 @@ MAX_SECONDS = 3600.0
 
 
 class KeepAlive:
-    """A context in which rank 0 may work for long while the other ranks wait in `receive`.
+    """A context in which rank 0 may work for a long time while the other ranks wait in `receive`.
 
     Used by rank 0 only.
 
     Args:
         tick: signals the watchdog that this rank makes progress; called from a thread.
         has_peers: whether other ranks wait.
-        device: torch device of the collectives.
         send: sends `STILL_WORKING` to the other ranks.
     """
 

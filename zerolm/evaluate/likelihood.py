@@ -38,11 +38,7 @@ SINGLE_PROCESS = Ranks()
 
 
 def max_batch_tokens(requested: int, config: Any) -> int:
-    """Return the requested tokens per forward pass, or fewer if their logits would be too large.
-
-    Args:
-        config: of the model.
-    """
+    """Return the requested tokens per forward pass, or fewer if their logits would be too large."""
     return min(requested, max(1, MAX_LOGIT_BYTES // (4 * config.get_text_config().vocab_size)))
 
 
@@ -71,7 +67,7 @@ def batches(rows: Sequence[Row], batch_tokens: int, max_length: int) -> list[lis
     The batches, and so the shapes of the forward passes, do not depend on the number of ranks.
 
     Args:
-        batch_tokens: maximum of a batch, with padding; a longer row is a batch of its own.
+        batch_tokens: maximum with padding; a longer row is a batch of its own.
         max_length: no row is padded beyond it.
     """
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
@@ -106,9 +102,8 @@ def log_likelihoods(
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
-        rows: without a `row_problem`; rows that are too long are truncated.
-        batch_tokens: maximum of a forward pass.
-        max_length: maximum tokens of a row, at most the model's positions.
+        rows: none has a `row_problem`; those that are too long are truncated.
+        max_length: maximum tokens in a row, at most the model's positions.
         tick: called before each forward pass.
 
     Returns:

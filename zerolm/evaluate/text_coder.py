@@ -20,14 +20,13 @@ class TextCoder:
     """A tokenizer of transformers or tiktoken.
 
     Args:
-        directory: the tokenizer's files.
         eos_id: replaces the tokenizer's EOS id.
 
     Attributes:
-        eos_id: ends a document.
-        prefix_id: precedes a text without context: BOS, or else EOS.
+        eos_id: id that ends a document.
+        prefix_id: id that precedes a text without context: BOS, or else EOS.
         tokenizer: of transformers; None for tiktoken.
-        notices: a line if its class differs from its tokenizer.json, which is used.
+        notices: a line if its class differs from its tokenizer.json, which takes precedence.
 
     Raises:
         ConfigError: there is no tokenizer in `directory`, or it has no EOS token.
@@ -59,8 +58,7 @@ class TextCoder:
         """Return the token ids of a text.
 
         Args:
-            special_tokens: whether the tokenizer may add a BOS; None: unless the text starts with
-                one.
+            special_tokens: whether the tokenizer may add a BOS; None: unless the text has one.
         """
         if self.tokenizer is None:
             return self._encoding.encode(text, allowed_special="all")
@@ -70,10 +68,9 @@ class TextCoder:
         return self.tokenizer.encode(text, **kwargs)
 
     def decode(self, ids: Sequence[int], special_tokens: bool = True) -> str:
-        """Return the text of token ids; ids of a padded vocabulary, unknown here, are skipped.
+        """Return the text of token ids, optionally without special tokens.
 
-        Args:
-            special_tokens: whether they appear in the text.
+        Ids of a padded vocabulary, which the tokenizer does not know, are skipped.
         """
         if self.tokenizer is not None:
             known = [token for token in ids if token < len(self.tokenizer)]
@@ -107,11 +104,8 @@ class TextCoder:
     def rows(self, items: Sequence[Sequence[tuple[str, str]]], max_length: int) -> list[Row]:
         """Return the rows of all (context, continuation) pairs of all items, in order.
 
-        Args:
-            max_length: maximum tokens of a forward pass.
-
         Raises:
-            ConfigError: a row cannot be scored; names the item.
+            ConfigError: a row cannot be scored; the message names the item.
         """
         rows = []
         for number, item in enumerate(items, 1):

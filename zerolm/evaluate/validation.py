@@ -22,11 +22,10 @@ def validation_loss(
     Every rank must call.
 
     Args:
-        engine: a DeepSpeed engine, or a model in a single process; left in training mode.
+        engine: a DeepSpeed engine, or a model in a single process; in training mode afterwards.
         batches: this rank's micro-batches on the engine's device. Every rank must have the same
             number of them, because ZeRO-3 gathers weights in each forward pass.
-        source_names: names of the source numbers in `sources`.
-        token_bytes: bytes of text of each token, for `sums_by_source`; None if not known.
+        token_bytes: bytes of text in each token, for `sums_by_source`; None if not known.
 
     Returns:
         `eval/loss`, `eval/perplexity` and `eval/bits_per_byte`, and `eval/<source>/loss` and

@@ -12,13 +12,12 @@ from zerolm.export.tokenizer import tokenizer_of
 
 
 class LoadedModel(NamedTuple):
-    """A model for inference.
+    """A model in evaluation mode.
 
     Attributes:
-        model: of transformers, in evaluation mode.
-        tokenizer: directory of its tokenizer.
-        eos_id: of the training data; None for that of the tokenizer.
-        about: one line for the user.
+        tokenizer: the directory with its tokenizer.
+        eos_id: EOS id of the training data; None for the tokenizer's.
+        about: one line about the model for the user.
     """
 
     model: Any
@@ -30,9 +29,7 @@ class LoadedModel(NamedTuple):
 def load_model(reference: str | Path, device: str | None = None) -> LoadedModel:
     """Load a model directory, or a checkpoint that `locate` finds, in its own precision.
 
-    Args:
-        reference: a model directory, `RUN`, `RUN@STEP`, or the directory of a checkpoint.
-        device: of torch; None for a GPU if there is one.
+    Without a device, it is a GPU if there is one.
     """
     device, directory = inference_device(device), Path(reference)
     if (directory / "config.json").is_file():

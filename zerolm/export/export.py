@@ -40,10 +40,9 @@ def export(
     """Write the Hugging Face model directory of a checkpoint.
 
     Args:
-        checkpoint_dir: a checkpoint that was verified against its manifest.
-        manifest: of the checkpoint.
-        average: write the moving average of the weights, which the checkpoint must have. It has no
-            logits of the engine to compare with.
+        checkpoint_dir: a checkpoint that has been verified.
+        average: write the moving average of the weights, which the checkpoint must have. There are
+            no logits of the engine to compare it with.
 
     The other arguments, the result and the errors are those of `write_model`.
     """
@@ -92,18 +91,18 @@ def write_model(
     Needs host memory for one safetensors file and one decoder block, whatever the model's size.
 
     Args:
-        manifest: of a checkpoint of the model, for its config and its training precision.
+        manifest: has the model's config and training precision.
         output: must not exist; it appears complete or not at all.
-        precision: "bf16", "fp16" or "fp32" of the written weights; None for the training precision.
-        tokenizer_dir: files to copy into the model directory; None for none.
+        precision: "bf16", "fp16" or "fp32"; None for the training precision.
+        tokenizer_dir: files to copy into the model directory.
         eos_id: ends generation; None leaves the config unchanged.
         model_card: number of parameters -> {file name: content} of README.md and its images.
-        check: (model directory, precision) -> one line about it; raises to refuse it.
-        max_shard_bytes: maximum size of a safetensors file.
-        source: values of generation of the weights that the run began with, if any.
+        check: (model directory, precision) -> one line about the result; raises to refuse it.
+        max_shard_bytes: maximum size of one safetensors file.
+        source: generation values of the weights that the run began with, if any.
 
     Returns:
-        One line about the result, and one for each note.
+        The result and any notes, one per line.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -178,7 +177,7 @@ def check_room(output: Path, needed_bytes: int) -> None:
     """Check that an output does not exist and that its disk has space for it.
 
     Raises:
-        ConfigError: one of them is not so.
+        ConfigError: it exists, or the disk has too little space.
     """
     if output.exists():
         raise ConfigError(f"{output}: already exists. Choose another directory, or remove it.")
@@ -195,9 +194,9 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
     """Load a model directory as a user would, and compare its logits with the training engine's.
 
     Args:
-        saved: logits of the training engine from `probe.sample_logits`, with the precision it
-            computed in; None for checkpoints of versions that saved none.
-        precision: of the weights in the directory.
+        saved: the training engine's logits from `probe.sample_logits`, and its precision; None for
+            checkpoints of versions that saved none.
+        precision: precision of the weights in the directory.
 
     Returns:
         The result, to be printed.
@@ -211,9 +210,8 @@ def check_logits(
     """Compare a model's logits with those that the training engine recorded in a checkpoint.
 
     Args:
-        model: on the CPU, or on a device.
         saved, precision: as in `compare_logits`.
-        where: the model, for messages.
+        where: names the model in messages.
 
     Returns:
         The result, to be printed.

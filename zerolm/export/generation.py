@@ -1,4 +1,4 @@
-"""What an exported model says about generation: its special ids, and values of its source.
+"""The generation config of an exported model: its special ids, and values of its source.
 
 The ids are those of the run's tokenizer. A run that began with existing weights keeps the further
 ids and the sampling values of their `generation_config.json`. Must not depend on weights.
@@ -21,8 +21,8 @@ def set_special_ids(
 ) -> list[str]:
     """Set the ids that begin and end generation, in place; return lines about ids left out.
 
-    Without a source they are the tokenizer's: a default `bos_token_id` of the class is an ordinary
-    token of the run's tokenizer. Some classes accept no other value than a number, and keep it.
+    Without a source they are the tokenizer's, because a class's default `bos_token_id` is an
+    ordinary token of the run's tokenizer. Some classes accept only a number, and keep theirs.
     `pad_token_id` stays: the positions of RoBERTa begin after it.
 
     Args:
@@ -69,7 +69,7 @@ def with_values_of(source: Mapping[str, Any], generation: Any) -> tuple[Any, lis
     """Return a generation config with the values of a source, and lines about those left out.
 
     Args:
-        generation: of the exported model; its special ids stay.
+        generation: the exported model's; its special ids stay.
     """
     from transformers import GenerationConfig
 

@@ -17,7 +17,7 @@ def check(repository: str, public: bool) -> None:
     """Check that a model can be pushed under this name.
 
     Raises:
-        ConfigError: it cannot; the text has the fix.
+        ConfigError: it cannot be pushed; the message has the fix.
     """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError

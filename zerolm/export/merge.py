@@ -32,9 +32,8 @@ def mean_coefficients(tokens: Sequence[int]) -> list[float]:
 def ema_coefficients(tokens: Sequence[int], decay: float) -> list[float]:
     """Return the coefficients of an exponential moving average that begins with the oldest.
 
-    Args:
-        tokens: of the checkpoints, oldest first; only their number counts.
-        decay: factor on the average so far at each further checkpoint.
+    Each further checkpoint multiplies the average so far by `decay`; of `tokens`, only their number
+    counts.
     """
     newest = len(tokens) - 1
     return [
@@ -50,7 +49,7 @@ def wsm_coefficients(tokens: Sequence[int], remaining: Callable[[float], float])
     distances between checkpoints may differ.
 
     Args:
-        tokens: of the checkpoints, oldest first; strictly ascending.
+        tokens: tokens at each checkpoint, strictly ascending.
         remaining: one of `zerolm.optim.schedule.DECAY_SHAPES`.
 
     Source: Tian et al. 2025 (arXiv 2507.17634), theorem 1.
@@ -65,11 +64,7 @@ def wsm_coefficients(tokens: Sequence[int], remaining: Callable[[float], float])
 
 
 def model_differences(checkpoints: Sequence[Checkpoint], irrelevant: frozenset[str]) -> list[str]:
-    """Return a line for each key of a model config that is not that of the first checkpoint.
-
-    Args:
-        irrelevant: keys that may differ.
-    """
+    """Return a line for each key, unless `irrelevant`, in which a config differs from the first."""
     first = checkpoints[0]
     ours = first.manifest["model_config"]
     problems = []
@@ -85,13 +80,10 @@ def model_differences(checkpoints: Sequence[Checkpoint], irrelevant: frozenset[s
 
 
 class MergedWeights:
-    """The weighted means of the weights of several checkpoints, computed one tensor at a time.
+    """The weighted means of several checkpoints' weights, computed one tensor at a time.
 
-    Sums are in float64. Buffers of integers are those of the newest checkpoint.
-
-    Args:
-        checkpoints: verified against their manifests; oldest first.
-        coefficients: one for each checkpoint.
+    The checkpoints are verified, oldest first. Sums are in float64. Integer buffers are those of
+    the newest checkpoint.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint], coefficients: Sequence[float]):
@@ -128,9 +120,6 @@ class MergedWeights:
     @torch.no_grad()
     def check(self, directory: Path) -> str:
         """Load the written model, and compare some of its values with sums over the checkpoints.
-
-        Returns:
-            The result, to be printed.
 
         Raises:
             CheckpointError: weights are missing or unexpected, not finite, or not the means.

@@ -45,9 +45,7 @@ def model_card(
     """Return the text of the model card.
 
     Args:
-        run_dir: sections whose file is missing are left out.
-        manifest: of the checkpoint.
-        name: of the model.
+        run_dir: a section is left out if its file is missing here.
         num_parameters: tied parameters count once.
         picture: whether `loss.png` is next to the card.
         about: Markdown about the weights, if they are not those of the training.
@@ -122,7 +120,7 @@ def front_matter(name: str, evaluations: Mapping[str, float], base_model: str | 
     """Return the card's YAML metadata for the hub.
 
     Args:
-        base_model: hub id of the model whose weights the run began with.
+        base_model: hub id of the weights that the run began with.
     """
     from huggingface_hub import EvalResult, ModelCardData
 

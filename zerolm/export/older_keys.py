@@ -1,7 +1,8 @@
 """Keys of an exported config.json for readers of transformers 4: vLLM, llama.cpp, MLX and others.
 
 transformers 5 writes rotary embeddings as `rope_parameters` only. A reader that looks for
-`rope_theta` and `rope_scaling` finds none and takes its defaults, silently: another model.
+`rope_theta` and `rope_scaling` finds neither, silently takes its defaults, and computes another
+model.
 """
 
 import copy

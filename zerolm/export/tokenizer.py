@@ -1,5 +1,5 @@
-"""Finds the tokenizer of a run: that of its first data source, which run.json names; and what the
-weights that it began with say about generation.
+"""Finds a run's tokenizer, that of its first data source in run.json, and the generation values of
+the weights that the run began with.
 """
 
 from collections.abc import Mapping

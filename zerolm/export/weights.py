@@ -38,12 +38,12 @@ def write_weights(
     Needs memory for the file being filled, one block, and one weight in float32.
 
     Args:
-        skeleton: the model on the meta device.
+        skeleton: a model on the meta device.
         load_weight: name in the model's state dict -> tensor.
         release: called after each block, whose weights are not loaded again.
         directory: must exist.
-        dtype: of the written parameters; buffers, and biases that choose experts, keep theirs.
-        max_shard_bytes: maximum size of a file; a larger tensor is a file of its own.
+        dtype: for parameters; buffers, and biases that choose experts, keep their own.
+        max_shard_bytes: maximum size of a file; a larger tensor gets a file of its own.
 
     Returns:
         The size of all weights in bytes.

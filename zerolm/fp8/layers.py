@@ -25,11 +25,10 @@ OLDEST_GPU = (8, 9)  # compute capability
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """The linear layers of a model's blocks, by name.
+    """The linear layers of a model's blocks, by name: those that multiply in fp8, and the others.
 
     Attributes:
-        chosen: those that multiply in fp8.
-        odd: those whose sizes are not multiples of 16.
+        odd: layers whose sizes are not multiples of 16.
     """
 
     chosen: dict[str, nn.Linear]
@@ -45,7 +44,8 @@ class Fp8Layers:
 def find_layers(model: Any) -> Fp8Layers:
     """Return the linear layers of the decoder blocks without routers and routed experts.
 
-    Experts multiply by stacks of matrices, which are no linear layers, or see any number of tokens.
+    Experts multiply by stacks of matrices, which are not linear layers, or see a varying number of
+    tokens.
     """
     inside = {layer for block in decoder_blocks(model) for layer in block.modules()}
     experts, _ = num_experts(model.config)
@@ -71,11 +71,7 @@ def _layers_of(key: ConfigKey) -> Fp8Layers:
 
 
 def unsupported_device(kind: str) -> str | None:
-    """Return why a kind of device cannot multiply in fp8, or None.
-
-    Args:
-        kind: as DeepSpeed names it: `cpu`, `cuda`, ...; `absent` for devices of other machines.
-    """
+    """Return why a kind of device (as in `Device`) cannot multiply in fp8, or None."""
     if kind in ("cpu", "absent"):
         return None
     if kind != "cuda" or torch.version.hip:

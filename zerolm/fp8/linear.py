@@ -73,7 +73,7 @@ def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     """Return (values in an fp8 dtype, row-major; float32 factor that restores them).
 
     The factor is the smallest power of two with which all values fit. A value that is not finite
-    makes the factor or the value so.
+    makes the factor or itself not finite.
     """
     low, high = values.detach().aminmax()
     largest = torch.maximum(-low, high).float().clamp(min=SMALLEST)
@@ -103,7 +103,7 @@ def _column_major(matrix: torch.Tensor) -> torch.Tensor:
 def _gathered(weight: Any) -> Iterator[None]:
     """Gather a weight that ZeRO-3 has released, as DeepSpeed's own linear function does.
 
-    Gradient checkpointing runs a block's forward pass again, at whose end ZeRO-3 releases weights
+    Gradient checkpointing runs a block's forward pass again, and at its end ZeRO-3 releases weights
     that it had gathered for the backward pass.
     """
     status = getattr(weight, "ds_status", None)
