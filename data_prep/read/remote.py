@@ -5,31 +5,19 @@ is no reason to skip documents. Local paths are opened as usual.
 """
 
 import io
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple
 
 from zerolm.common.errors import ConfigError, ZerolmError, reason
-from zerolm.common.store import (
-    StoreError,
-    call_within,
-    is_permanent,
-    store_options,
-)
+from zerolm.common.store import RETRY_SECONDS, StoreError, call_within, retried, store_options
 from zerolm.common.url import Url, is_url, url_problem
-from zerolm.shards.range_reader import (
-    FIRST_PAUSE_SECONDS,
-    MAX_PAUSE_SECONDS,
-    RETRY_SECONDS,
-    RangeReader,
-)
+from zerolm.shards.range_reader import RangeReader
 
 READ_AHEAD_BYTES = 4 << 20  # per request
 LIST_SECONDS = 300.0
-MISSING_SECONDS = 5.0
-T = TypeVar("T")
+MISSING_SECONDS = 5.0  # fsspec calls a file missing when its server is too busy to answer
 VERSION_KEYS = ("ETag", "etag", "generation", "LastModified", "mtime")  # of an entry, by preference
 
 
@@ -54,7 +42,7 @@ def list_files(url: str) -> tuple[list[Entry], str]:
     if problem is not None:
         raise ConfigError(f"--input {url}: {problem}")
     try:
-        entries = _retried(lambda: list(_list(url)), 0.0)
+        entries = call_within(LIST_SECONDS, lambda: list(_list(url)))
     except FileNotFoundError:
         entries = []
     except Exception as error:
@@ -68,22 +56,6 @@ def list_files(url: str) -> tuple[list[Entry], str]:
             f"Check the URL."
         )
     return sorted(entries), url.rstrip("/") + "/"
-
-
-def _retried(call: Callable[[], T], seconds: float) -> T:
-    """Return the result of a call, tried again for some seconds while the store fails."""
-    start, pause = time.monotonic(), FIRST_PAUSE_SECONDS
-    while True:
-        try:
-            return call_within(LIST_SECONDS, call)
-        except Exception as error:
-            # fsspec calls a file missing when its server is too busy to answer
-            is_missing = isinstance(error, FileNotFoundError)
-            limit = min(seconds, MISSING_SECONDS) if is_missing else seconds
-            if is_permanent(error) or time.monotonic() - start + pause > limit:
-                raise
-        time.sleep(pause)
-        pause = min(2 * pause, MAX_PAUSE_SECONDS)
 
 
 def _list(url: str) -> Iterator[Entry]:
@@ -112,12 +84,16 @@ def _version(info: Mapping[str, Any]) -> str:
 
 def stat_file(url: str) -> Entry:
     """Return the present state of a file."""
+
+    def entry() -> Entry:
+        return call_within(LIST_SECONDS, lambda: next(iter(_list(url))))
+
     try:
-        return _retried(lambda: next(iter(_list(url))), RETRY_SECONDS)
-    except Exception as error:
-        raise ZerolmError(
-            f"{url}: cannot be read ({reason(error)}). Run the command again when it can."
-        ) from None
+        return retried(
+            f"{url}: cannot be read", entry, seconds=RETRY_SECONDS, missing_seconds=MISSING_SECONDS
+        )
+    except StoreError as error:
+        raise ZerolmError(f"{error}. Run the command again when it can.") from None
 
 
 def open_stored(name: str) -> BinaryIO:

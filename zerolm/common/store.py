@@ -3,10 +3,15 @@
 fsspec is imported where it is needed.
 """
 
+import itertools
+import math
+import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from zerolm.common.errors import reason
 from zerolm.common.secrets import masked
 
 # Parts of a multipart upload: S3 accepts 10,000 of at least 5 MiB. A few of them are in memory for
@@ -15,7 +20,8 @@ PIECE_BYTES = 16 << 20
 MAX_PIECES = 9000
 CHUNK_BYTES = 4 << 20
 ATTEMPTS = 3
-MAX_PAUSE_SECONDS = 30.0
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.2, 15.0  # between attempts
+RETRY_SECONDS = 240.0  # a store that is down for a minute or two does not end a run
 CONNECT_SECONDS, READ_SECONDS = 10, 30
 OFF = "off"
 T = TypeVar("T")
@@ -64,10 +70,54 @@ def call_within(seconds: float, call: Callable[[], T]) -> T:
     return results[0]
 
 
-def is_permanent(error: Exception) -> bool:
+def retried(
+    where: str,
+    call: Callable[[], T],
+    *,
+    attempts: int | None = None,
+    seconds: float = math.inf,
+    missing_seconds: float = 0.0,
+    first_pause_seconds: float | None = None,
+    started_at: float | None = None,
+) -> T:
+    """Call until it succeeds, with growing random pauses between attempts.
+
+    Args:
+        where: the start of the messages.
+        seconds: how long errors are retried.
+        missing_seconds: how long a FileNotFoundError is, at most `seconds`.
+        started_at: start of the retry period, in time.monotonic(); None: now.
+
+    Raises:
+        Missing: there is no such object.
+        StoreError: the last attempt failed, or one failed permanently.
+    """
+    started_at = time.monotonic() if started_at is None else started_at
+    pause = FIRST_PAUSE_SECONDS if first_pause_seconds is None else first_pause_seconds
+    for attempt in itertools.count(1):
+        try:
+            return call()
+        except Exception as error:
+            is_missing = isinstance(error, FileNotFoundError)
+            limit = min(seconds, missing_seconds) if is_missing else seconds
+            wait = pause * random.uniform(0.5, 1.0)
+            spent = time.monotonic() - started_at
+            if _is_permanent(error) or attempt == attempts or spent + wait > limit:
+                why = reason(error, named=not isinstance(error, StoreError))
+                if is_missing:
+                    raise Missing(f"{where}: not there ({why})") from None
+                tries = f"{attempt} attempts" + (f" in {spent:.0f} s" if attempts is None else "")
+                raise StoreError(f"{where}: {why}" + f" ({tries})" * (attempt > 1)) from None
+        time.sleep(wait)
+        pause = min(MAX_PAUSE_SECONDS, 2 * pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _is_permanent(error: Exception) -> bool:
     """Return whether another attempt cannot help, as with missing permissions or credentials."""
-    name = type(error).__name__
-    return isinstance(error, (PermissionError, NotADirectoryError)) or "Credential" in name
+    return isinstance(error, (PermissionError, NotADirectoryError, Mismatch)) or (
+        "Credential" in type(error).__name__
+    )
 
 
 def store_options(scheme: str) -> dict[str, Any]:

@@ -6,8 +6,6 @@ process that was forked from one that used it. Independent of the shard format.
 """
 
 import os
-import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +14,15 @@ from zerolm.common.errors import reason
 from zerolm.common.store import (
     CONNECT_SECONDS,
     READ_SECONDS,
-    Missing,
+    RETRY_SECONDS,
+    Mismatch,
     StoreError,
     call_within,
-    is_permanent,
+    retried,
     store_options,
 )
 from zerolm.common.url import Url
 
-RETRY_SECONDS = 240.0  # a store that is down for a minute or two does not end a run
-FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.2, 15.0
 ATTEMPT_SECONDS = 60.0  # for one answer, however slowly it arrives
 MAX_MISMATCHES = 4  # content that is damaged this often is damaged in the store
 CONNECTIONS = 32
@@ -73,31 +70,23 @@ class RangeReader:
             Missing: there is no such object.
             StoreError: it could not be read within the retry period; names the last problem.
         """
-        started_at = time.monotonic() if started_at is None else started_at
-        attempt, mismatches = 0, 0
-        while True:
-            attempt += 1
-            try:
-                content = self._read(name, start, stop)
-                problem = self._length_problem(content, start, stop)
-                if problem is None and (problem := find_problem(content)) is not None:
-                    mismatches += 1
-                if problem is None:
-                    return content
-            except FileNotFoundError:
-                raise Missing(f"{self.url / name}: not there") from None
-            except Exception as error:
-                problem = reason(error)
-                if is_permanent(error):
-                    raise StoreError(f"{self.url / name}: {problem}") from None
-            pause = min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(attempt - 1, 10))
-            pause *= random.uniform(0.5, 1.0)
-            seconds = time.monotonic() - started_at + pause
-            if mismatches >= MAX_MISMATCHES or seconds > self.retry_seconds:
-                tries = f"{attempt} attempts in {time.monotonic() - started_at:.0f} s"
-                raise StoreError(f"{self.url / name}: {problem} ({tries})") from None
-            self.counts["repeated"] += 1
-            time.sleep(pause)
+        num_tries, num_mismatches = 0, 0
+
+        def attempt() -> bytes:
+            nonlocal num_tries, num_mismatches
+            num_tries += 1
+            self.counts["repeated"] += num_tries > 1
+            content = self._read(name, start, stop)
+            if problem := self._length_problem(content, start, stop):
+                raise StoreError(problem)
+            if problem := find_problem(content):
+                num_mismatches += 1
+                raise (StoreError if num_mismatches < MAX_MISMATCHES else Mismatch)(problem)
+            return content
+
+        return retried(
+            str(self.url / name), attempt, seconds=self.retry_seconds, started_at=started_at
+        )
 
     def sizes(self) -> dict[str, int] | None:
         """Return {name: size in bytes} of the objects in the directory; None over HTTP.

@@ -22,13 +22,13 @@ import numpy as np
 
 from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.common.locks import FileLock
-from zerolm.common.store import Missing, StoreError
+from zerolm.common.store import RETRY_SECONDS, Missing, StoreError
 from zerolm.common.url import Url, url_problem
 from zerolm.shards import local_copies
 from zerolm.shards.block_cache import Cache
 from zerolm.shards.checksums import BLOCK_BYTES, num_blocks
 from zerolm.shards.manifest import DTYPES, MANIFEST, TOKENIZER_DIRECTORY, files_of, parse_manifest
-from zerolm.shards.range_reader import RETRY_SECONDS, RangeReader
+from zerolm.shards.range_reader import RangeReader
 from zerolm.shards.remote_blocks import FetchThreads, PendingFetch, RemoteBlocks, sha256_check
 
 STARTUP_RETRY_SECONDS = 30.0  # for the first answers of a store, when a run starts

@@ -8,28 +8,24 @@ store's own library finds them; they are refused in URLs, and removed from messa
 
 import contextlib
 import os
-import random
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypedDict
 
 from zerolm.checkpoint.checksums import HASHERS, Checksum
-from zerolm.common.errors import RecordError, reason
+from zerolm.common.errors import RecordError
 from zerolm.common.records import Count, parse_record
 from zerolm.common.run_files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
 from zerolm.common.store import (
     ATTEMPTS,
     CHUNK_BYTES,
-    MAX_PAUSE_SECONDS,
     MAX_PIECES,
     PIECE_BYTES,
     Mismatch,
     Missing,
-    StoreError,
     T,
-    is_permanent,
+    retried,
     store_options,
 )
 from zerolm.config.settings import TRACKERS
@@ -250,25 +246,18 @@ class Store:
         return f"{self._root}/{name}"
 
     def _tried(self, where: str, call: Callable[[], T]) -> T:
-        """Call until it succeeds, with growing pauses between attempts.
+        """Return the result of a call, retried a few times.
 
         Raises:
             Missing: there is no such object.
             StoreError: the last attempt failed, or one failed permanently.
         """
-        for attempt in range(1, self.attempts + 1):
+
+        def attempt() -> T:
             self._progress()
-            try:
-                return call()
-            except FileNotFoundError as error:
-                raise Missing(f"{where}: not there ({reason(error)})") from None
-            except Exception as error:
-                if is_permanent(error) or attempt == self.attempts:
-                    tries = f" ({attempt} attempts)" if attempt > 1 else ""
-                    raise StoreError(f"{where}: {reason(error)}{tries}") from None
-            pause = min(MAX_PAUSE_SECONDS, 2.0 ** (attempt - 1))
-            time.sleep(pause * random.uniform(0.5, 1.0))
-        raise AssertionError("the last attempt returns or raises")
+            return call()
+
+        return retried(where, attempt, attempts=self.attempts, first_pause_seconds=1.0)
 
 
 def _num_rollbacks(marker: bytes) -> int:

@@ -122,8 +122,7 @@ def test_google_storage_is_read_like_the_directory_it_is_a_copy_of(corpus, monke
 
 
 def test_a_web_server_that_fails_is_asked_again(corpus, monkeypatch):
-    monkeypatch.setattr(range_reader, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(remote, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("zerolm.common.store.FIRST_PAUSE_SECONDS", 0.001)
     monkeypatch.setattr(remote, "READ_AHEAD_BYTES", 2_000)
     expected = read(corpus / "a.jsonl")[0]
     with range_server(corpus) as server:

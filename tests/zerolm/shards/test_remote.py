@@ -16,7 +16,6 @@ from tests.range_server import RangeServer, range_server
 from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.data.loader import TokenStream, ValidationStream, make_loader
 from zerolm.optim.schedule import BatchSchedule
-from zerolm.shards import range_reader
 from zerolm.shards.block_cache import Cache
 from zerolm.shards.checksums import BLOCK_BYTES
 from zerolm.shards.reader import open_source, verify
@@ -51,7 +50,7 @@ def server(shards):
 @pytest.fixture
 def quick(monkeypatch):
     """Shorten the pauses between attempts."""
-    monkeypatch.setattr(range_reader, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("zerolm.common.store.FIRST_PAUSE_SECONDS", 0.001)
 
 
 def remote(server: RangeServer, tmp_path: Path, num_slots: int | None = None):
