@@ -40,6 +40,8 @@ SAVED_AT = STEPS // 2
 # Time for the checkpoint, which is published after the step; then it is killed.
 HELD = f"FAULT=step.begin:0:{SAVED_AT + 2}:sleep=20,step.begin:0:{SAVED_AT + 3}:sleep=600"
 FP8_STEPS, LAST_STEPS = 200, 20
+FP8_OPTIONS = "--compile --spike_threshold 0 --learning_rate 1e-4"
+LEARNING_RATE = "--learning_rate 3e-4"
 LARGE_MICRO_BATCH = 8192
 MANY_STEPS, HANG_SECONDS = 100_000, 20
 # Largest difference of a loss: other kernels sum in another order.
@@ -106,7 +108,8 @@ class Runs:
         self, name: str, options: str, steps: int, ranks: int = 1
     ) -> Iterator[tuple["subprocess.Popen[bytes]", Path]]:
         """Start a run, and kill it in the end; yield its launcher and its log."""
-        found = parse_options(options)
+        rate = "" if "--learning_rate" in options else LEARNING_RATE
+        found = parse_options(f"{options} {rate}")
         profile = self.scratch / f"{name}.json"
         profile.write_text(json.dumps(ds_config("ds_configs/zero2.json", found)))
         command = [
@@ -117,7 +120,6 @@ class Runs:
             "--seq_len", str(SEQ_LEN), "--micro_batch_size", "1",
             "--batch_tokens", str(STEP_TOKENS), "--total_tokens", str(steps * STEP_TOKENS),
             "--checkpoint_interval", str(steps // 2), "--log_interval", "1",
-            "--learning_rate", "3e-4",
             "--wandb", "off", "--report_interval", "0", *found.flags,
         ]  # fmt: skip
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -227,7 +229,7 @@ def fp8_loss(runs: Runs) -> str:
         raise NotHere("needs a GPU")
     losses = {
         kind: sum(runs.train(kind, options, steps=FP8_STEPS)[-LAST_STEPS:]) / LAST_STEPS
-        for kind, options in (("fp8", "--compile --fp8"), ("bf16 beside fp8", "--compile"))
+        for kind, options in (("fp8", f"{FP8_OPTIONS} --fp8"), ("bf16 beside fp8", FP8_OPTIONS))
     }
     found = ", ".join(f"{kind} {loss:.4f}" for kind, loss in losses.items())
     if not abs(losses["fp8"] - losses["bf16 beside fp8"]) <= TOLERANCES["fp8"]:
