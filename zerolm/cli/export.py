@@ -97,7 +97,6 @@ def write_output(
     """Write a model directory as the output flags say, and push it.
 
     Args:
-        run_dir: a run that has the model's tokenizer.
         write: (tokenizer directory, EOS id, name of the model, maximum size of a file) -> result.
     """
     from safetensors import SafetensorError
@@ -131,11 +130,7 @@ def model_files(
     about: str = "",
     measured: Callable[[str], bool] = lambda key: True,
 ) -> dict[str, bytes]:
-    """Return {file name: content} of the model card and of its plot, if the run has metrics.
-
-    Args:
-        about, measured: see `model_card`.
-    """
+    """Return {file name: content} of the model card and of its plot, if the run has metrics."""
     from zerolm.export.model_card import PICTURE, model_card
     from zerolm.report.plot import plot_losses
 

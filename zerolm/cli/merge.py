@@ -115,8 +115,7 @@ def _check_flags(method: str, ema_decay: float | None, decay_shape: str | None) 
 def _find(references: Sequence[str], output: Path, *, ordered: bool) -> list[Checkpoint]:
     """Return the checkpoints, oldest first, verified and of one model and tokenizer.
 
-    Args:
-        ordered: the method depends on the order of the checkpoints.
+    They must differ in tokens if the method is `ordered`.
     """
     from zerolm.export.export import check_room
 

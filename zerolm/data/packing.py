@@ -192,7 +192,7 @@ def open_intact_packing(source: Source, seq_len: int) -> Packing:
 
 
 def verify_packings(source: Source) -> list[str]:
-    """Verify the packing indices beside a source; return a line for each damaged or outdated one."""
+    """Verify the packing indices beside a source; return a line for each that is not intact."""
     problems: list[str] = []
     if source.is_remote:  # packing is not supported in stores
         return problems

@@ -32,7 +32,7 @@ class StageMixer:
         key: distinguishes stages in the permutation of slots.
         before: sequences of each source in earlier stages, (S,) int64.
         start: sequence number at which the stage starts.
-        stop: sequence number at which it ends; None for never.
+        stop: sequence number at which it ends; by default never.
 
     Attributes:
         at_end: sequences of each source up to the end of the stage, (S,) int64.

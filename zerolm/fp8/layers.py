@@ -25,9 +25,10 @@ OLDEST_GPU = (8, 9)  # compute capability
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """The linear layers of a model's blocks, by name: those that multiply in fp8, and the others.
+    """The linear layers of a model's blocks, by name.
 
     Attributes:
+        chosen: layers that multiply in fp8.
         odd: layers whose sizes are not multiples of 16.
     """
 

@@ -29,7 +29,7 @@ class Activations:
     """Bytes of activations of one sequence; all but `chunk` are proportional to the batch.
 
     Attributes:
-        layers: saved inside the layers that gradient checkpointing covers, without it.
+        layers: saved inside the layers that gradient checkpointing would cover, without it.
         largest_layer: maximum over these layers; checkpointing recomputes one layer at a time.
         inputs: inputs of these layers; the part that full checkpointing saves.
         outside: saved by embeddings, the final norm and the output head.
@@ -61,12 +61,9 @@ class Activations:
         return self._of_layers(checkpointing)[0] + self.outside + self.loss
 
     def peak(self, checkpointing: Recompute, sequences: int = 1) -> int:
-        """Return the peak bytes, reached in the loss or in the recomputation of a layer.
+        """Return the peak bytes of a micro-batch, reached in the loss or in recomputing a layer.
 
         Layers are recomputed after the logits are freed, so the two do not add up.
-
-        Args:
-            sequences: of a micro-batch.
         """
         in_layers, recomputed = self._of_layers(checkpointing)
         saved = sequences * (in_layers + self.outside)
@@ -77,13 +74,10 @@ class Activations:
         return sequences * (self.loss + self.loss_peak) + self.chunk
 
     def chunked(self, tokens: int, config: "PretrainedConfig", precision: str) -> "Activations":
-        """Return the activations with a chunked loss (`ChunkedHead`), which saves no probabilities.
+        """Return the activations with the loss in chunks of `tokens`, which saves no probabilities.
 
         Its peak is the logits of a chunk, their softmax and, in 16 bits, a copy, next to the
         float32 sum of the weight gradient; or the 16-bit gradient of a chunk next to that sum.
-
-        Args:
-            tokens: of a chunk.
         """
         text = config.get_text_config()
         weight = text.vocab_size * getattr(text, "hidden_size", 0)
@@ -99,12 +93,12 @@ def trace(config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bo
     """Trace the forward pass and the loss of one sequence on the meta device.
 
     Args:
-        precision: of the weights: `fp32`, `bf16` or `fp16`.
-        eager: attention that saves all scores, instead of a fused kernel.
+        precision: the weights' `fp32`, `bf16` or `fp16`.
+        eager: whether attention saves all scores, instead of a fused kernel.
 
     Raises:
-        ConfigError: the model cannot be built from this config.
-        Exception: of any type, if the class depends on values, which meta tensors do not have.
+        Exception: of any type, if the model cannot be built or its class depends on values, which
+            meta tensors do not have.
     """
     return _trace(ConfigKey.of(config), seq_len, precision, eager)
 
@@ -153,8 +147,8 @@ class _SavedBytes:
     """Counts the bytes that autograd saves, each storage once, without weights.
 
     Attributes:
-        layers, inputs, outputs, recomputed: bytes by layer: saved in total, of the layer's input,
-            of outputs that selective checkpointing saves, and of what it recomputes.
+        layers, inputs, outputs, recomputed: bytes by layer: saved in total, the layer's input, the
+            outputs that selective checkpointing saves, and the tensors that it recomputes.
         outside: bytes saved outside of the layers.
     """
 
@@ -248,7 +242,6 @@ def fused_kernels(
     """Replace fused kernels by stand-ins for the meta device that save the same tensors.
 
     Args:
-        eager: leaves attention unfused.
         record_output: called with the outputs of each kernel.
     """
     import torch

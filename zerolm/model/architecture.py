@@ -50,10 +50,7 @@ def meta_model(
     """Build the model on the meta device: shapes without memory. Does not change the config.
 
     Args:
-        frozen_rows: gets the rows of `train_every_row`.
-
-    Raises:
-        ConfigError: the model cannot be built from this config.
+        frozen_rows: receives the rows of `train_every_row`.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -123,8 +120,8 @@ def constructor_values(
 ) -> dict[str, "torch.Tensor"]:
     """Return the float32 values on the CPU that constructors give to the named parameters.
 
-    The model is constructed again, with tensors up to the size of the largest of them on the CPU.
-    Does not change the state of torch's global generator.
+    The model is constructed again; its tensors are on the CPU up to the size of the largest named
+    one. Does not change the state of torch's global generator.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -167,7 +164,7 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
     """Return {parameter name: shape} in module order, tied weights once.
 
     Raises:
-        ConfigError: the model cannot be built from this config.
+        ConfigError: the model cannot be built.
     """
     return {name: tuple(p.shape) for name, p in meta_model(config).named_parameters()}
 
@@ -175,8 +172,8 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
 def router_loss_coefficient(config: "PretrainedConfig") -> float | None:
     """Return the weight of the routers' auxiliary loss; None if the model computes none.
 
-    Many config classes have the key `output_router_logits`, but not all of their models read it:
-    those of transformers that do compute the loss by a function of one name.
+    Many config classes have the key `output_router_logits`, but not all of their models read it.
+    The models in transformers that do all compute the loss by a function of the same name.
     """
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False) is not True:
@@ -203,7 +200,7 @@ def experts_per_token(config: "PretrainedConfig") -> int | None:
 def layer_configs(config: "PretrainedConfig") -> list["PretrainedConfig"]:
     """Return the config of each layer: the same one, except with `per_layer_config`.
 
-    A heterogeneous config raises an error where a key that differs by layer is read from itself.
+    A heterogeneous config raises an error when a key that differs by layer is read from it.
     """
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):  # transformers 5.17 has no such configs

@@ -1,9 +1,9 @@
-"""The largest attention logit of each head, and the weights that make queries and keys.
+"""The largest attention logit of each head, and the projections to queries and keys.
 
-Fused kernels do not return logits, so `AttentionLogits` computes them once more, in blocks of
-queries, from what a model passes to transformers' attention functions: after rotary embeddings,
-before softmax. `attention_layers` finds the layers and the layout of their projections in a forward
-pass on the meta device. Must not know what the logits are used for.
+Fused kernels do not return logits, so `AttentionLogits` computes them again, in blocks of queries,
+from the arguments of transformers' attention functions: after rotary embeddings, before softmax.
+`attention_layers` finds the layers and the layout of their projections in a forward pass on the
+meta device. Must not know what the logits are used for.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,10 +38,10 @@ class AttentionLayer:
     """A layer with softmax attention.
 
     Attributes:
-        name: of its module.
-        num_heads: of queries.
-        head_dim: values of a query.
-        outputs: of the projections to queries and keys.
+        name: the layer's module in the model.
+        num_heads: heads of queries.
+        head_dim: number of values in a query.
+        outputs: which outputs of the projections are queries and keys.
     """
 
     name: str
@@ -132,7 +132,7 @@ def _outputs(module: nn.Module, name: str, heads: int, width: int) -> Iterator[H
 def _grouped(num_keys: int, heads: int, width: int) -> tuple[Pieces, Pieces]:
     """Return the pieces of queries and keys; a key that several heads share is left alone.
 
-    K2 does so with the rotary key that all its heads share: other heads must not change.
+    K2 leaves alone the rotary key that all its heads share, because other heads must not change.
     """
     own = num_keys == heads * width
     power = QUERY_AND_KEY if own else QUERY_ONLY
@@ -223,7 +223,7 @@ class AttentionLogits:
 
     Args:
         model: the engine's module, not compiled.
-        layers: to measure; none: all methods do nothing.
+        layers: the layers to measure; if none, all methods do nothing.
     """
 
     def __init__(self, model: Any, layers: tuple[AttentionLayer, ...], device: torch.device):
@@ -242,8 +242,7 @@ class AttentionLogits:
     def observing(self, batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
         """Measure the forward pass of a micro-batch inside the context.
 
-        Args:
-            batch: with `document_ids` (B, T), if attention is within documents only.
+        `document_ids` (B, T) in the batch confine attention to documents.
         """
         if not self.layers:
             yield
@@ -305,11 +304,11 @@ def largest_logits(
     """Return the largest logit of each head over the pairs that attend, (H,) float32.
 
     Args:
-        scaling: of a product of query and key.
+        scaling: factor on the product of query and key.
         mask: (B or 1, H or 1, T, T): True, or not the lowest number, for pairs that attend; None:
             a query attends to itself and earlier keys, of the same document and in the window.
-        documents_BT: number of each token's document.
-        window: number of keys of a query; None: all.
+        documents_BT: document number of each token.
+        window: number of keys for a query; None: all.
     """
     batch, heads, length, width = query_BHTD.shape
     groups = key_BKTD.shape[1]

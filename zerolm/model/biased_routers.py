@@ -1,9 +1,9 @@
 """Routers that choose experts by score plus a bias, which balances their loads without a loss.
 
 Finds the biases in a model, and counts the tokens of each expert. DeepSeek-V3 named the bias
-`e_score_correction_bias`; most families have it as a buffer, some as a frozen parameter. All of
-them in transformers 5.17 to 5.23 pass (hidden states, indices of the chosen experts, ...) to a
-module `experts` of the block that the bias belongs to. Must not know when a bias changes.
+`e_score_correction_bias`; most families have it as a buffer, some as a frozen parameter. In
+transformers 5.17 to 5.23 each of them passes (hidden states, indices of the chosen experts, ...) to
+a module `experts` of the block that has the bias. Must not know when a bias changes.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class BiasedRouter:
     """A router whose choice of experts depends on a bias.
 
     Attributes:
-        name: of the bias in the model.
+        name: the bias's full name in the model.
         owner, leaf: module that has the bias, and its name there.
         experts: module that is called with the indices of the chosen experts.
     """
@@ -99,12 +99,9 @@ def move_biases_to_buffers(model: nn.Module) -> None:
 
 
 class ExpertLoads:
-    """Counts the choices of each expert on one rank, exactly: as integers.
+    """Counts how often each expert is chosen on one rank, in integers. Not for compiled models.
 
     A recomputed forward pass of gradient checkpointing runs outside `counting`, and adds nothing.
-
-    Args:
-        routers: of a model that is not compiled.
     """
 
     def __init__(self, routers: list[BiasedRouter]):
@@ -152,7 +149,7 @@ def update_biases(routers: list[BiasedRouter], loads: list[list[int]], rate: flo
     """Raise the bias of each expert below the mean load by `rate`, and lower it above the mean.
 
     Args:
-        loads: of each router, the choices of each expert in the global batch.
+        loads: for each router, the choices of each expert in the global batch.
 
     Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); Wang et al. 2024 (arXiv 2408.15664,
         algorithm 1).

@@ -49,14 +49,13 @@ def build_model(
     """Build and initialise a causal LM for training. Every rank must call.
 
     Args:
-        config: not changed; the model gets a copy, with `use_cache` off.
+        config: stays unchanged; the model gets a copy, with `use_cache` off.
         seed: determines every initial value, see docs/initialization.md.
-        dtype: of the parameters; float32 buffers (rotary tables) keep their dtype.
+        dtype: for parameters; float32 buffers (rotary tables) keep theirs.
         zero3_config: the resolved DeepSpeed JSON at stage 3, where `deepspeed.zero.Init` partitions
             the parameters during construction, on the accelerator or according to `offload_param`.
             None at other stages: the model is on `device`.
-        attn_implementation: a name that transformers knows, as `zerolm.attention.choice` gives it.
-        device: of this rank.
+        attn_implementation: transformers' name, from `zerolm.attention.choice`.
         initial: existing values of all parameters and persistent buffers, instead of random ones.
     """
     weights = initial or InitialWeights(config, seed)
@@ -108,7 +107,7 @@ def _construct(
 
 
 def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast what a model class makes in float32 (routers, state-space decay), as ZeRO-1 and 2 do.
+    """Cast the float32 parameters of some classes (routers, state-space decay), like ZeRO-1 and 2.
 
     ZeRO-3 refuses parameters of several dtypes. Their values do not exist yet.
     """

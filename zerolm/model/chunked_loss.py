@@ -32,8 +32,7 @@ class ChunkedHead(nn.Linear):
         With `squares`, (B, T, 2): the second number is log(Z)^2, see `squared_log_partitions`.
 
         Args:
-            targets_BT: int64, for the hidden states of the next call.
-            ignore_index: target of positions without a loss.
+            targets_BT: int64 targets of the hidden states in the next call.
         """
         self.targets, self.ignore_index = targets_BT, ignore_index
         try:
@@ -61,10 +60,8 @@ class ChunkedHead(nn.Linear):
 def install(model: Any, chunk_tokens: int, squares: bool = False) -> None:
     """Convert a model's head to a `ChunkedHead`; call before `deepspeed.initialize`.
 
-    Args:
-        model: a causal LM for which `loss_chunks.unsupported_reason` is None.
-        chunk_tokens: tokens of a chunk.
-        squares: return log(Z)^2 of each token beside its loss.
+    The model is a causal LM whose `loss_chunks.unsupported_reason` is None. With `squares`, losses
+    have log(Z)^2 of each token beside them.
     """
     head = model.get_output_embeddings()
     assert type(head) is nn.Linear, type(head)

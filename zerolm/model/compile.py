@@ -2,9 +2,9 @@
 
 The blocks are alike, so one graph, compiled once, serves a model of any depth. The loss is a graph
 from logits to losses, without weights; the rest (embeddings, the head with its chunked logits, the
-mask) is not compiled. Under ZeRO-3 each block is
-a leaf module: DeepSpeed gathers all its weights before it and releases them after it, so the graph
-contains no hooks. Compiled as a whole, a ZeRO-3 model has a graph break at each linear layer.
+mask) is not compiled. Under ZeRO-3 each block is a leaf module: DeepSpeed gathers all its weights
+before it and releases them after it, so the graph contains no hooks. Compiled as a whole, a ZeRO-3
+model has a graph break at each linear layer.
 
 Parameter names do not change, so compiled and uncompiled runs can load each other's checkpoints.
 """
@@ -41,11 +41,7 @@ def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
 
 
 def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
-    """Return why a model cannot be compiled on a device, or None.
-
-    Args:
-        device: device type of the ranks; `absent` if they are on other machines.
-    """
+    """Return why a model cannot be compiled on a kind of device (as in `Device`), or None."""
     from zerolm.model.architecture import meta_model
 
     if device != "absent" and (why := compile_problem(device)):
@@ -68,10 +64,10 @@ def mark_leaf_modules(model: "nn.Module", zero_stage: int) -> None:
 
 
 def _leave_partitions_out_of_graphs() -> None:
-    """Let DeepSpeed's linear function not ask, inside a graph, whether a weight is partitioned.
+    """Stop DeepSpeed's linear function from asking in a graph whether a weight is partitioned.
 
     All weights of a compiled block are gathered. torch 2.11 would compile a graph for each block,
-    since it compares `ds_id` of a weight with that of the block that was compiled first.
+    since it guards on the weight's `ds_id` in the first block.
     """
     import torch
     from deepspeed.runtime.zero import linear, partition_parameters
@@ -194,7 +190,7 @@ def graph_break_notice() -> str | None:
 def eager() -> Iterator[None]:
     """Run blocks and loss uncompiled: other shapes and modes need graphs that round differently.
 
-    What transformers compiles by itself stays compiled: flex_attention would hold all scores.
+    Functions that transformers compiles stay compiled: flex_attention would hold all scores.
     """
     global _eager
     before, _eager = _eager, True

@@ -1,8 +1,8 @@
 """Attention in compiled blocks on a CPU: torch's forward pass, and a backward pass of its own.
 
-torch's backward pass for CPUs takes most of the time of attention in 16 bits, because of the
-routine for its small products. Here they are batched products of chunks of keys, and the compiler
-fuses what is between them. It saves the same tensors, and its results differ by rounding.
+In 16 bits torch's backward pass for CPUs takes most of the time of attention, because its routine
+for small products is slow. Here the products are batched over chunks of keys, and the compiler
+fuses the operations between them. The same tensors are saved, and results differ by rounding.
 """
 
 from typing import Any

@@ -60,16 +60,15 @@ UNSUITABLE = {
 def load_model_config(
     path: str | Path, notices: list[str] | None = None, written: dict[str, Any] | None = None
 ) -> "PretrainedConfig":
-    """Read a model's config.json: all that `AutoConfig` accepts, for a causal language model.
+    """Read a config.json, or that of a directory: all that `AutoConfig` accepts for a causal LM.
 
     Args:
-        path: the file, or a directory with a config.json.
-        notices: gets a line with the keys that nobody reads, and one for each ignored value.
-        written: gets the content of the file.
+        notices: receives a line with the keys that no code reads, and one for each ignored value.
+        written: receives the content of the file.
 
     Raises:
-        ConfigError: a missing file, invalid JSON, an unknown or unsuitable model type, values that
-            the config class refuses, or typing errors in keys; lists every problem.
+        ConfigError: every problem: a missing file, invalid JSON, an unknown or unsuitable model
+            type, values that the config class refuses, or misspelled keys.
     """
     file = find_config(path)
     if file.is_dir():
@@ -103,9 +102,9 @@ def load_model_config(
 
 
 def _drop_padding_outside(file: Path, config: "PretrainedConfig", notices: list[str]) -> None:
-    """Remove a padding id that is no row of the embedding: torch refuses it, or counts back.
+    """Remove a padding id outside the embedding: torch refuses it, or counts from the end.
 
-    A family whose positions begin after the id needs it.
+    A family whose positions begin after the id keeps it.
     """
     text = config.get_text_config()
     padding, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)

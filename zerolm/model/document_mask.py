@@ -48,9 +48,8 @@ def isolating_inputs(batch: dict[str, "torch.Tensor"], model: Any) -> dict[str, 
     """Return the arguments of the model's forward that separate a micro-batch's documents.
 
     Args:
-        batch: with `input_ids`, and with `document_ids`, `position_ids`, (B, T) int64, and
-            `boundaries`, (D + 1,) int32, for attention within documents.
-        model: a causal LM.
+        batch: `input_ids`; for attention within documents also `document_ids` and `position_ids`,
+            (B, T) int64, and `boundaries`, (D + 1,) int32.
     """
     kernel = model.config._attn_implementation
     if "document_ids" not in batch:
@@ -80,15 +79,12 @@ def _takes_own_mask(config: "PretrainedConfig") -> bool:
 
 @contextmanager
 def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[None]:
-    """Limit the masks that transformers makes inside the context to documents.
+    """Limit the masks that transformers makes inside the context to the batch's documents, if any.
 
-    Most models make them from the positions, but not all: gpt_oss and afmoe do not pass these on.
+    Most models make masks from the positions, but not all: gpt_oss and afmoe do not pass these on.
     transformers would search the positions for document boundaries, which synchronises with the
-    device. It is told instead where the documents are, or that there are none. A kernel that takes
-    their boundaries gets no mask.
-
-    Args:
-        batch: any micro-batch. Without `document_ids` masks stay as they are.
+    device; here it gets the documents, or that there are none, without a search. A kernel that
+    takes boundaries gets no mask.
     """
     kernel, documents = model.config._attn_implementation, batch.get("document_ids")
     if documents is None and kernel != VARLEN and _positions_depend_on_ids(model):
@@ -159,8 +155,8 @@ def _positions_depend_on_ids(model: Any) -> bool:
 def model_positions(batch: dict[str, "torch.Tensor"], model: Any) -> "torch.Tensor":
     """Return the positions that a model would give each document alone, (B, T) int64.
 
-    They count from 0, except in the families of RoBERTa: there from the padding id + 1, and padding
-    ids in a document have the padding id as position and are not counted.
+    They count from 0. In the families of RoBERTa they count from the padding id + 1, and padding
+    ids in a document are not counted: their position is the padding id.
     """
     if not _positions_depend_on_ids(model):
         return batch["position_ids"]
@@ -175,13 +171,10 @@ def model_positions(batch: dict[str, "torch.Tensor"], model: Any) -> "torch.Tens
 
 
 def document_mask(ids_BT: "torch.Tensor", model: Any) -> "torch.Tensor":
-    """Return a causal mask, (B, 1, T, T), within documents only.
+    """Return a causal mask, (B, 1, T, T), within documents, from document numbers (B, T) int64.
 
-    Boolean for `sdpa`. `eager` adds the mask to the scores, so for it the mask is 0 or the lowest
+    It is boolean for `sdpa`. `eager` adds the mask to the scores, so there it is 0 or the lowest
     number of the model's dtype.
-
-    Args:
-        ids_BT: (B, T) int64, document number of each position.
     """
     import torch
 
@@ -201,8 +194,8 @@ def boundary_arguments(boundaries: "torch.Tensor", length: int) -> dict[str, Any
     Args:
         boundaries: (D + 1,) int32: where each document starts in the concatenated rows, and where
             the last one ends.
-        length: of a row. The kernels need a bound on the length of documents, as a number; the
-            longest of a micro-batch would be another one each time, and a compiled block would have
+        length: tokens in a row, which bounds the length of documents. The kernels need the bound as
+            a number; the longest document would differ in each micro-batch, and a block would have
             to be compiled for each.
     """
     if compiler := sys.modules.get("torch._dynamo"):
@@ -248,11 +241,7 @@ def chunks_restart_at_documents() -> bool:
 def unsupported_reason(
     config: "PretrainedConfig", model_class: type["PreTrainedModel"], kernel: str
 ) -> str | None:
-    """Return why a model cannot separate documents, or None.
-
-    Args:
-        kernel: the requested attention implementation.
-    """
+    """Return why a model cannot separate documents with an attention kernel, or None."""
     text, name = config.get_text_config(), model_class.__name__
     parameters = signature(model_class.forward).parameters
     if getattr(model_class, "_is_stateful", False):

@@ -30,7 +30,7 @@ def flops_per_token(
     not count lookups, norms, activations, the optimizer and recomputation.
 
     Args:
-        shapes: of all parameters, tied ones once, from `parameter_shapes`.
+        shapes: from `parameter_shapes`.
 
     Source: Kaplan et al. 2020, section 2.1, and PaLM (Chowdhery et al. 2022), appendix B.
     """
@@ -50,11 +50,7 @@ def flops_per_token(
 def recomputed_flops_per_token(
     config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]], seq_len: int
 ) -> float:
-    """Return the FLOPs that gradient checkpointing recomputes: a forward pass without the head.
-
-    Args:
-        shapes: of all parameters, tied ones once.
-    """
+    """Return the FLOPs that gradient checkpointing recomputes: a forward pass without the head."""
     forward = flops_per_token(config, shapes, seq_len) / TRAINING_TO_FORWARD
     return forward - head_flops_per_token(config, shapes)
 
@@ -62,11 +58,7 @@ def recomputed_flops_per_token(
 def head_flops_per_token(
     config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]
 ) -> float:
-    """Return the forward FLOPs of the output head, which a chunked loss recomputes.
-
-    Args:
-        shapes: of all parameters, tied ones once.
-    """
+    """Return the forward FLOPs of the output head, which a chunked loss recomputes."""
     text_config = config.get_text_config()
     heads = [
         shape

@@ -38,11 +38,11 @@ class InitializationReport:
 
     Attributes:
         num_parameters: number of tensors checked, tied ones once.
-        num_values: number of their values.
+        num_values: number of values in them.
         num_reinitialized: number of tensors without a closed form, which were compared with a
             re-initialisation.
         problems: one line per failure, with parameter, actual and expected value.
-        good: what is true of all parameters without a problem.
+        good: a statement that holds for all parameters without a problem.
     """
 
     num_parameters: int

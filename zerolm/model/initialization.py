@@ -110,11 +110,9 @@ class InitialWeights:
     ) -> Iterator[dict[str, torch.Tensor]]:
         """Yield `compute` of each unit in order, computed ahead by threads.
 
-        torch draws values one after the other, but without Python's lock. Units ahead have at most
-        `MAX_AHEAD_BYTES`.
-
-        Args:
-            threads: (default: this rank's share of the cores of its host)
+        torch draws values one after the other, but without holding Python's lock. Units computed
+        ahead have at most `MAX_AHEAD_BYTES`. By default there is a thread for each core of this
+        rank's share of the host.
         """
         threads = threads or cores_of_rank(os.environ)
         if threads == 1:

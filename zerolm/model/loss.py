@@ -63,8 +63,8 @@ def token_losses(
 def cross_entropies(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
     """Return the loss of each token, (B, T) float32, 0 where ignored.
 
-    Compiled, it makes no float32 copy of the logits: sums are float32, what is read and written has
-    the dtype of the logits. Evaluations are not compiled, and have the results of torch's function.
+    Compiled, it makes no float32 copy of the logits: it sums in float32, and reads and writes the
+    dtype of the logits. Evaluations are not compiled, and have the results of torch's function.
     """
     if torch.compiler.is_compiling():
         losses_BT: torch.Tensor = _CrossEntropies.apply(logits_BTV, targets_BT)
@@ -107,12 +107,8 @@ def squared_log_partitions(
     """Return log(Z)^2 of each target token, (B, T) float32, 0 where ignored.
 
     Z is the sum of the exponentials of a token's logits. Uses log Z = loss + logit of the target,
-    which needs no other softmax.
-
-    Args:
-        model, batch: as given to `token_losses`.
-        outputs: of the model, as `observe` got them.
-        losses_BT: as `token_losses` returned them.
+    which needs no other softmax. `outputs` are what `observe` received, `losses_BT` the result of
+    `token_losses`.
     """
     if find_chunked_head(getattr(model, "module", model)):
         squares: torch.Tensor = outputs.logits[..., 1]
@@ -126,12 +122,13 @@ def squared_log_partitions(
 def choice_shares(
     router_logits: Sequence[torch.Tensor], loads: Sequence[Sequence[int]], top_k: int
 ) -> list[torch.Tensor]:
-    """Return the share of tokens that chose each expert, (E,) float32, of each router.
+    """Return for each router the share of tokens that chose each expert, (E,) float32.
 
     Args:
-        router_logits: (N, E) of each router.
-        loads: of each router, the choices of each expert; none before the first step: all equal.
-        top_k: experts that a token chooses.
+        router_logits: for each router, (N, E).
+        loads: for each router, the choices of each expert; empty before the first step, when all
+            shares are equal.
+        top_k: experts chosen per token.
     """
     experts = [logits_NE.shape[-1] for logits_NE in router_logits]
     numbers = [number for load in loads for number in load] or [1] * sum(experts)
@@ -150,9 +147,9 @@ def balance_loss(
     parts of all micro-batches and ranks add up to it.
 
     Args:
-        router_logits: (N, E) of each router.
+        router_logits: for each router, (N, E).
         shares: from `choice_shares`.
-        tokens: of the global batch.
+        tokens: tokens in the global batch.
 
     Source: Qiu et al. 2025 (arXiv 2501.11873), equation 2, with f of the previous global batch.
     """
@@ -167,8 +164,8 @@ def router_z_loss(router_logits: Sequence[torch.Tensor], tokens: int) -> torch.T
     """Return this micro-batch's part of the mean of log(Z)^2 over tokens and routers.
 
     Args:
-        router_logits: (N, E) of each router.
-        tokens: of the global batch.
+        router_logits: for each router, (N, E).
+        tokens: tokens in the global batch.
 
     Source: Zoph et al. 2022 (ST-MoE, arXiv 2202.08906), equation 5.
     """
@@ -187,7 +184,7 @@ def sums_by_source(
     Uses a matrix product, because `index_add_` is not deterministic on a GPU.
 
     Args:
-        token_bytes: (1 or 2, V) int64, `TokenBytes.rows`: bytes of text of each token, and of the
+        token_bytes: `TokenBytes.rows`, (1 or 2, V) int64: bytes of text in each token, and in the
             first token of a document.
 
     Returns:
@@ -212,7 +209,7 @@ def bits_per_byte(nats: float, num_bytes: float) -> float:
     """Return bits per byte of text; the same for every tokenizer of a text.
 
     Args:
-        nats: sum of the losses of tokens.
-        num_bytes: of the text of these tokens.
+        nats: sum of the tokens' losses.
+        num_bytes: bytes of text in these tokens.
     """
     return nats / (math.log(2) * num_bytes)

@@ -20,11 +20,11 @@ TRACED_TOKENS = 8
 
 
 def chunk_tokens(config: "PretrainedConfig", tokens: int, requested: int | None) -> int:
-    """Return the tokens of a loss chunk; 0 for a loss without chunks.
+    """Return the tokens in a loss chunk; 0 for a loss without chunks.
 
     Args:
-        tokens: of a micro-batch.
-        requested: from the settings; None decides by the size of the logits and the model.
+        tokens: tokens in a micro-batch.
+        requested: None chooses by the size of the logits and the model.
     """
     if requested is not None:
         return requested

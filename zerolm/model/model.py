@@ -31,9 +31,9 @@ class Model:
     """A causal language model as described by its config.json.
 
     Attributes:
-        path: of the config.json, for messages.
+        path: the config.json, for messages.
         shapes: {parameter name: shape}, tied ones once.
-        notices: about the file, for the user.
+        notices: lines about the file, for the user.
     """
 
     path: str
@@ -43,11 +43,7 @@ class Model:
 
     @classmethod
     def load(cls, path: str) -> "Model":
-        """Read a config.json.
-
-        Raises:
-            ConfigError: it cannot be read, or is not a causal language model.
-        """
+        """Read a config.json."""
         notices: list[str] = []
         written: dict[str, Any] = {}
         config = load_model_config(path, notices, written)
@@ -112,9 +108,9 @@ def position_limit(config: "PretrainedConfig") -> tuple[str, int] | None:
 
 
 def first_position(config: "PretrainedConfig") -> int:
-    """Return the row of the position table that the first token uses: not 0 in RoBERTa's families.
+    """Return the row of the position table for the first token: in RoBERTa's families not 0.
 
-    Their position table has a padding row, after which positions begin.
+    Positions begin after the table's padding row there.
     """
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)

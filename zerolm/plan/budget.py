@@ -17,11 +17,7 @@ from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS, BatchSchedule, L
 
 
 def apply_implied(settings: Settings, implied: Mapping[str, Implied], name: str) -> Settings:
-    """Return the settings with the values that the DeepSpeed JSON fixes, unless a flag sets them.
-
-    Args:
-        name: of the JSON file, for messages.
-    """
+    """Set what the DeepSpeed JSON (named `name`) fixes, unless a flag sets it."""
     new = {key: value for key, (value, *_) in implied.items() if key not in settings.explicit}
     origins = {key: f"{name}: {implied[key].key}" for key in new}
     return replace(settings, **new, origins={**settings.origins, **origins})
@@ -37,8 +33,6 @@ def fill_batch(
     """Fill in the batch size and its ramp, which all other defaults depend on.
 
     Args:
-        seq_len: tokens per sequence.
-        flops_per_token: of training.
         multiple: a default batch is rounded up to a multiple of this many sequences.
     """
     total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
@@ -68,8 +62,6 @@ def fill_remaining(
 
     Args:
         settings: with the batch filled in.
-        schedule: their `batch_schedule`.
-        has_validation: whether there is validation data.
         json_schedules: the DeepSpeed JSON has a scheduler that is not one of `--schedule`.
         betas: the optimizer's defaults; None if it has no betas.
     """

@@ -1,4 +1,4 @@
-"""How long a run will take, from the FLOP/s of its devices, before a step has been timed.
+"""Estimates the duration of a run from the FLOP/s of its devices, before a step has been timed.
 
 `zerolm plan` estimates more: communication, offload, price. torch is imported where it is needed.
 """
@@ -17,7 +17,7 @@ YEAR_SECONDS = 365 * 86400
 
 
 def with_duration(plan: Plan) -> Plan:
-    """Return a plan with its expected duration as a figure, and a notice if it is years.
+    """Return a plan with its expected duration among the derived figures; a notice if it is years.
 
     On a CPU, and on a GPU without a known datasheet, matrix products are timed, which may take
     seconds.
@@ -36,10 +36,10 @@ def with_duration(plan: Plan) -> Plan:
 
 
 def expected(plan: Plan, peak_flops: float) -> tuple[str, list[str]]:
-    """Return the expected duration of a run, as `about 3h20m at 40% MFU of 8 x H100`; a notice.
+    """Return the expected duration of a run, `about 3h20m at 40% MFU of 8 x H100`, and notices.
 
     Args:
-        peak_flops: of one device, per second.
+        peak_flops: FLOP/s of one device.
     """
     tokens = plan.settings.total_tokens - (plan.branch["tokens"] if plan.branch else 0)
     name, more = plan.device_name, ""

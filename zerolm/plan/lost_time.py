@@ -1,7 +1,8 @@
-"""The share of the time that a run loses: to saves, to steps that are repeated, and to restarts.
+"""The share of time that a run loses to saves, repeated steps and restarts.
 
-Expected by a formula, for `launch plan` and for a day with a fault an hour; and measured from the
-events of a run, for its report and `status`. Reads events only, no configuration.
+A formula gives the expected share, for `launch plan` and for a day with a fault every hour. The
+events of a run give the measured share, for its report and `status`. Reads events only, no
+configuration.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,10 +47,11 @@ def expected(
 
     Args:
         mean_seconds: mean time between two faults.
-        interval_seconds: between checkpoints; half of it is repeated on average.
-        stall_seconds: for which training waits for a checkpoint.
-        write_seconds: until it is complete; what is trained meanwhile is lost with it.
-        restart_seconds: from a fault until training resumes, without repeated steps.
+        interval_seconds: time between checkpoints; half of it is repeated on average.
+        stall_seconds: time that training waits for a checkpoint.
+        write_seconds: time until a checkpoint is complete; a fault before that also repeats the
+            steps trained meanwhile.
+        restart_seconds: time from a fault until training resumes, without repeated steps.
 
     Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
     dumps, to first order.
@@ -63,14 +65,14 @@ def expected(
 
 @dataclass(frozen=True)
 class Measured:
-    """What the events of a run say about its losses.
+    """The time that a run has lost, according to its events.
 
     Attributes:
         faults: number of recoveries.
-        restart_seconds: of each recovery, without repeated steps.
+        restart_seconds: duration of each recovery, without repeated steps.
         repeated_seconds: sum over all recoveries.
-        stall_seconds, write_seconds: of each checkpoint: training was paused; until complete.
-        checkpoint_steps: steps between two checkpoints, the usual number; 0 if unknown.
+        stall_seconds, write_seconds: for each checkpoint: pause of training; time until complete.
+        checkpoint_steps: the usual number of steps between checkpoints; 0 if unknown.
     """
 
     faults: int

@@ -33,10 +33,11 @@ class ModelStates:
     """Bytes of a rank's model states once a step's gradients are complete.
 
     Attributes:
-        weights: in the model's precision; under ZeRO-3 the rank's shard and small parameters.
-        gradients: the accumulated ones, and the shard that the rank updates.
+        weights: weights in the model's precision; under ZeRO-3 the rank's shard and small
+            parameters.
+        gradients: accumulated gradients, and the shard that the rank updates.
         optimizer: moments, and the moving average of the weights if there is one.
-        master: weights of the rank's shard that the optimizer updates.
+        master: master weights of the rank's shard.
         host_...: the same on the host, with offload.
     """
 
@@ -72,8 +73,7 @@ def model_states(
     ZeRO-2 also gradients, ZeRO-3 also weights.
 
     Args:
-        shapes: of every parameter, tied ones once.
-        profile: resolved, or as written.
+        profile: resolved or as written.
         ema: the optimizer also keeps an average of the master weights.
 
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is sharded; measurements
@@ -169,12 +169,10 @@ def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
 
 
 def checkpoint_bytes(shapes: Shapes, profile: Profile, *, ema: bool = False) -> int:
-    """Return the bytes of a checkpoint of all ranks: weights, master weights, moments.
+    """Return the bytes of all ranks' files of a checkpoint: weights, master weights, moments.
 
-    Below stage 3 the weights are saved in addition to the master weights.
-
-    Args:
-        ema: with an average of the master weights.
+    Below stage 3 the weights are saved in addition to the master weights. `ema` adds an average of
+    these.
     """
     value = profile.master_bytes + (profile.weight_bytes if profile.zero_stage < 3 else 0)
     degree = profile.tensor_parallel
@@ -210,12 +208,10 @@ def activations_of(
     eager: bool = False,
     chunk_tokens: int = 0,
 ) -> activation_memory.Activations:
-    """Return the activations of one sequence, traced, or estimated if tracing fails.
+    """Return the activations of one rank's sequence, traced, or estimated if tracing fails.
 
     Args:
-        seq_len: tokens of the sequence on this rank.
-        precision: of the weights.
-        eager: eager attention, which keeps its score matrices.
+        eager: attention keeps its score matrices.
         chunk_tokens: tokens per chunk of the loss; 0: all at once.
     """
     try:
@@ -257,7 +253,6 @@ def activation_bytes(
     """Return the peak bytes of a micro-batch's activations, including logits and loss.
 
     Args:
-        sequences: per micro-batch.
         chunk_tokens: tokens per chunk of the loss; 0: all at once.
     """
     found = activations_of(config, seq_len, precision, chunk_tokens=chunk_tokens)
@@ -282,7 +277,7 @@ def fitting_micro_batch(
     Args:
         per_rank: sequences per rank and optimizer step.
         seq_len: tokens of a sequence on one rank.
-        memory_bytes: of the device; None on a CPU, where a few thousand tokens use all cores.
+        memory_bytes: the device's; None on a CPU, where a few thousand tokens use all cores.
         loss_chunk_tokens: tokens per chunk of the loss; 0: all at once.
         ema: the optimizer also keeps an average of the master weights.
     """

@@ -20,8 +20,8 @@ def state_bytes(shapes: Shapes, profile: Profile, world_size: int = 0) -> int:
     the current step, so that a step can be refused.
 
     Args:
-        world_size: returns the bytes of the rank with the most; 0: of all parameters, as in a
-            checkpoint, where a matrix that two ranks share counts once.
+        world_size: gives the bytes of the rank with the most. With 0, the bytes of all parameters,
+            as in a checkpoint: a matrix that two ranks share counts once.
     """
     matrices = sum(_numels(shapes))
     others = sum(map(math.prod, shapes.values())) - matrices
@@ -50,7 +50,7 @@ def keeps_full_matrices(profile: Profile) -> bool:
 
 
 def max_matrix_values(shapes: Shapes, profile: Profile, world_size: int) -> int:
-    """Return the values of all matrices in a rank's shard, of the rank with the most.
+    """Return how many values matrices have in a rank's shard, for the rank with the most.
 
     At ZeRO-1 and 2 matrices are laid out in a flat tensor that is divided equally over the ranks. A
     rank keeps the full gradient and momentum of each matrix that its shard overlaps, so even with
@@ -72,7 +72,7 @@ def max_matrix_values(shapes: Shapes, profile: Profile, world_size: int) -> int:
 
 
 def gradient_bytes(shapes: Shapes, profile: Profile, world_size: int) -> int:
-    """Return the bytes of accumulated gradients at ZeRO-2, of the rank with the most.
+    """Return the bytes of accumulated gradients at ZeRO-2, for the rank with the most.
 
     Gradients of matrices are full and in the precision of the weights. Without offload a rank also
     holds the larger of the orthogonalized updates and, if gradients are accumulated in another

@@ -92,8 +92,9 @@ def datasheet_flops(device_name: str, dtype_name: str) -> float | None:
 def device_peak_flops(device: "torch.device", precision: str) -> tuple[float, str]:
     """Return the peak FLOP/s of one device, and the source of the figure.
 
-    It is the datasheet's for a known device, otherwise the best rate of timed matrix products: the
-    MFU is then relative to that. It takes a tenth of a second to a few seconds.
+    For a known device it is the datasheet's. Otherwise it is the best rate of timed matrix
+    products, to which the MFU is then relative; the timing takes a tenth of a second to a few
+    seconds.
 
     Args:
         precision: "bf16", "fp16", "fp32" or "tf32". For "tf32", it must be enabled in torch.

@@ -38,24 +38,22 @@ class Plan:
     """The resolved description of a run.
 
     Attributes:
-        settings: resolved; their `to_json()` reproduces the run.
+        settings: resolved settings, whose `to_json()` reproduces the run.
         profile: the DeepSpeed JSON as passed to `deepspeed.initialize`.
-        flops_per_token: of training, without recomputation.
-        weights: of the sources at the start of the run, in any unit.
+        flops_per_token: FLOPs of training, without recomputation.
+        weights: weights of the sources at the start of the run, in any unit.
         mixture: these weights, those of later stages, and the epoch limits of sources.
         val_sequences: sequences per evaluation over all validation sources; 0 without any.
-        layout: data, tensor and sequence parallelism of the ranks.
-        device: kind of the ranks' devices, `absent` if they are not on this machine.
-        device_name: of the model of this rank's device.
+        device: the ranks' kind of device (as in `Device`).
+        device_name: model of this rank's device.
         initial: existing weights that the run starts from; None for random ones.
-        learning_rate: as a function of tokens; None if the DeepSpeed JSON has a scheduler.
-        total_sequences: of the complete run, in full batches.
+        learning_rate: function of tokens; None if the DeepSpeed JSON has a scheduler.
+        total_sequences: sequences in the complete run, in full batches.
         total_steps: optimizer steps of the complete run.
         data_fingerprint: hex SHA-256 over the tokens of the training sources.
         derived: figures to print when the run starts.
-        notices: for the user; not errors.
         changed: {setting: (old, new)} of a resume with --accept_changes.
-        token_bytes: bytes of text of each token; None if they are not known.
+        token_bytes: bytes of text in each token; None if not known.
         branch: where a branch of another run began; None for other runs.
         branch_from: directory of the trunk's checkpoint, if the run has none of its own yet.
     """

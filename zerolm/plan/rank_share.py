@@ -22,9 +22,6 @@ def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
     Under tensor parallelism a rank holds a shard of every matrix except the embedding (and a head
     tied to it), and ZeRO partitions over the replicas. Otherwise ZeRO partitions the full shapes
     over all ranks.
-
-    Args:
-        shapes: of every parameter by name, tied ones once.
     """
     if layout.tensor == 1:
         return shapes, layout.world_size

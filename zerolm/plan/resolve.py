@@ -36,8 +36,7 @@ def resolve_settings(
 
     Args:
         model: None if it could not be read; settings that depend on it then stay None.
-        world_size: number of ranks.
-        memory_bytes: of a device; None on a CPU.
+        memory_bytes: a device's; None on a CPU.
         round_batch: round a default batch up to full micro-batches on every rank, instead of
             reporting that it does not divide.
     """
@@ -150,11 +149,7 @@ def _with_micro_batch(
 def resolve_ds_config(
     profile: Profile, settings: Resolved, model: Model, *, world_size: int
 ) -> Profile:
-    """Return the resolved profile, as passed to `deepspeed.initialize`.
-
-    Args:
-        profile: without problems.
-    """
+    """Resolve a profile without problems, as it is passed to `deepspeed.initialize`."""
     replicas, schedule = profile.layout(world_size).replicas, budget.batch_schedule(settings)
     steps = budget.num_steps(schedule, settings.seq_len, settings.total_tokens)
     warmup_steps = budget.num_steps(schedule, settings.seq_len, settings.warmup_tokens or 0)

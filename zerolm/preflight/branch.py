@@ -1,4 +1,4 @@
-"""`--branch`: the checkpoint that a run begins from, and the settings that this gives it.
+"""`--branch`: the checkpoint that a run begins from, and the settings that follow from it.
 
 A branch begins from a checkpoint of another run, the trunk, with the trunk's settings, except for
 those that flags change. `zerolm.checkpoint.branch` later links the checkpoint into the run
@@ -39,8 +39,8 @@ class Start:
     """Where a branch begins.
 
     Attributes:
-        record: its entry in run.json.
-        checkpoint: of the trunk; None if the branch already has a checkpoint.
+        record: the branch's entry in run.json.
+        checkpoint: the trunk's; None if the branch already has one.
         trunk: content of the trunk's run.json; None if the branch already has its own.
     """
 
@@ -205,8 +205,8 @@ def _without(settings: Settings, name: str) -> Settings:
 def _with_mixture(settings: Settings, trunk: Mapping[str, Any], fixed: int) -> Settings:
     """Return the settings with other `--data` or another `--mixture_temperature` as a stage.
 
-    It starts at the branch point, so each source continues where the trunk was in it: at the next
-    mixing block, because the blocks before it must be as in the trunk.
+    The stage starts at the first mixing block after the branch point, because earlier blocks must
+    be as in the trunk. Each source continues where the trunk had got to in it.
 
     Args:
         fixed: the trunk has consumed or skipped the sequence numbers below this.
@@ -279,7 +279,7 @@ def differ(start: Start, plan: Plan, differences: Sequence[Difference], found: F
     """Report how a branch differs from its trunk; return its start with these changes.
 
     Args:
-        differences: of the plan from the trunk's run.json.
+        differences: how the plan differs from the trunk's run.json.
     """
     where = start.trunk_record
     for one in differences:

@@ -58,8 +58,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     """Check a command line on this machine, and return the plan of the run.
 
     Args:
-        argv: flags, without the program's name.
-        environment: variables that the launcher sets: `WORLD_SIZE`, `LOCAL_RANK`, ...
+        environment: the launcher's variables: `WORLD_SIZE`, `LOCAL_RANK`, ...
 
     Raises:
         ConfigError: every problem found, one line each.
@@ -165,11 +164,7 @@ def _resolve(
 def _check_sources(
     settings: Settings, given: Inputs, host: Host, found: Findings
 ) -> Mixture | None:
-    """Check the token shards against the model and each other.
-
-    Returns:
-        The mixture; None if it cannot be determined, for which `found` has the reason.
-    """
+    """Check the token shards against the model and each other; return the mixture, if known."""
     vocab_size = given.model.vocab_size if given.model is not None else None
     problems = source_problems(given.sources, settings, vocab_size, settings.seq_len)
     found.problems += problems

@@ -1,4 +1,4 @@
-"""Check the run directory: is it writable, is the disk large enough, can its run be resumed.
+"""Check that the run directory is writable, the disk large enough, and its run can be resumed.
 
 Compares the plan with run.json (`run_record`) and with the newest checkpoint (`topology`).
 """
@@ -36,8 +36,8 @@ class ExistingRun(NamedTuple):
     """The run in the run directory or its store, compared with the plan.
 
     Attributes:
-        resumes: there is a checkpoint to resume from.
-        changed: {key: (old, new)} of values that affect the loss curve and differ.
+        resumes: whether there is a checkpoint to resume from.
+        changed: {key: (old, new)} for values that affect the loss curve.
         start: where a branch begins; None for other runs.
     """
 
@@ -120,13 +120,9 @@ def begun(settings: Settings, start: branch.Start | None) -> Begun | None:
 def compare(
     plan: Plan, environment: Mapping[str, str], found: Findings, start: branch.Start | None = None
 ) -> ExistingRun:
-    """Compare a plan with the run in its directory or in its store, or that it branches from.
+    """Compare a plan with the run in its directory or store, or the run that it branches from.
 
     Only rank 0 reads the store.
-
-    Args:
-        environment: of the launcher.
-        start: where a branch begins.
     """
     settings, run_dir = plan.settings, plan.run_dir
     linked = start.checkpoint if start is not None else None
@@ -155,7 +151,8 @@ def _check_disk(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
     """Compare the size of the checkpoints with the free space; a notice if only some fit.
 
     Args:
-        linked: the checkpoint that a branch begins from, copied to another file system.
+        linked: the checkpoint that a branch begins from, if it must be copied to another file
+            system.
     """
     settings = plan.settings
     average = settings.ema_tokens > 0

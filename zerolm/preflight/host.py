@@ -38,7 +38,7 @@ class Host(NamedTuple):
     """The ranks and devices of a run.
 
     Attributes:
-        device: of this rank; of kind `absent` if the run's devices are not on this machine.
+        device: this rank's; of kind `absent` if the run's devices are not on this machine.
     """
 
     world_size: int
@@ -48,13 +48,7 @@ class Host(NamedTuple):
 def detect(
     settings: Settings, argv: Sequence[str], environment: Mapping[str, str], found: Findings
 ) -> Host:
-    """Read the launcher's environment, detect the device, and check this host.
-
-    Args:
-        argv: flags of pretrain.py.
-        environment: of the launcher: `WORLD_SIZE`, `LOCAL_RANK`, ...
-        found: problems and notices are added to it.
-    """
+    """Read the launcher's variables, detect the device, and check this host."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         value = environment.get(name, "1" if name == "WORLD_SIZE" else "0")
         if not value.isdigit() or (name == "WORLD_SIZE" and value == "0"):
@@ -147,8 +141,7 @@ def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> 
 def check_trackers(settings: Settings, environment: Mapping[str, str], found: Findings) -> None:
     """Check that the accounts and packages of the run's trackers are available.
 
-    Args:
-        settings: resolved, since the DeepSpeed JSON may ask for a tracker.
+    `settings` must be resolved, since the DeepSpeed JSON may ask for a tracker.
     """
     if settings.check and settings.world_size:  # the run will not be on this machine
         return
@@ -159,8 +152,8 @@ def check_trackers(settings: Settings, environment: Mapping[str, str], found: Fi
 def checkpoint_room(run_dir: str | Path, checkpoint_bytes: int, keep: int) -> tuple[int, int]:
     """Return (free bytes, bytes for future checkpoints) of the disk of a run directory.
 
-    There is one more checkpoint than are kept, because the oldest is removed after the newest is
-    published; those already on disk need no further space. Free is -1 if it is not known.
+    There is one checkpoint more than are kept, because the oldest is removed after the newest is
+    published. Checkpoints already on disk need no further space. Free bytes are -1 if not known.
     """
     free = machine.free_bytes(run_dir)
     existing = len(checkpoint_directories(RunFiles(run_dir).checkpoints))

@@ -1,7 +1,7 @@
 """Finds the weights of `--init_from`, and checks them against the model config and the data.
 
-Reads configs, headers and tokenizers, but no values. A run that has a checkpoint needs its source
-no more: it is neither read nor checked.
+Reads configs, headers and tokenizers, but no values. A run that has a checkpoint no longer needs
+its source, which is then neither read nor checked.
 """
 
 import copy
@@ -40,8 +40,8 @@ class Opened:
     """A source whose config and headers were read.
 
     Attributes:
-        entry: for `InitialSource`.
-        config: of the source.
+        entry: fields of `InitialSource`.
+        config: the source's.
         tensors: None if the run resumes.
         tokenizer: directory with its tokenizer; None if unknown.
     """
@@ -188,11 +188,7 @@ def _generation(path: Path) -> dict[str, Any]:
 
 
 def model_of(opened: Opened, given: Model | None, found: Findings) -> Model | None:
-    """Return the model of the run: that of `--model_config`, or else the source's.
-
-    Args:
-        given: of `--model_config`; None if there is none.
-    """
+    """Return the model of the run: that of `--model_config`, or else the source's."""
     where = opened.entry.source
     if given is None:
         return Model.from_config(opened.config, where)
@@ -214,9 +210,6 @@ def complete(
     """Check the source against the token shards; return the model and the initial weights.
 
     Without `--model_config` the vocabulary grows to that of the shards.
-
-    Args:
-        sources: of training and validation.
     """
     entry = opened.entry
     if opened.tensors is None:

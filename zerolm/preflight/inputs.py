@@ -33,10 +33,10 @@ class Inputs:
 
     Attributes:
         model: None if it could not be read.
-        initial: existing weights to start from; None without any, or if they were refused.
-        profile: as written; empty if it could not be read.
-        sources: those that could be opened.
-        all_sources: all sources were opened, without a problem.
+        initial: existing weights to start from; None if there are none, or they were refused.
+        profile: the DeepSpeed JSON as written; empty if it could not be read.
+        sources: the sources that could be opened.
+        all_sources: whether all sources were opened without a problem.
     """
 
     model: Model | None
@@ -53,7 +53,7 @@ def read(
 
     Args:
         refused: names of settings whose values were refused.
-        begun: the precision of the run that is resumed.
+        begun: precision of the run that is resumed.
     """
     named = filter(None, (settings.model_config, settings.deepspeed_config))
     found.notices += filter(None, map(shipped_notice, named))

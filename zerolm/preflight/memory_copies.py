@@ -18,7 +18,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def sizes(plan: Plan) -> tuple[int, int]:
-    """Return the bytes of one copy: of each rank, and of each host besides (weights below ZeRO-3).
+    """Return the bytes of one copy: per rank, and in addition per host (weights below ZeRO-3).
 
     All ranks of a host load the same weights, so one of them writes these.
     """

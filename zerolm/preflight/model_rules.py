@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 
 
 def attention_problems(settings: Settings, device: str, precision: str | None = None) -> list[str]:
-    """Check the attention kernel against the device.
-
-    Args:
-        device: its kind as DeepSpeed names it: `cpu`, `cuda`, ...
-        precision: of matrix products, from the DeepSpeed JSON, if that can be read.
-    """
+    """Check the attention kernel against the device, and the precision if it is known."""
     attention = settings.attn_implementation
     where = settings.where("attn_implementation")
     if attention == VARLEN or attention.startswith("flash"):
@@ -49,12 +44,7 @@ def attention_problems(settings: Settings, device: str, precision: str | None = 
 
 
 def matmul_problems(settings: Settings, precision: str, device: str) -> list[str]:
-    """Refuse TF32 where it would have no effect.
-
-    Args:
-        precision: of matrix products, from the DeepSpeed JSON.
-        device: kind of the ranks' devices, `absent` when they are not on this machine.
-    """
+    """Refuse TF32 where the precision of matrix products or the device gives it no effect."""
     if settings.float32_matmul == HIGHEST:
         return []
     where = f"{settings.where('float32_matmul')}: {settings.float32_matmul}"
@@ -72,11 +62,7 @@ FLOAT32_ONLY = frozenset({"inkling2_text", "reformer", "xlstm"})
 
 
 def precision_problems(settings: Settings, config: "PretrainedConfig", precision: str) -> list[str]:
-    """Refuse bf16 and fp16 for families that can only be computed in float32.
-
-    Args:
-        precision: of matrix products, from the DeepSpeed JSON.
-    """
+    """Refuse bf16 and fp16 for families that can only be computed in float32."""
     if precision == "fp32" or config.model_type not in FLOAT32_ONLY:
         return []
     return [
@@ -89,11 +75,7 @@ def precision_problems(settings: Settings, config: "PretrainedConfig", precision
 def fp8_problems(
     settings: Settings, config: "PretrainedConfig", profile: Profile, device: str
 ) -> list[str]:
-    """Refuse `--fp8` for weights that are not bf16, older GPUs, and models without such layers.
-
-    Args:
-        device: kind of the ranks' devices, `absent` when they are not on this machine.
-    """
+    """Refuse `--fp8` for weights that are not bf16, older GPUs, and models without such layers."""
     if not settings.fp8:
         return []
     from zerolm.fp8 import layers, linear  # imports torch
@@ -120,11 +102,7 @@ def fp8_problems(
 def model_problems(
     settings: Settings, config: "PretrainedConfig", device: str = "absent"
 ) -> list[str]:
-    """Check sequence length, gradient checkpointing, compilation and masks against the model.
-
-    Args:
-        device: kind of the ranks' devices, `absent` when they are not on this machine.
-    """
+    """Check sequence length, gradient checkpointing, compilation and masks against the model."""
     problems = []
     problems += _position_problems(settings, config)
     problems += _initialization_problems(settings, config)
@@ -275,10 +253,9 @@ def router_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
 def padding_notices(
     settings: Settings, config: "PretrainedConfig", sources: Sequence[Source]
 ) -> list[str]:
-    """Report that the row of the padding token is trained, which transformers keeps at zero.
+    """Report that the padding token's row is trained, which transformers keeps at zero.
 
-    Args:
-        sources: with the tokenizer, to name the token.
+    The sources' tokenizer names the token.
     """
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)

@@ -1,6 +1,6 @@
-"""Notices about values that are valid, but senseless for the model or the data.
+"""Notices about values that are valid, but make no sense for the model or the data.
 
-They stop no run: a test of a few steps may have a tiny source and any learning rate.
+None stops a run: a test of a few steps may have a tiny source and any learning rate.
 """
 
 from zerolm.config import defaults

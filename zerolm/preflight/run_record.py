@@ -70,7 +70,7 @@ class Difference:
     """A value that affects the loss curve and has changed.
 
     Attributes:
-        where: where the new value was given.
+        where: place where the new value was given.
     """
 
     key: str
@@ -92,11 +92,9 @@ class Difference:
 
 
 def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[str]:
-    """Return a line for each difference that prevents the run from resuming.
+    """Return a line for each difference that prevents a resume, with or without --accept_changes.
 
-    Args:
-        path: of run.json.
-        accepted: --accept_changes was given.
+    `path` names run.json.
     """
     lines = []
     for one in found:
@@ -155,7 +153,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
     """Return the values that affect the loss curve and have changed.
 
     Args:
-        record: content of run.json.
+        record: content of the run's run.json.
         fixed_sequences: the run has consumed or skipped the sequence numbers below this.
     """
     settings, old_settings = plan.settings, block(record, "settings")

@@ -41,10 +41,7 @@ class Sums:
 
 
 def verified(source: InitialSource | None) -> Sums | None:
-    """Return the values to start from, after checking their files. Every rank must call.
-
-    Returns:
-        None if the run starts from random weights, or resumes.
+    """Check the files of a source; return the values to start from, if any. Every rank must call.
 
     Raises:
         ConfigError: on every rank: a file of a checkpoint is damaged.

@@ -19,10 +19,10 @@ def split_id(name: str) -> tuple[str, str | None] | None:
 def fetch(name: str) -> tuple[Path, str, str]:
     """Return the directory of a model in the cache, its hub id, and its exact name, ID@COMMIT.
 
-    Files that are in the cache already are not fetched again; without a network all must be.
+    Files in the cache are not fetched again; without a network all must be there.
 
     Raises:
-        ConfigError: it is neither in the cache nor can be fetched.
+        ConfigError: the model is not in the cache and cannot be fetched.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars

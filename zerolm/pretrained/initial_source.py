@@ -14,12 +14,12 @@ class InitialSource:
     """The source of `--init_from`.
 
     Attributes:
-        given: as the user named it.
-        source: exact: a run with its step, a hub id with its commit, or a directory.
-        hub_id: of a model of the hub, "" of others.
+        given: the name that the user gave.
+        source: the exact name: a run with its step, a hub id with its commit, or a directory.
+        hub_id: "" unless the source is a model of the hub.
         digest: hex SHA-256 that identifies the weights, see docs/initialization.md.
         about: tokens, files and dtype of the weights, for the user.
-        vocab_size: of the source.
+        vocab_size: vocabulary size of the source.
         weights: initial values; None if the run resumes and reads none.
         checkpoint: directory of the checkpoint; None for a model directory.
         generation: special ids of its config, and the content of its generation_config.json.
@@ -51,11 +51,7 @@ class InitialSource:
         return cls(**{key: entry[key] for key in RECORDED if key in entry})
 
     def describe(self, vocab_size: int) -> str:
-        """Return the line of the plan.
-
-        Args:
-            vocab_size: of the run.
-        """
+        """Return the source's line in the plan of a run with this vocabulary size."""
         line = f"from {self.source}: {self.about}"
         if self.weights is None:
             return f"{line}; not read: the run resumes from its checkpoint"

@@ -33,17 +33,16 @@ class LoadedWeights:
     """The initial values of every parameter and persistent buffer, read from existing weights.
 
     Args:
-        config: of the run; it may have a larger vocabulary than the source.
-        source_config: of the weights.
-        tensors: the weights.
-        where: they are from, for messages.
-        seed: of the rows of a larger vocabulary.
+        config: the run's, which may have a larger vocabulary than the source.
+        source_config: the config of the weights.
+        where: names the weights in messages.
+        seed: for the additional rows of a larger vocabulary.
 
     Attributes:
         units: lists of names that are read together, independent of each other. A tied weight
             appears only under the name of its source.
-        extended: names of the parameters that get more rows.
-        dtypes: of the source's parameters, as torch names them.
+        extended: parameters that get more rows.
+        dtypes: torch's names of the dtypes of the source's parameters.
 
     Raises:
         ConfigError: weights are missing, unexpected, or of another shape or dtype.
@@ -166,10 +165,7 @@ def _conversion(model: "PreTrainedModel") -> list[Any]:
 def _target(
     model: "PreTrainedModel", mapping: list[Any], name: str, expected: dict[str, torch.Tensor]
 ) -> tuple[str, bool]:
-    """Return the name in the model, the first if there are several, and whether values change.
-
-    Args:
-        expected: state dict of the model.
+    """Return the (first) name in the model's state dict `expected`, and whether values change.
 
     Source: `convert_and_load_state_dict_in_model` of transformers.
     """

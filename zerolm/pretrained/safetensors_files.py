@@ -26,21 +26,17 @@ CONVERT = (
 
 
 class Tensor(NamedTuple):
-    """A tensor that has not been read.
-
-    Attributes:
-        dtype: as torch names it: float32, bfloat16, ...
-    """
+    """A tensor that has not been read, with torch's name of its dtype."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 class Tensors(Protocol):
-    """Weights on disk: what `LoadedWeights` needs of them.
+    """Weights on disk, as `LoadedWeights` needs them.
 
     Attributes:
-        converts: names and shapes are those of published files; else those of the model's code.
+        converts: whether names and shapes are those of published files, not of the model's code.
     """
 
     converts: bool
@@ -117,7 +113,8 @@ class SafetensorsFiles:
         self._open.clear()
 
     def digest(self) -> str:
-        """Return a hex SHA-256 of the files; of one over 64 MiB of its header and 1 MiB of samples.
+        """Return a hex SHA-256 of the files. Over 64 MiB, a file's header and 1 MiB of samples
+        count.
 
         Weights of another training step differ in nearly all values.
         """

@@ -50,11 +50,7 @@ class Comparison(NamedTuple):
 def compare(
     config: "PretrainedConfig", path: str, source: "PretrainedConfig", source_path: str
 ) -> Comparison:
-    """Compare the config of a run with that of the weights it starts from.
-
-    Args:
-        path, source_path: of the two, for messages.
-    """
+    """Compare the config of a run with that of the weights it starts from."""
     if config.model_type != source.model_type:
         return Comparison(
             [

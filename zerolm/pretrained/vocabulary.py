@@ -1,6 +1,6 @@
-"""Compares the tokenizer of token shards with that of the weights which a run starts from.
+"""Compares the tokenizer of token shards with that of the weights that a run starts from.
 
-With other ids for the same text a run would train without an error, from a loss worse than random.
+If their ids for the same text differ, a run trains without an error, from a loss worse than random.
 """
 
 import base64
@@ -54,12 +54,7 @@ def _tiktoken_vocabulary(directory: Path) -> dict[str, int]:
 
 
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """Return how the ids of two vocabularies differ, empty if one extends the other.
-
-    Args:
-        ours: of the token shards.
-        theirs: of the weights.
-    """
+    """Return how the ids of the shards and the weights differ, empty if one extends the other."""
     common = ours.keys() & theirs.keys()
     moved = sorted(
         (token for token in common if ours[token] != theirs[token]), key=lambda token: theirs[token]
