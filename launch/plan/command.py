@@ -81,11 +81,10 @@ def _planned_run(arguments: argparse.Namespace) -> Any:
     from launch.plan.planned_run import plan_run
     from zerolm.ds_config.precision import with_precision
     from zerolm.ds_config.profile import Profile
-    from zerolm.ds_config.schema import schema_problems
 
     settings, model, begun = _settings_and_model(arguments)
     profile = Profile.read(settings.deepspeed_config or DEFAULT_DS_CONFIG)
-    problems = schema_problems(profile)
+    problems = list(profile.problems)
     hardware = hardware_of(arguments)
     profile, notices = with_precision(profile, settings, hardware.device, problems)
     for notice in [] if arguments.json else notices:

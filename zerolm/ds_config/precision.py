@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from zerolm.common.values import shown
 from zerolm.config.settings import PRECISIONS, Settings
 from zerolm.distributed.device import Device
-from zerolm.ds_config.coercion import AUTO
-from zerolm.ds_config.profile import Profile, block, weight_precision
+from zerolm.ds_config.profile import AUTO, Profile, block, weight_precision
 
 BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")  # as deepspeed.runtime.config.DtypeEnum
 CPU_ADAM = frozenset({"adam", "adamw"})

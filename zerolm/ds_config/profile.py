@@ -1,8 +1,8 @@
 """`Profile`: a DeepSpeed JSON file, parsed once; the rest of the project reads the profile.
 
-Only this subpackage reads the raw JSON: `coercion` reads its values as DeepSpeed does, `schema`
-checks its keys, `rules` their combinations, `implied` finds the settings it fixes, and `resolve`
-replaces "auto" and missing values. Imports DeepSpeed only through `coercion`.
+Only this subpackage reads the raw JSON: `schema` reads its keys and values as DeepSpeed does,
+`rules` checks their combinations, `implied` finds the settings it fixes, and `resolve` replaces
+"auto" and missing values. Imports DeepSpeed only through `schema`.
 """
 
 import json
@@ -10,14 +10,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
 from zerolm.distributed.layout import Layout
-from zerolm.ds_config.coercion import AUTO, coerced, without_comments
+from zerolm.ds_config import schema
+from zerolm.ds_config.schema import AUTO, is_number
 
-MAX_NUMBER = 1e30  # no count, size or rate of a run exceeds it
 # DeepSpeed's defaults where the JSON has no value (deepspeed/runtime/zero/config.py, 0.19.8).
 REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 50_000_000, 100_000
 MAX_LIVE_PARAMETERS, MODEL_PERSISTENCE_THRESHOLD = 1_000_000_000, sys.maxsize
@@ -62,11 +62,11 @@ class Buckets:
 
 @dataclass(frozen=True)
 class Profile:
-    """A parsed DeepSpeed JSON. Invalid values count as missing; `schema` and `rules` report them.
+    """A parsed DeepSpeed JSON. Invalid values count as missing.
 
     Attributes:
         name: of the file, for messages.
-        written: the object as written, without comments, for `schema`.
+        problems: unknown keys, and values of a wrong type; `rules` finds the others.
         json: its values as DeepSpeed reads them, or as resolved for `deepspeed.initialize`.
         zero: the `zero_optimization` block.
         zero_stage: 1 if missing or 0 (see `resolve`); 0 if the value is not a stage.
@@ -86,7 +86,7 @@ class Profile:
     """
 
     name: str
-    written: dict[str, Any]
+    problems: list[str]
     json: dict[str, Any]
     zero: Mapping[str, Any]
     zero_stage: int
@@ -120,9 +120,8 @@ class Profile:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], name: str = "DeepSpeed JSON") -> "Profile":
-        """Parse a JSON object; `schema` and `rules` report invalid values."""
-        written = without_comments(value)
-        value = coerced(written)
+        """Parse a JSON object; its problems are in `problems`."""
+        value, problems = schema.read(without_comments(value))
         zero = block(value, "zero_optimization")
         weights, _ = weight_precision(value)
         autocast = block(value, "torch_autocast").get("enabled") is True
@@ -131,7 +130,7 @@ class Profile:
         overlap = zero.get("overlap_comm")
         return cls(
             name=name,
-            written=written,
+            problems=[f"{name}: {problem}" for problem in problems],
             json=value,
             zero=zero,
             zero_stage=max(1, stage) if stage in (0, 1, 2, 3) else 0,
@@ -235,11 +234,17 @@ def block(value: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return whether a JSON value is a finite number below `MAX_NUMBER`, and not a boolean."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) < MAX_NUMBER
+def without_comments(value: Any) -> Any:
+    """Return a JSON value without comment keys: `_...`, `//...`, `#...` and `$schema`."""
+    if isinstance(value, list):
+        return [without_comments(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: without_comments(inner)
+        for key, inner in value.items()
+        if not key.startswith(("_", "//", "#")) and key != "$schema"
+    }
 
 
 def is_degree(value: Any) -> bool:

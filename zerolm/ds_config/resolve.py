@@ -6,6 +6,7 @@ Runs after `rules` has found no problems. The result goes to `deepspeed.initiali
 import copy
 from typing import Any
 
+from zerolm.common.errors import reason
 from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
 from zerolm.ds_config.implied import DEEPSPEED_SCHEDULES
@@ -70,6 +71,25 @@ def resolve_profile(
     if "scheduler" in resolved:
         _resolve_scheduler(resolved, settings, warmup_steps, total_steps)
     return Profile.parse(_without_auto(resolved), profile.name)
+
+
+def deepspeed_problems(profile: Profile) -> list[str]:
+    """Return why DeepSpeed's own config object refuses a profile, as the engine would find later.
+
+    Args:
+        profile: resolved, and without problems that `schema` and `rules` find.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = copy.deepcopy(profile.json)
+    config.pop("train_batch_size", None)  # it would be compared with a world size of 1
+    config.pop("aio", None)  # `rules` checks it; DeepSpeed asks for the GPU of this machine
+    try:
+        DeepSpeedConfig(config)
+    except Exception as error:  # it raises assertions, ValueErrors and its own
+        text = reason(error, named=False)
+        return [f"{profile.name}: refused by DeepSpeed: {text}. Correct the file."]
+    return []
 
 
 def _leave_out_communication(resolved: dict[str, Any], profile: Profile) -> None:

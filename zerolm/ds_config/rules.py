@@ -8,7 +8,6 @@ run. Versions: DeepSpeed 0.19.8.
 from collections.abc import Mapping
 from typing import Any
 
-from zerolm.common.errors import did_you_mean
 from zerolm.common.secrets import SECRET_KEY
 from zerolm.common.values import shown
 from zerolm.ds_config import muon
@@ -18,9 +17,6 @@ from zerolm.ds_config.precision import precision_problems
 from zerolm.ds_config.profile import Profile, block
 
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")
-WRITER_KEYS = frozenset(
-    {"data_parallel", "io_buffer_size", "io_buffer_double", "io_multiplier", "show_statistics"}
-)
 _ON_BY_DEFAULT = ("pipeline", "weight_quantization")  # if the block has no `enabled`
 # Keys that pretrain.py does not support: the reason and the fix.
 _UNSUPPORTED: dict[str, str] = {
@@ -250,15 +246,6 @@ def _secrets(value: Mapping[str, Any], where: str = "") -> list[str]:
 def _checkpoint_problems(profile: Profile) -> list[str]:
     checkpoint = profile.block("checkpoint")
     problems = []
-    writer = checkpoint.get("writer")
-    if writer is not None:
-        known = WRITER_KEYS | {"type", "decoupled"}
-        unknown = sorted(set(writer) - known) if isinstance(writer, Mapping) else ["writer"]
-        problems += [
-            f"checkpoint.writer.{key}: DeepSpeed has no such key.{did_you_mean(key, known)} "
-            f"Correct or remove it."
-            for key in unknown
-        ]
     if checkpoint.get("load_universal"):
         problems.append(
             "checkpoint.load_universal: true, is not supported: it makes saves incomplete "

@@ -1,241 +1,366 @@
-"""Check the keys and value types of a DeepSpeed JSON, as DeepSpeed 0.19.8 reads them.
+"""The keys of a DeepSpeed JSON and the types of their values, as DeepSpeed 0.19.8 reads them.
 
-DeepSpeed ignores unknown keys at the top level and in several blocks, so a typo there would go
-unnoticed. Blocks with a pydantic model in DeepSpeed are validated by that model; the other keys are
-listed here, and a test compares the list with DeepSpeed's source. `rules` checks which values work
-together. DeepSpeed is imported only inside functions.
+`Profile` reads its file through `read` once, so that rules, plan, run.json and engine agree that
+`"true"` and 1 are true, and 2.0 is 2. DeepSpeed ignores unknown keys at the top level and in some
+blocks, so a typo there would go unnoticed. Where DeepSpeed has a pydantic model, that is the type
+of a block; a test compares the other keys with DeepSpeed's source. `rules` checks which values work
+together. Imports DeepSpeed only inside functions.
 """
 
-import copy
-from collections.abc import Iterable, Mapping
-from typing import Any
+import enum
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, TypeGuard, get_args
 
-from zerolm.common.errors import did_you_mean, reason
-from zerolm.common.values import shown
-from zerolm.ds_config.coercion import SWITCHES, inner_model, model_fields, pydantic_models, truth
-from zerolm.ds_config.profile import AUTO, MAX_NUMBER, Profile, block
-
-_COUNT, _NUMBER, _BOOL = "a positive whole number", "a number, at least 0", "true or false"
-_DTYPE = ("fp32", "fp16", "bf16", None)
-
-# Top-level keys with a scalar value, and its allowed values.
-SCALARS: dict[str, str | tuple[Any, ...]] = {
-    "train_batch_size": _COUNT,
-    "train_micro_batch_size_per_gpu": _COUNT,
-    "gradient_accumulation_steps": _COUNT,
-    "gradient_clipping": _NUMBER,
-    "steps_per_print": _COUNT,
-    "wall_clock_breakdown": _BOOL,
-    "memory_breakdown": _BOOL,
-    "dump_state": _BOOL,
-    "disable_python_gc": _BOOL,
-    "disable_allgather": _BOOL,
-    "prescale_gradients": _BOOL,
-    "gradient_predivide_factor": _NUMBER,
-    "gradient_allreduce_op": ("mean", "sum"),
-    "communication_data_type": _DTYPE,
-    "seq_parallel_communication_data_type": _DTYPE,
-    "zero_allow_untested_optimizer": _BOOL,
-    "zero_force_ds_cpu_optimizer": _BOOL,
-    "managed_gradient_accumulation": _BOOL,
-    "dataloader_drop_last": _BOOL,
-    "use_data_before_expert_parallelism": _BOOL,
-    "vocabulary_size": _COUNT,
-    "allgather_size": _COUNT,
-    "log_level": ("debug", "info", "warning", "error", "critical", None),
-}
-# The Hugging Face Trainer resolves "auto" for these; elsewhere DeepSpeed crashes or ignores it.
-AUTO_SCALARS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    create_model,
 )
-# Blocks that DeepSpeed reads key by key, ignoring unknown keys.
-BLOCKS: dict[str, frozenset[str]] = {
-    name: frozenset(keys.split())
-    for name, keys in {
-        "optimizer": "type params legacy_fusion",
-        "scheduler": "type params",
-        "activation_checkpointing": "partition_activations number_checkpoints profile "
-        "contiguous_memory_optimization synchronize_checkpoint_boundary cpu_checkpointing",
-        "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
-        "flops_profiler": "enabled recompute_fwd_factor profile_step module_depth top_modules "
-        "detailed output_file",
-        "checkpoint": "tag_validation load_universal use_node_local_storage parallel_write "
-        "checkpoint_serialization writer",
-        "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules",
-        "torch_autocast": "enabled dtype lower_precision_safe_modules",
-        "timers": "throughput",
-    }.items()
-}
-# Checked by `rules` and `parallel_rules`, which refuse most of them.
+
+from zerolm.common.errors import did_you_mean
+from zerolm.common.values import shown
+
+AUTO = "auto"
+MAX_NUMBER = 1e30  # no count, size or rate of a run exceeds it
+# DeepSpeed logs to stdout on import, where the output of `plan` or `doctor` belongs; they name the
+# devices themselves.
+logging.getLogger("DeepSpeed").addFilter(
+    lambda record: "Setting accelerator to CPU" not in record.getMessage()
+)
+# `rules` and `parallel_rules` refuse most of these, with better messages than their types have.
 CHECKED_BY_RULES = (
     "autotuning",
     "data_efficiency",
+    "data_parallel_size",
     "datastates_ckpt",
     "expert_parallel",
     "fp8",
     "hybrid_engine",
     "pipeline",
+    "sequence_parallel_size",
     "tensor_parallel",
     "weight_quantization",
-    "sequence_parallel_size",
-    "data_parallel_size",
 )
+_TRUE_TEXTS = ("true", "1", "yes", "on", "t", "y")  # as pydantic
 
 
-def known_keys() -> frozenset[str]:
-    """Return every top-level key that DeepSpeed reads."""
-    return frozenset().union(SCALARS, BLOCKS, CHECKED_BY_RULES, pydantic_models())
+# ---- Types
 
 
-def schema_problems(profile: Profile) -> list[str]:
-    """Find unknown keys and values of a wrong type, at every level of the JSON as written."""
-    models, removed, name = pydantic_models(), _removed_keys(), profile.name
-    problems = []
-    for key, value in profile.written.items():
-        if key == "zero_optimization" and isinstance(value, bool):
-            continue  # the form of DeepSpeed's first releases, which `coercion` reads
-        if key in removed:
-            problems.append(
-                f"{name}: {key}: DeepSpeed has removed this key: {removed[key]} Remove the key."
-            )
-        elif key in models:
-            problems += _model_problems(models[key], value, name, key)
-        elif key in SCALARS:
-            problems += _scalar_problems(key, value, name)
-        elif key in BLOCKS:
-            problems += _block_problems(key, value, BLOCKS[key], name)
-        elif key not in CHECKED_BY_RULES:
-            problems.append(f"{name}: {key}: {_unknown(key, known_keys())}")
-    return problems + _switch_problems(profile)
+class RuleError(ValueError):
+    """A value breaks a rule of this module; the text is the rule and the fix."""
 
 
-def deepspeed_problems(profile: Profile) -> list[str]:
-    """Return why DeepSpeed's own config object refuses a profile, as the engine would find later.
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return whether a JSON value is a finite number below `MAX_NUMBER`, and not a boolean."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < MAX_NUMBER
+
+
+def _type(
+    rule: str,
+    accepts: Callable[[Any], bool] = lambda value: True,
+    convert: Callable[[Any], Any] = lambda value: value,
+    auto: bool = False,
+) -> Any:
+    """Return a type of values that are converted and then accepted, or the word "auto".
 
     Args:
-        profile: resolved, and without problems that `schema_problems` and `rules` find.
+        rule: what a value must be, for messages.
+        auto: allow "auto" at the top level, where DeepSpeed crashes or ignores it, because the
+            Hugging Face Trainer resolves it.
     """
-    from deepspeed.runtime.config import DeepSpeedConfig
+    rule += ' or "auto"' if auto else ""
 
-    config = copy.deepcopy(profile.json)
-    config.pop("train_batch_size", None)  # it would be compared with a world size of 1
-    config.pop("aio", None)  # `rules` checks it; DeepSpeed asks for the GPU of this machine
+    def read(value: Any) -> Any:
+        if auto and value == AUTO:
+            return value
+        value = convert(value)
+        if not accepts(value):
+            raise RuleError(f"must be {rule}. Correct it.")
+        return value
+
+    return Annotated[Any, BeforeValidator(read)]
+
+
+def _truth(value: Any) -> Any:
+    """Return a switch as DeepSpeed tests it, for which any text is true."""
+    if isinstance(value, str) and value.lower() not in _TRUE_TEXTS:
+        raise RuleError("DeepSpeed reads any text as true. Write true or false.")
+    return bool(value) if isinstance(value, (int, float, str)) else value
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _dtype_name(value: Any) -> Any:
+    """Return `fp32`, `bf16` or `fp16` for DeepSpeed's other names of it: `float32`, `half`."""
+    from deepspeed.runtime.config import DtypeEnum
+
     try:
-        DeepSpeedConfig(config)
-    except Exception as error:  # it raises assertions, ValueErrors and its own
-        text = reason(error, named=False)
-        return [f"{profile.name}: refused by DeepSpeed: {text}. Correct the file."]
+        return DtypeEnum(value).name
+    except ValueError:
+        return value
+
+
+def _choice(*choices: str | None) -> Any:
+    return _type(
+        "one of " + ", ".join(map(shown, choices)),
+        lambda value: value in choices,
+        lambda value: value.lower() if isinstance(value, str) else value,
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return is_number(value) and isinstance(value, int) and value > 0
+
+
+def _is_size(value: Any) -> bool:
+    return is_number(value) and value >= 0
+
+
+_SWITCH = _type("true or false", lambda value: isinstance(value, bool), _truth)
+_COUNT = _type("a positive whole number", _is_count, _whole)
+_AUTO_COUNT = _type("a positive whole number", _is_count, _whole, auto=True)
+_NUMBER = _type("a number, at least 0", _is_size)
+_AUTO_NUMBER = _type("a number, at least 0", _is_size, auto=True)
+_FLOAT_TYPE = _choice("fp32", "fp16", "bf16", None)
+_DTYPE = _type("checked by `precision`", convert=_dtype_name)
+_DEGREE = _type("checked by `parallel_rules`", convert=_whole)
+
+
+class _Block(BaseModel):
+    """A block that DeepSpeed reads key by key, ignoring unknown keys."""
+
+
+class _OpenBlock(_Block):
+    """A block whose other keys another module checks."""
+
+
+def _block(
+    switches: str = "", others: str = "", base: type[_Block] = _Block, **types: Any
+) -> type[_Block]:
+    types |= dict.fromkeys(switches.split(), _SWITCH | None) | dict.fromkeys(others.split(), Any)
+    fields: dict[str, Any] = {key: (kind, None) for key, kind in types.items()}
+    return create_model("Block", __base__=base, **fields)
+
+
+@functools.cache
+def known_keys() -> dict[str, Any]:
+    """Return {top-level key that DeepSpeed reads: the type of its value}."""
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.inference.config import WeightQuantConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.config import HybridEngineConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    switches = (
+        "wall_clock_breakdown memory_breakdown dump_state disable_python_gc disable_allgather "
+        "prescale_gradients zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
+        "managed_gradient_accumulation dataloader_drop_last use_data_before_expert_parallelism"
+    )
+    return {
+        **dict.fromkeys(CHECKED_BY_RULES, Any),
+        **dict.fromkeys(switches.split(), _SWITCH),
+        "train_batch_size": _AUTO_COUNT,
+        "train_micro_batch_size_per_gpu": _AUTO_COUNT,
+        "gradient_accumulation_steps": _AUTO_COUNT,
+        "gradient_clipping": _AUTO_NUMBER,
+        "gradient_predivide_factor": _NUMBER,
+        "steps_per_print": _COUNT | None,
+        "vocabulary_size": _COUNT,
+        "allgather_size": _COUNT,
+        "gradient_allreduce_op": _choice("mean", "sum"),
+        "communication_data_type": _FLOAT_TYPE,
+        "seq_parallel_communication_data_type": _FLOAT_TYPE,
+        "log_level": _choice("debug", "info", "warning", "error", "critical", None),
+        "sequence_parallel_size": _DEGREE,
+        "data_parallel_size": _DEGREE,
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "bfloat16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "tensorboard": TensorBoardConfig,
+        "wandb": WandbConfig,
+        "csv_monitor": CSVConfig,
+        "comet": CometConfig,
+        "comms_logger": CommsLoggerConfig,
+        "compile": CompileConfig,
+        "hybrid_engine": HybridEngineConfig,
+        "tensor_parallel": TPTrainingConfig,
+        "weight_quantization": WeightQuantConfig,
+        "timers": _block(throughput=DeepSpeedThroughputTimerConfig),
+        "optimizer": _block(
+            others="type legacy_fusion",
+            params=_block(
+                "torch_adam adam_w_mode bias_correction amsgrad fused foreach maximize capturable "
+                "fp32_optimizer_states per_head_muon nesterov",
+                base=_OpenBlock,
+            ),
+        ),
+        "scheduler": _block(others="type", params=_block(base=_OpenBlock)),
+        "activation_checkpointing": _block(
+            "partition_activations profile contiguous_memory_optimization cpu_checkpointing "
+            "synchronize_checkpoint_boundary",
+            "number_checkpoints",
+        ),
+        "aio": _block(
+            "single_submit overlap_events use_gds", "block_size queue_depth intra_op_parallelism"
+        ),
+        "flops_profiler": _block(
+            "enabled detailed",
+            "recompute_fwd_factor profile_step module_depth top_modules output_file",
+        ),
+        "checkpoint": _block(
+            "load_universal use_node_local_storage checkpoint_serialization",
+            "tag_validation parallel_write",
+            writer=_block(
+                "decoupled io_buffer_double show_statistics",
+                "type data_parallel io_buffer_size io_multiplier",
+            ) | None,
+        ),
+        "data_types": _block(
+            others="keep_in_fp32_modules",
+            grad_accum_dtype=_DTYPE | None,
+            param_dtype=_DTYPE | None,
+            buffer_dtype=_DTYPE | None,
+        ),
+        "torch_autocast": _block("enabled", "dtype lower_precision_safe_modules"),
+        "autotuning": _block("enabled", base=_OpenBlock),
+        "data_efficiency": _block("enabled", base=_OpenBlock),
+        "fp8": _block("enabled", base=_OpenBlock),
+    }  # fmt: skip
+
+
+# ---- Reading
+
+
+def read(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a DeepSpeed JSON with every value as DeepSpeed reads it, and the problems of its keys.
+
+    Unknown keys and values that DeepSpeed refuses stay as written.
+
+    Args:
+        written: without comments.
+    """
+    values, problems = dict(written), []
+    if isinstance(zero := values.get("zero_optimization"), bool):  # runtime/zero/config.py
+        size = {"allgather_bucket_size": values.pop("allgather_size", 500_000_000)}
+        values["zero_optimization"] = {"stage": 1, **size} if zero else {"stage": 0}
+    if not values:
+        return {}, []
+    types, removed = known_keys(), _removed("TOP_LEVEL")
+    for key, value in values.items():
+        if key in removed:
+            problems.append(f"{key}: DeepSpeed has removed this key: {removed[key]} Remove it.")
+        elif key not in types:
+            problems.append(f"{key}: {_unknown(key, types)}")
+        else:
+            found: list[str] = []
+            values[key], known = _as_read(types[key], value, key, found)
+            if key not in CHECKED_BY_RULES:
+                problems += found + _type_problems(types[key], known, key)
+    return values, problems
+
+
+def _as_read(kind: Any, value: Any, where: str, problems: list[str]) -> tuple[Any, Any]:
+    """Return a value as DeepSpeed reads it, and as written without "auto" and unknown keys.
+
+    Args:
+        where: dotted key of the value.
+        problems: those of unknown keys are appended.
+    """
+    model = inner_model(kind)
+    if model is None:
+        try:
+            read = _adapter(kind).validate_python(value)
+        except ValidationError:
+            return value, value
+        read = read.value if isinstance(read, enum.Enum) else read
+        return (read if isinstance(read, (bool, int, float, str)) else value), value
+    if not isinstance(value, Mapping):
+        return value, value
+    removed = _removed("ZERO") if where == "zero_optimization" else {}
+    fields, values, known = model_fields(model), dict(value), {}
+    key_by_key = issubclass(model, _Block)
+    for key, inner in value.items():
+        if key in removed:
+            problems.append(
+                f"{where}.{key}: DeepSpeed has removed this key: {removed[key]} Remove it."
+            )
+        elif key in fields:
+            kind, path = fields[key].annotation, f"{where}.{key}"
+            if inner != AUTO or (key_by_key and inner_model(kind)):
+                values[key], known[key] = _as_read(kind, inner, path, problems)
+        elif not issubclass(model, _OpenBlock):
+            problems.append(f"{where}.{key}: {_unknown(key, fields, key_by_key)}")
+    return values, known
+
+
+def _type_problems(kind: Any, value: Any, where: str) -> list[str]:
+    """Return why a value is not of its type, or why DeepSpeed's model refuses it."""
+    try:
+        _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        return [
+            _problem(".".join([where, *map(str, found["loc"])]), found)
+            for found in error.errors()
+            if (where, *found["loc"]) != ("zero_optimization", "stage")  # `rules` has a better one
+        ]
+    except (AttributeError, TypeError) as error:
+        return [f"{where}: refused by DeepSpeed: {error}. Correct the block."]
     return []
 
 
-def _switch_problems(profile: Profile) -> list[str]:
-    """Find switches in blocks without a model that are neither true nor false."""
-    return [
-        f"{profile.name}: {path}.{key}: {shown(value)}, DeepSpeed reads any text as true. Write "
-        f"true or false."
-        for path, switches in SWITCHES.items()
-        if path
-        for key, value in block(profile.json, *path.split(".")).items()
-        if key in switches and not isinstance(value, bool) and value not in (None, AUTO)
-    ]
+def _problem(where: str, found: Any) -> str:
+    if isinstance(rule := found.get("ctx", {}).get("error"), RuleError):
+        return f"{where}: {shown(found['input'])}, {rule}"
+    given = "" if isinstance(found["input"], Mapping) else f"{shown(found['input'])}, "
+    if found["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{where}: {given}must be an object. Write {{...}} or remove it."
+    message = found["msg"].rstrip(".")
+    return f"{where}: {given}refused by DeepSpeed: {message}. Correct the value."
 
 
-def _unknown(key: str, choices: Iterable[str]) -> str:
+def inner_model(kind: Any) -> Any:
+    """Return the pydantic model in `Model` or `Optional[Model]`, else None."""
+    for candidate in (kind, *get_args(kind)):
+        if inspect.isclass(candidate) and hasattr(candidate, "model_fields"):
+            return candidate
+    return None
+
+
+def model_fields(model: Any) -> dict[str, Any]:
+    """Return the fields of a pydantic model by name and by alias."""
+    fields = dict(model.model_fields)
+    return fields | {field.alias: field for field in fields.values() if field.alias}
+
+
+@functools.cache
+def _adapter(kind: Any) -> Any:
+    is_model = inner_model(kind) is kind
+    return TypeAdapter(kind, config=None if is_model else ConfigDict(arbitrary_types_allowed=True))
+
+
+def _removed(level: str) -> dict[str, str]:
+    """Return {key that DeepSpeed has removed: why} of the top level or of `zero_optimization`."""
+    from deepspeed.runtime import config
+
+    return getattr(config, f"_REMOVED_{level}_CONFIG_KEYS", {})
+
+
+def _unknown(key: str, choices: Iterable[str], is_ignored: bool = True) -> str:
     hint = did_you_mean(key, choices) or " Correct or remove it."
-    return f"unknown key, DeepSpeed would ignore it.{hint}"
-
-
-def _removed_keys() -> dict[str, str]:
-    from deepspeed.runtime import config
-
-    return dict(getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {}))
-
-
-def _scalar_problems(key: str, value: Any, name: str) -> list[str]:
-    rule = SCALARS[key]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    number = number and abs(value) < MAX_NUMBER
-    if value == AUTO and key in AUTO_SCALARS:
-        return []
-    if value is None and key == "steps_per_print":
-        return []
-    if isinstance(rule, tuple):
-        valid = (value.lower() if isinstance(value, str) else value) in rule
-        rule = "one of " + ", ".join(shown(choice) for choice in rule)
-    elif rule == _BOOL:
-        valid = isinstance(truth(value), bool)
-    elif rule == _COUNT:
-        valid = number and value > 0 and value == int(value)
-    else:
-        valid = number and value >= 0
-    auto = ' or "auto"' if key in AUTO_SCALARS else ""
-    return [] if valid else [f"{name}: {key}: {shown(value)}, must be {rule}{auto}. Correct it."]
-
-
-def _block_problems(key: str, value: Any, choices: frozenset[str], name: str) -> list[str]:
-    if not isinstance(value, Mapping):
-        return [f"{name}: {key}: {shown(value)}, must be an object. Write {{...}} or remove it."]
-    problems = [
-        f"{name}: {key}.{inner}: {_unknown(inner, choices)}"
-        for inner in value
-        if inner not in choices
-    ]
-    if key in ("optimizer", "scheduler") and not isinstance(value.get("params", {}), Mapping):
-        problems += _block_problems(f"{key}.params", value["params"], frozenset(), name)
-    return problems
-
-
-def _model_problems(model: Any, value: Any, name: str, path: str) -> list[str]:
-    """Check a block's keys, then validate its values with DeepSpeed's pydantic model."""
-    from pydantic import ValidationError
-
-    if not isinstance(value, Mapping):
-        return [f"{name}: {path}: {shown(value)}, must be an object. Write {{...}} or remove it."]
-    problems: list[str] = []
-    known = _known_keys_only(model, value, name, path, problems)
-    try:
-        model(**known)
-    except ValidationError as error:
-        for found in error.errors():
-            if found["loc"] == ("stage",):
-                continue  # `rules` has a better message
-            where = ".".join([path, *(str(part) for part in found["loc"])])
-            given = "" if isinstance(found["input"], Mapping) else f"{shown(found['input'])}, "
-            message = found["msg"].rstrip(".")
-            problems.append(
-                f"{name}: {where}: {given}refused by DeepSpeed: {message}. Correct the value."
-            )
-    except (AssertionError, ValueError, AttributeError, TypeError) as error:
-        problems.append(f"{name}: {path}: refused by DeepSpeed: {error}. Correct the block.")
-    return problems
-
-
-def _known_keys_only(
-    model: Any, given: Mapping[str, Any], name: str, path: str, problems: list[str]
-) -> dict[str, Any]:
-    """Return the block without "auto" values and unknown keys; append those to `problems`."""
-    removed = _removed_zero_keys() if path == "zero_optimization" else {}
-    fields, known = model_fields(model), {}
-    for key, value in given.items():
-        if key in removed:
-            problems.append(
-                f"{name}: {path}.{key}: DeepSpeed has removed this key: {removed[key]} Remove it."
-            )
-        elif key not in fields:
-            hint = did_you_mean(key, fields) or " Correct or remove it."
-            problems.append(f"{name}: {path}.{key}: unknown key.{hint}")
-        elif value != AUTO:
-            inner = inner_model(fields[key].annotation)
-            if inner is not None and isinstance(value, Mapping):
-                value = _known_keys_only(inner, value, name, f"{path}.{key}", problems)
-            known[key] = value
-    return known
-
-
-def _removed_zero_keys() -> dict[str, str]:
-    from deepspeed.runtime import config
-
-    return dict(getattr(config, "_REMOVED_ZERO_CONFIG_KEYS", {}))
+    return f"unknown key{', DeepSpeed would ignore it' if is_ignored else ''}.{hint}"

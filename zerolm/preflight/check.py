@@ -20,7 +20,7 @@ from zerolm.data.mixture import Mixture, resolve_mixture
 from zerolm.data.packing import data_fingerprint, num_rows
 from zerolm.data.sources import Sources, find_source, source_names, source_problems
 from zerolm.ds_config import muon, parallel_rules
-from zerolm.ds_config.schema import deepspeed_problems
+from zerolm.ds_config.resolve import deepspeed_problems
 from zerolm.evaluate import rules as evaluation_rules
 from zerolm.model.architecture import causal_lm_class
 from zerolm.model.flops import flops_per_token

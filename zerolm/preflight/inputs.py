@@ -13,7 +13,6 @@ from zerolm.ds_config import host as ds_host
 from zerolm.ds_config.precision import Begun, with_precision
 from zerolm.ds_config.profile import AUTO, Profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
-from zerolm.ds_config.schema import schema_problems
 from zerolm.model.model import Model
 from zerolm.preflight import initial_weights
 from zerolm.preflight.host import Host
@@ -98,7 +97,7 @@ def _read_profile(
     except ConfigError as error:
         found.problems += error.problems
         return Profile.parse({}, path)
-    found.problems += schema_problems(profile)
+    found.problems += profile.problems
     profile = ds_host.with_nvme_path(profile, settings, found.problems)
     profile, notices = with_precision(profile, settings, host.device, found.problems, begun)
     found.notices += notices

@@ -6,7 +6,6 @@ from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
-from zerolm.ds_config.schema import schema_problems
 
 # A user's file that must work unchanged.
 USER = json.loads(
@@ -24,8 +23,7 @@ SETTINGS = Settings(
 
 def found(config, on_gpu=False, world_size=2):
     profile = Profile.parse(config, "ds.json")
-    problems = schema_problems(profile)
-    return problems + rule_problems(profile, on_gpu=on_gpu, world_size=world_size)
+    return profile.problems + rule_problems(profile, on_gpu=on_gpu, world_size=world_size)
 
 
 def resolved(config, settings=SETTINGS, **more):

@@ -10,7 +10,6 @@ from zerolm.ds_config import host
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
-from zerolm.ds_config.schema import schema_problems
 
 PROFILES = ROOT / "ds_configs"
 
@@ -21,7 +20,7 @@ def resolved(profile, settings):
 
 
 def problems_of(profile, on_gpu=True):
-    return schema_problems(profile) + rule_problems(profile, on_gpu=on_gpu, world_size=8)
+    return profile.problems + rule_problems(profile, on_gpu=on_gpu, world_size=8)
 
 
 def test_zeropp_resolves_for_gpus_with_a_notice_about_its_loss_curve():

@@ -164,6 +164,12 @@ BAD = {
     "pipelines": ({"pipeline": {"stages": 2}}, "pipeline", "not supported"),
     "a switch for a block": ({"hybrid_engine": True}, "hybrid_engine: true", "Remove the block"),
     "a world size": ({"data_parallel_size": 1}, "data_parallel_size: 1", "Remove the key"),
+    "a timer that is text": ({"timers": {"throughput": "x"}}, 'timers.throughput: "x"', "object"),
+    "a typo in a timer": (
+        {"timers": {"throughput": {"enable": False}}},
+        "timers.throughput.enable",
+        '"enabled"',
+    ),
     "a switch that is text": (
         {"torch_autocast": {"enabled": "false"}},
         'torch_autocast.enabled: "false", DeepSpeed reads any text as true',

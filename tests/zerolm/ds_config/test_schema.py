@@ -1,16 +1,19 @@
 """Every spelling that DeepSpeed reads as a value is that value in the `Profile`."""
 
 import copy
+import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zerolm.ds_config.ds_cases import found, notices, resolved, zero
-from zerolm.ds_config.coercion import SWITCHES, coerced, inner_model, model_fields, pydantic_models
-from zerolm.ds_config.profile import Profile, block
-from zerolm.ds_config.schema import deepspeed_problems
+from zerolm.ds_config import schema
+from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.resolve import deepspeed_problems
+from zerolm.ds_config.schema import inner_model, known_keys, model_fields, read
 
+SWITCH_TYPE = schema._SWITCH
 TRUE = [True, 1, 1.0, "true", "True", "1", "on", "yes", "Y"]
 FALSE = [False, 0, 0.0, "false", "FALSE", "0", "off", "no", "n"]
 SWITCH = st.sampled_from([*TRUE, *FALSE] * 4 + ["x", 2, -1, "", 0.5])
@@ -71,15 +74,19 @@ def test_a_profile_has_the_values_of_deepspeeds_config_object(
         assert ours is bool(value) or (isinstance(ours, str) and found(config, on_gpu=True))
 
 
-@pytest.mark.parametrize("name", sorted(pydantic_models()))
+MODELS = {key: model for key, kind in known_keys().items() if (model := inner_model(kind))}
+THEIRS = [key for key, model in MODELS.items() if model.__module__.startswith("deepspeed.")]
+
+
+@pytest.mark.parametrize("name", THEIRS)
 def test_every_switch_and_number_of_a_block_is_read_as_by_its_model(name):
-    model = pydantic_models()[name]
+    model = MODELS[name]
     for key, field in model_fields(model).items():
         if inner_model(field.annotation):
             continue
         for value in [*TRUE, *FALSE, 7, 7.0, "7", 5e8, None, "x", "auto"]:
             written = {key: value}
-            read = coerced({name: written})[name][key]
+            ours = read({name: written})[0][name][key]
             try:
                 built = model(**written)
             except Exception:  # refused, or only valid with other keys
@@ -89,21 +96,34 @@ def test_every_switch_and_number_of_a_block_is_read_as_by_its_model(name):
             theirs = getattr(built, next(n for n, f in model.model_fields.items() if f is field))
             if key == "overlap_comm" and value is None:
                 continue  # DeepSpeed then decides by the stage
-            assert read == theirs and isinstance(read, type(theirs)), (key, value, read, theirs)
+            assert ours == theirs and isinstance(ours, type(theirs)), (key, value, ours, theirs)
 
 
-@pytest.mark.parametrize("block_name", sorted(SWITCHES))
-def test_deepspeed_reads_a_switch_without_a_model_by_its_truth(block_name):
-    for key in SWITCHES[block_name]:
-        for value in [*TRUE, *FALSE]:
-            config = {key: value}
-            for part in reversed(block_name.split(".") if block_name else []):
-                config = {part: config}
-            read = block(coerced(config), *filter(None, block_name.split(".")))[key]
-            if isinstance(value, str) and not isinstance(read, bool):
-                assert value in FALSE and any(key in line for line in found(config))
-            else:
-                assert read is bool(value)
+def switches(types, path=()):
+    """Yield the path of each switch in blocks without a model in DeepSpeed, and at the top."""
+    for key, kind in types.items():
+        model = inner_model(kind)
+        if kind in (SWITCH_TYPE, SWITCH_TYPE | None):
+            yield (*path, key)
+        elif model and model.__module__ == schema.__name__:
+            inner = {name: field.annotation for name, field in model.model_fields.items()}
+            yield from switches(inner, (*path, key))
+
+
+def test_deepspeed_reads_a_switch_without_a_model_by_its_truth():
+    paths = list(switches(known_keys()))
+    assert len(paths) > 40
+    for path, value in itertools.product(paths, [*TRUE, *FALSE]):
+        config = value
+        for part in reversed(path):
+            config = {part: config}
+        ours = read(config)[0]
+        for part in path:
+            ours = ours[part]
+        if isinstance(value, str) and not isinstance(ours, bool):
+            assert value in FALSE and any(".".join(path[:1]) in line for line in found(config))
+        else:
+            assert ours is bool(value)
 
 
 SPELLINGS = {
