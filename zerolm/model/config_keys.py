@@ -1,16 +1,16 @@
 """Finds the keys of a config.json that have no effect.
 
-Config classes accept any key, and modeling code reads many that the class does not declare, such as
-`getattr(config, "head_dim", None)`. So the keys that count are collected from the source of the
-model's family. Others are read, but not with the values of other keys. torch is not imported here.
+Config classes declare their keys and accept any other. A few of these are read by name, such as
+`getattr(config, "head_dim", None)`, so a key that the source of the model's family mentions is
+taken for read. Others are read, but not with the values of other keys. torch is not imported here.
 """
 
-import ast
 import difflib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -47,11 +47,13 @@ GENERAL_MODULES = (
     *("cache_utils.py", "configuration_utils.py", "generation/utils.py", "integrations/moe.py"),
     *("loss/loss_utils.py", "masking_utils.py", "modeling_rope_utils.py", "modeling_utils.py"),
 )
+READ = re.compile(r"""(?:config|kwargs)(?:\(\))?\.(\w+)|["'](\w+)["']""")  # config.NAME, "NAME"
+READ_IN_CONFIGS = re.compile(r"""(?:config|kwargs|self|cls)\.(\w+)|["'](\w+)["']""")
+COMMENT = re.compile(r"^ *#.*", re.MULTILINE)
+CONSTRUCTOR = re.compile(r"^( +)def __init__\b.*\n(?:(?:\1[ )].*)?\n)*", re.MULTILINE)
 OF_OTHER_MODELS = ("classifier", "summary")  # heads that a causal language model does not have
 BUILT_LATER = frozenset({"big_bird"})  # whose layers replace their attention in a forward pass
 ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
-ATTRIBUTE_CALLS = frozenset({"getattr", "hasattr", "setattr"})
-DICTIONARY_METHODS = frozenset({"get", "pop", "setdefault"})
 
 
 def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[str, str | None]:
@@ -71,12 +73,11 @@ def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[s
         candidates = [key for key in given if key not in declared and key in vars(part)]
         if not candidates:
             continue
-        family, imported = _sources(Path(inspect.getfile(type(part))).parent)
-        counting = declared | _keys_in_all(family)
-        read = counting | _keys_in_all(imported)
+        read = _names_read(_files(type(part)))
+        text = getattr(part, "text_config", None)  # its keys are `idle_keys` in the outer part
         for key in candidates:
-            if key not in read and not key.startswith("_"):
-                meant = (other for other in counting if _is_typing_error(key, other))
+            if key not in read and not key.startswith("_") and not hasattr(text, key):
+                meant = (other for other in declared if _is_typing_error(key, other))
                 unread[prefix + key] = next(meant, None) or _size_meant(key, part, given)
     return unread
 
@@ -180,22 +181,18 @@ def _replaced_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[s
 
 
 @contextmanager
-def recorded_reads(config: "PretrainedConfig") -> Iterator[set[str]]:
-    """Collect the names of the keys that are read from configs of these classes meanwhile."""
+def recorded_reads() -> Iterator[set[str]]:
+    """Collect the names of the keys that are read from configs meanwhile."""
+    from transformers import PretrainedConfig
+
     read: set[str] = set()
+    original = PretrainedConfig.__getattribute__
 
-    def recording(original: Any) -> Any:
-        def get(self: Any, name: str) -> Any:
-            read.add(name)
-            return original(self, name)
+    def get(config: "PretrainedConfig", name: str) -> Any:
+        read.add(name)
+        return original(config, name)
 
-        return get
-
-    parts = [config, *(getattr(config, name, None) for name in type(config).sub_configs)]
-    with ExitStack() as stack:
-        for part in {type(each) for each in parts if each is not None}:
-            patch = mock.patch.object(part, "__getattribute__", recording(part.__getattribute__))
-            stack.enter_context(patch)
+    with mock.patch.object(PretrainedConfig, "__getattribute__", get):
         yield read
 
 
@@ -214,17 +211,15 @@ def unused_keys(
     import transformers
 
     package = Path(inspect.getfile(transformers)).parent
-    general = {file for name in GENERAL_MODULES if (file := package / name).is_file()}
+    general = _names_read(frozenset(package / name for name in GENERAL_MODULES))
     unused: list[str] = []
     text = config.get_text_config()
     for prefix, part, given in _parts(config, values):
         other = text is not config and part is not config and part is not text
         if other or part.model_type in BUILT_LATER:
             continue
-        folders = {Path(inspect.getfile(each)).parent for each in (type(part), model_class)}
-        families, imported = zip(*map(_sources, folders), strict=True)
-        used = read | _keys_in_all(general.union(*imported))
-        used |= _keys_in_all(frozenset().union(*families), constructors=False)
+        files = _files(type(part)) | _files(model_class)
+        used = read | general | _names_read(files, constructors=False)
         used |= _declared(transformers.PretrainedConfig)
         aliases = type(part).attribute_map
         for key in sorted(_declared(type(part)) & given.keys()):
@@ -283,88 +278,26 @@ def _is_typing_error(key: str, other: str) -> bool:
     return similar and max(len(word), len(meant)) >= SHORTEST_WORD
 
 
-@functools.cache
-def _sources(folder: Path) -> tuple[frozenset[Path], frozenset[Path]]:
-    """Return the source files of a model family, and the modules of transformers they import."""
-    import transformers
-
-    package = Path(inspect.getfile(transformers)).parent
-    family = {*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")}
-    imported = {file for source in family for file in _imports(source, package)}
-    return frozenset(family), frozenset(imported)
-
-
-def _keys_in_all(files: Iterable[Path], *, constructors: bool = True) -> frozenset[str]:
-    return frozenset().union(*(_keys_in(file, constructors) for file in files))
+def _files(of_family: type) -> frozenset[Path]:
+    """Return the source files of the model family that has a class."""
+    folder = Path(inspect.getfile(of_family)).parent
+    return frozenset((*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")))
 
 
 @functools.cache
-def _tree(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def _imports(file: Path, package: Path) -> Iterator[Path]:
-    """Yield the modules of transformers that a module imports at its top level."""
-    for node in _tree(file).body:
-        if not (isinstance(node, ast.ImportFrom) and node.level):
-            continue
-        folder = file.parents[node.level - 1]
-        base = folder.joinpath(*node.module.split(".")) if node.module else folder
-        inner = (base / f"{alias.name}.py" for alias in node.names)
-        for candidate in (base.with_suffix(".py"), *inner):
-            if candidate.is_file() and package in candidate.parents:
-                yield candidate
-
-
-@functools.cache
-def _keys_in(file: Path, constructors: bool = True) -> frozenset[str]:
-    """Return the names that a module reads from configs and from keyword arguments.
+def _names_read(files: frozenset[Path], *, constructors: bool = True) -> frozenset[str]:
+    """Return the names that source files read from configs, and all words in quotes.
 
     Args:
-        constructors: whether reads in the constructors of a model count.
+        constructors: whether what the constructors of a model read counts.
     """
-    # modeling_rope_utils has a base class of all configs, besides the functions that read them.
-    is_config = file.name.startswith(("configuration_", "modeling_rope_utils"))
-    found = set()
-    for node in _nodes(_tree(file), constructors or is_config):
-        match node:
-            case ast.Attribute(value=owner, attr=name) if _holds_keys(owner, is_config):
-                found.add(name)
-            case ast.Call(func=ast.Name(id=call), args=[owner, ast.Constant(value=str(name)), *_]):
-                if call in ATTRIBUTE_CALLS and _holds_keys(owner, is_config):
-                    found.add(name)
-            case ast.Call(func=ast.Attribute(value=owner, attr=call), args=[first, *_]):
-                if call in DICTIONARY_METHODS and _holds_keys(owner, is_config):
-                    found.update(_strings(first))
-            case ast.Subscript(value=owner, slice=key) if _holds_keys(owner, is_config):
-                found.update(_strings(key))
-            case ast.Compare(left=left, comparators=[owner]) if _holds_keys(owner, is_config):
-                found.update(_strings(left))
-            case ast.FunctionDef(name="__init__" | "__post_init__", args=arguments) if is_config:
-                found.update(each.arg for each in arguments.args + arguments.kwonlyargs)
-    return frozenset(found)
-
-
-def _nodes(root: ast.AST, constructors: bool) -> Iterator[ast.AST]:
-    left = [root]
-    while left:
-        node = left.pop()
-        yield node
-        left += (
-            child
-            for child in ast.iter_child_nodes(node)
-            if constructors or getattr(child, "name", "") != "__init__"
-        )
-
-
-def _holds_keys(node: ast.expr, is_config: bool) -> bool:
-    """Return whether an expression is a config, or a dictionary of its keys, by its name."""
-    if isinstance(node, ast.Call):  # config.get_text_config()
-        node = node.func
-    name = getattr(node, "id", None) or getattr(node, "attr", None) or ""
-    return name.endswith(("config", "kwargs")) or (is_config and name in ("self", "cls"))
-
-
-def _strings(node: ast.expr) -> Iterator[str]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.value
+    names: set[str] = set()
+    for file in files:
+        text = COMMENT.sub("", file.read_text(encoding="utf-8"))
+        # modeling_rope_utils has a base class of all configs, besides the functions that read them.
+        is_config = file.name.startswith(("configuration_", "modeling_rope_utils"))
+        if not (constructors or is_config):
+            text = CONSTRUCTOR.sub("", text)
+        for pair in (READ_IN_CONFIGS if is_config else READ).findall(text):
+            names.update(pair)
+    return frozenset(names)

@@ -48,7 +48,7 @@ class Model:
         written: dict[str, Any] = {}
         config = load_model_config(path, notices, written)
         try:
-            with config_keys.recorded_reads(config) as read:
+            with config_keys.recorded_reads() as read:
                 shapes = parameter_shapes(config)
         except ConfigError as error:
             lines = [line.replace("model config", path, 1) for line in error.problems]
