@@ -1,12 +1,12 @@
-"""Check which combinations of keys in a DeepSpeed JSON work.
+"""The keys of a DeepSpeed JSON that are refused, by themselves or together with others.
 
 Each rule was found by running DeepSpeed or reading its source; DeepSpeed checks some of them after
 minutes of start-up, some with a bare assertion, some never. Must not depend on the settings of a
 run. Versions: DeepSpeed 0.19.8.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from zerolm.common.secrets import SECRET_KEY
 from zerolm.common.values import shown
@@ -17,22 +17,118 @@ from zerolm.ds_config.precision import precision_problems
 from zerolm.ds_config.profile import Profile, block
 
 QUANTIZED_KEYS = ("zero_quantized_weights", "zero_quantized_gradients")
-_ON_BY_DEFAULT = ("pipeline", "weight_quantization")  # if the block has no `enabled`
-# Keys that pretrain.py does not support: the reason and the fix.
-_UNSUPPORTED: dict[str, str] = {
-    "autotuning": "pretrain.py is one run, not a search (see zerolm plan --search). Remove the "
-    "block.",
-    "data_efficiency": "it works only through DeepSpeed's own data loader, and the data order here "
-    "depends only on --data and the seed. Remove the block.",
-    "expert_parallel": "with DeepSpeed's AutoEP a checkpoint can be neither resharded nor exported "
-    "(docs/experts.md). Remove the block, use ZeRO 3.",
-    "fp8": "DeepSpeed does not read it. Remove the block, use bf16 and the flag --fp8.",
-    "hybrid_engine": "it is for reinforcement learning. Remove the block.",
-    "pipeline": "DeepSpeed's pipeline engine steps the optimizer inside its own training loop, "
-    "where a step cannot be checked (docs/parallelism.md). Remove the block, use ZeRO 3.",
-    "weight_quantization": "it is for inference. Remove the block.",
-    "data_parallel_size": "the launcher decides the world size. Remove the key.",
+_MISSING = object()
+
+
+class Refusal(NamedTuple):
+    """A key that is refused whatever the rest of the file says.
+
+    Attributes:
+        key: dotted.
+        values: a key of `REFUSED_VALUES`.
+    """
+
+    key: str
+    values: str
+    why: str
+    instead: str = "Remove the key"
+
+
+REFUSED_VALUES: dict[str, Callable[[Any], bool]] = {
+    "true": lambda value: value is True,
+    "false": lambda value: value is False,
+    '"sum"': lambda value: value == "sum",
+    "any": lambda value: value not in (None, False, _MISSING),
+    "any, also null": lambda value: value not in (False, _MISSING),
+    "enabled": lambda value: _is_enabled(value, False),
+    "not disabled": lambda value: _is_enabled(value, True),
 }
+REFUSALS = (
+    Refusal(
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "true",
+        "pretraining trains every weight",
+    ),
+    Refusal("zero_optimization.compute_grad_norm", "false", "spikes are found by train/grad_norm"),
+    Refusal(
+        "zero_optimization.load_from_fp32_weights",
+        "false",
+        "a resume would begin with weights rounded to 16 bits, which changes the loss curve",
+    ),
+    Refusal(
+        "zero_optimization.offload_optimizer.super_offload",
+        "true",
+        "it needs CUDA, updates weights before a step can be refused, and its moments are in no "
+        "checkpoint (docs/settings.md)",
+    ),
+    Refusal(
+        "zero_optimization.zenflow",
+        "any",
+        "it delays the updates of most weights: 3% from AdamW's loss after 20 steps "
+        "(docs/settings.md)",
+        "Remove the block",
+    ),
+    Refusal(
+        "gradient_allreduce_op", '"sum"', "it multiplies gradients by the world size", "Use mean"
+    ),
+    Refusal("managed_gradient_accumulation", "false", "the training loop would have to accumulate"),
+    Refusal(
+        "compile.deepcompile",
+        "true",
+        "its loss curve has not been compared with plain PyTorch's (docs/settings.md)",
+        "Use --compile",
+    ),
+    Refusal(
+        "checkpoint.load_universal",
+        "any",
+        "it makes saves incomplete (DeepSpeed#7546)",
+        "Remove the key: runs resume at any world size and stage without it",
+    ),
+    Refusal(
+        "checkpoint.use_node_local_storage",
+        "any",
+        "a checkpoint is one directory shared by all nodes",
+        "Remove the key, and use a shared file system for --run_dir",
+    ),
+    # On by its presence, whatever it contains (deepspeed/datastates/config.py).
+    Refusal(
+        "datastates_ckpt",
+        "any, also null",
+        "pretrain.py writes the checkpoints",
+        "Remove the block",
+    ),
+    Refusal(
+        "pipeline",
+        "not disabled",
+        "DeepSpeed's pipeline engine steps the optimizer inside its own training loop, where a "
+        "step cannot be checked (docs/parallelism.md)",
+        "Remove the block, use ZeRO 3",
+    ),
+    Refusal(
+        "expert_parallel",
+        "enabled",
+        "with DeepSpeed's AutoEP a checkpoint can be neither resharded nor exported "
+        "(docs/experts.md)",
+        "Remove the block, use ZeRO 3",
+    ),
+    Refusal(
+        "data_efficiency",
+        "enabled",
+        "it works only through DeepSpeed's own data loader; the data order here depends only on "
+        "--data and the seed",
+        "Remove the block, use stages of the mixture (docs/data_order.md)",
+    ),
+    Refusal(
+        "autotuning",
+        "enabled",
+        "pretrain.py is one run, not a search",
+        "Remove the block, use zerolm plan --search",
+    ),
+    Refusal("fp8", "enabled", "DeepSpeed does not read it", "Remove the block, use bf16 and --fp8"),
+    Refusal("hybrid_engine", "enabled", "it is for reinforcement learning", "Remove the block"),
+    Refusal("weight_quantization", "not disabled", "it is for inference", "Remove the block"),
+    Refusal("data_parallel_size", "any", "the launcher decides the world size"),
+)
 
 
 def rule_problems(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
@@ -46,9 +142,9 @@ def rule_problems(profile: Profile, *, on_gpu: bool, world_size: int) -> list[st
     problems += precision_problems(profile, on_gpu)
     problems += optimizer_problems(profile, on_gpu)
     problems += scheduler_problems(profile)
-    problems += _unsupported_problems(profile)
+    problems += _refusals(profile)
     problems += parallel_problems(profile, world_size)
-    problems += _checkpoint_problems(profile)
+    problems += _secrets(profile.json)
     return [f"{profile.name}: {problem}" for problem in problems]
 
 
@@ -57,7 +153,7 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
     if stage == 0:
         written = shown(zero.get("stage"))
         return [f"zero_optimization.stage: {written}, must be 1, 2 or 3. Correct it."]
-    problems = _zero_option_problems(zero)
+    problems = []
     if profile.param_offload != "none" and stage != 3:
         problems.append(
             f"zero_optimization.offload_param: needs stage 3, got {stage}. Use "
@@ -77,39 +173,11 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
     for key in QUANTIZED_KEYS:
         if zero.get(key) is True and not on_gpu:
             problems.append(f"zero_optimization.{key}: true, needs a GPU. Remove the key.")
-    if zero.get("zero_quantized_nontrainable_weights") is True:
-        key = "zero_optimization.zero_quantized_nontrainable_weights"
-        problems.append(f"{key}: true, but pretraining trains every weight. Remove the key.")
     secondary = zero.get("zero_hpz_partition_size", 1)
     if isinstance(secondary, int) and secondary > 1 and world_size % secondary:
         key = "zero_optimization.zero_hpz_partition_size"
         problems.append(f"{key}: {secondary}, must divide the world size {world_size}. Change it.")
     return problems
-
-
-def _zero_option_problems(zero: Mapping[str, Any]) -> list[str]:
-    """Find options that would change the loss curve, or disable a metric that checks rely on."""
-    found: dict[str, str] = {}
-    if zero.get("compute_grad_norm") is False:
-        found["compute_grad_norm"] = "false, but the stability checks need train/grad_norm"
-    if zero.get("load_from_fp32_weights") is False:
-        found["load_from_fp32_weights"] = (
-            "false, would resume from weights rounded to 16 bits and change the loss curve"
-        )
-    if block(zero, "offload_optimizer").get("super_offload") is True:
-        found["offload_optimizer.super_offload"] = (
-            "needs CUDA, updates weights before a step can be refused, and its moments are in no "
-            "checkpoint (docs/settings.md)"
-        )
-    if zero.get("zenflow") is not None:
-        found["zenflow"] = (
-            "delays the updates of most weights: 3% from AdamW's loss after 20 steps "
-            "(docs/settings.md)"
-        )
-    return [
-        f"zero_optimization.{key}: {why}. Remove the {'block' if key == 'zenflow' else 'key'}."
-        for key, why in found.items()
-    ]
 
 
 def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
@@ -199,34 +267,20 @@ def _reduction(profile: Profile) -> tuple[str, str]:
     return dtype, '; "communication_data_type": "fp32" is exact, at twice the bytes'
 
 
-def _unsupported_problems(profile: Profile) -> list[str]:
+def _refusals(profile: Profile) -> list[str]:
     problems = []
-    for key, why in _UNSUPPORTED.items():
-        value = profile.json.get(key)
-        if isinstance(value, Mapping):
-            enabled = value.get("enabled", key in _ON_BY_DEFAULT) is not False
-        else:
-            enabled = value not in (None, False)
-        if enabled:
-            problems.append(f"{key}: {shown(value)[:60]}, is not supported: {why}")
-    # On by its presence, whatever it contains (deepspeed/datastates/config.py).
-    if profile.json.get("datastates_ckpt", False) is not False:
-        problems.append(
-            "datastates_ckpt: is not supported: pretrain.py writes its own checkpoints. Remove the "
-            "block."
-        )
-    if profile.json.get("gradient_allreduce_op", "mean") != "mean":
-        problems.append(
-            "gradient_allreduce_op: sum, would scale gradients by the world size. Use mean."
-        )
-    if profile.json.get("managed_gradient_accumulation") is False:
-        problems.append("managed_gradient_accumulation: false, is not supported. Remove the key.")
-    if profile.block("compile").get("deepcompile") is True:
-        problems.append(
-            "compile.deepcompile: true, is not supported: its loss curve has not been compared "
-            "with plain PyTorch's (docs/settings.md). Use --compile instead."
-        )
-    return [*problems, *_secrets(profile.json)]
+    for key, values, why, instead in REFUSALS:
+        *path, name = key.split(".")
+        value = block(profile.json, *path).get(name, _MISSING)
+        if REFUSED_VALUES[values](value):
+            problems.append(f"{key}: {shown(value)[:60]}, is not supported: {why}. {instead}.")
+    return problems
+
+
+def _is_enabled(value: Any, default: bool) -> bool:
+    if isinstance(value, Mapping):
+        return value.get("enabled", default) is not False
+    return value not in (None, False, _MISSING)
 
 
 def _secrets(value: Mapping[str, Any], where: str = "") -> list[str]:
@@ -240,20 +294,4 @@ def _secrets(value: Mapping[str, Any], where: str = "") -> list[str]:
                 f"{where}{key}: a secret, which would be copied to run.json, the report and W&B. "
                 f"Remove it, and set it in the environment (for Comet: COMET_API_KEY)."
             )
-    return problems
-
-
-def _checkpoint_problems(profile: Profile) -> list[str]:
-    checkpoint = profile.block("checkpoint")
-    problems = []
-    if checkpoint.get("load_universal"):
-        problems.append(
-            "checkpoint.load_universal: true, is not supported: it makes saves incomplete "
-            "(DeepSpeed#7546). Remove the key: runs resume at any world size and stage without it."
-        )
-    if checkpoint.get("use_node_local_storage"):
-        problems.append(
-            "checkpoint.use_node_local_storage: true, but a checkpoint is one directory shared by "
-            "all nodes. Remove the key, and use a shared file system for --run_dir."
-        )
     return problems

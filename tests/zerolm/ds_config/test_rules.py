@@ -198,13 +198,13 @@ BAD = {
     "checkpoints of DataStates": ({"datastates_ckpt": {}}, "datastates_ckpt", "Remove the block"),
     "SuperOffload": (
         zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
-        "offload_optimizer.super_offload: needs CUDA",
+        "offload_optimizer.super_offload: true, is not supported: it needs CUDA",
         "Remove the key",
     ),
     "storage without a GPU": ({"aio": {"use_gds": 1}}, "aio.use_gds: true, needs a GPU", "Remove"),
     "data efficiency": ({"data_efficiency": {"enabled": True}}, "data_efficiency", "--data"),
     "a secret": ({"comet": {"api_key": "abc"}}, "comet.api_key: a secret", "COMET_API_KEY"),
-    "sums of gradients": ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: sum", "mean"),
+    "sums of gradients": ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: "sum"', "mean"),
     "quantized weights on a CPU": (
         zero(3, zero_quantized_weights=True),
         "zero_quantized_weights: true",
