@@ -97,8 +97,8 @@ class Case:
 
     @property
     def builds(self) -> bool:
-        """Whether nvcc builds DeepSpeed's FusedAdam first."""
-        return FUSED_ADAM in self.words
+        """Whether an optimizer of DeepSpeed is built first, FusedAdam or CPUAdam."""
+        return FUSED_ADAM in self.words or "offload" in self.words
 
 
 @dataclass
