@@ -2,8 +2,8 @@
 
     .venv/bin/python -I launch/install.py [EXTRA ...]
 
-uv installs (in a fifth of pip's time: docs/log.md), with the settings of pip; pip does where uv
-cannot be had. Standard library only, since it runs before anything is installed.
+uv installs them with pip's settings, in a fifth of pip's time (docs/log.md), or pip where uv is not
+available. Standard library only, since it runs before anything is installed.
 """
 
 import ast

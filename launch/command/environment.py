@@ -39,8 +39,7 @@ def forwarded_environment() -> dict[str, str]:
 def environment_problems(num_hosts: int) -> list[str]:
     """Return what would not reach the ranks as it is, and the secrets that ssh would show.
 
-    Args:
-        num_hosts: with 1 nothing is forwarded, and only the files are checked, for a larger run.
+    One host gets nothing forwarded; then only the files are checked, for a larger run.
     """
     sources: dict[str, dict[str, str]] = {}
     problems = []

@@ -65,10 +65,10 @@ def used_hosts(hostfile: str, num_nodes: str | None) -> int:
     """Return the number of hosts on which `deepspeed` starts.
 
     Args:
-        num_nodes: as written; None: all hosts.
+        num_nodes: the flag's value; None: all hosts.
 
     Raises:
-        ConfigError: the hostfile is refused, or has fewer.
+        ConfigError: the hostfile is refused, or has fewer hosts.
     """
     if num_nodes is not None and not (num_nodes.isdecimal() and int(num_nodes)):
         raise ConfigError(f"--num_nodes: {num_nodes}, not a number of hosts. Write 1 or more.")
@@ -111,11 +111,7 @@ def used_slots(
 
 
 def ssh_problems(arguments: Sequence[str], launcher: str = "pdsh") -> list[str]:
-    """Return what would not reach the ranks on other hosts: variables, or arguments of the script.
-
-    Args:
-        launcher: a name that `deepspeed --launcher` knows.
-    """
+    """Return what would not reach ranks on other hosts: variables, or arguments of the script."""
     problems = environment_problems(num_hosts=2)
     if launcher == "pdsh":
         problems += [

@@ -82,11 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the launcher, or pretrain.py itself for `--check`; return the exit code.
-
-    Raises:
-        ConfigError: a flag or a value that pretrain.py would refuse before it reads any file.
-    """
+    """Run the launcher, or pretrain.py itself for `--check`; return the exit code."""
     rows = {
         f"--{name} {flag.metavar}".rstrip(): flag.help + ("" if flag.metavar else " (default: off)")
         for name, flag in LAUNCHER_FLAGS.items()

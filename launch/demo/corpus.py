@@ -22,7 +22,7 @@ MIN_DOCUMENT_CHARACTERS = 200  # an empty __init__.py teaches nothing
 def source_files() -> list[Path]:
     """Return the .py files of the standard library, sorted, without its tests and other packages.
 
-    Many installations have no tests, and they are more than half of the text.
+    Many installations lack the tests, which are more than half of the text.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     excluded = {"site-packages", "dist-packages", "__pycache__", "pydoc_data", "test", "tests"}

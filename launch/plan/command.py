@@ -21,11 +21,7 @@ DEFAULT_DEVICES = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command, and return its exit code.
-
-    Raises:
-        ConfigError: every problem, one per line.
-    """
+    """Run the command, and return its exit code."""
     if arguments.devices is None:
         arguments.devices = 1 if is_cpu(arguments) else DEFAULT_DEVICES
     if arguments.write and not arguments.search:

@@ -59,12 +59,12 @@ class Estimate:
     """All figures of a plan.
 
     Attributes:
-        hardware_flops_per_token: including recomputation.
+        hardware_flops_per_token: FLOPs of a token, including recomputation.
         activations: peak bytes of a micro-batch, with and without gradient checkpointing.
         mfu: model FLOP/s utilization, without recomputation.
-        days: of training only; `calendar_days` with interruptions and checkpoints.
-        checkpoint_seconds: until a checkpoint is completely written.
-        stall_seconds: for which training waits for it.
+        days: training only; `calendar_days` includes interruptions and checkpoints.
+        checkpoint_seconds: time until a checkpoint is completely written.
+        stall_seconds: time that training waits for a checkpoint.
         interval_steps: steps between checkpoints with the least expected loss.
     """
 

@@ -27,11 +27,11 @@ class Hardware:
     Attributes:
         match: regular expression for the device name that the driver reports.
         bf16, fp16, fp8, fp32: dense peak FLOP/s; None if not supported.
-        attained: share of the peak that training attains without communication.
+        attained: share of the peak that training reaches without communication.
         intra_node: bandwidth between devices of a host.
         inter_node: network bandwidth of the host, divided by its devices.
         host_link: bandwidth between device and host memory.
-        host_memory_bytes, host_bandwidth: of host memory, divided by the devices.
+        host_memory_bytes, host_bandwidth: host memory and its bandwidth, divided by the devices.
     """
 
     name: str
@@ -74,14 +74,10 @@ class Hardware:
 
 
 def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
-    """Return a device by name, from hardware.json or a user's file, with figures replaced.
+    """Return a device by name, from hardware.json or a user's file, with the flags' figures.
 
     Args:
         named: `H100`, a JSON file with one device, or `FILE:NAME`; None: `H100`.
-        changed: figures from flags, None for flags not given.
-
-    Raises:
-        ConfigError: there is no such device, or the file is invalid.
     """
     devices = devices_of(FILE)
     requested = named or "H100"
@@ -110,11 +106,7 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
 
 
 def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[str, Hardware]:
-    """Read the devices of a file; an entry with `"like": NAME` inherits from another device.
-
-    Args:
-        base: devices that `like` may name.
-    """
+    """Read the devices of a file; an entry with `"like": NAME` inherits from another device."""
     values = read_json(path, "a file like launch/plan/hardware.json")
     return parse(values.get("devices") or {}, path, base)
 

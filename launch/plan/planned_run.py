@@ -28,14 +28,14 @@ class PlannedRun:
     """A resolved run on a number of devices.
 
     Attributes:
-        profile: resolved.
-        flops_per_token: of the model, without recomputation.
+        profile: the resolved DeepSpeed JSON.
+        flops_per_token: FLOPs of the model, without recomputation.
         attention_flops: the part of `flops_per_token` that grows with the sequence length.
-        head_flops: the part of the output head.
-        routed_flops: the part of routed experts.
-        fp8_share: of the layers' matrix products that are in fp8.
+        head_flops: the output head's part.
+        routed_flops: the routed experts' part.
+        fp8_share: share of the layers' matrix products that are in fp8.
         measured_flops: FLOPs per token of measuring attention logits for `--qk_clip`.
-        begun_tokens: that the trunk of a branch has trained on before it.
+        begun_tokens: tokens that the trunk has trained on before a branch.
     """
 
     model: Model
@@ -93,8 +93,7 @@ def plan_run(
     """Resolve a run for a number of devices.
 
     Args:
-        profile: as written.
-        settings: as given; with `micro_batch_size` None the largest that fits is chosen.
+        settings: if `micro_batch_size` is None, the largest that fits is chosen.
 
     Raises:
         ConfigError: every problem, one per line.

@@ -39,12 +39,12 @@ class Probe:
     """Measured figures, and the predicted ones. Fields are JSON keys.
 
     Attributes:
-        counted: bytes by component, of the rank with the most.
+        counted: bytes by component, on the rank with the most.
         predicted: bytes of a rank's model states by component, host and device together.
         peak_bytes: maximum of the device allocator over all ranks; None on a CPU.
-        predicted_peak_bytes: of the device, without the margin.
-        step_seconds: of the fastest step, because the first steps load kernels.
-        checkpoint_bytes: on disk.
+        predicted_peak_bytes: prediction for the device, without the margin.
+        step_seconds: time of the fastest step, because the first steps load kernels.
+        checkpoint_bytes: size on disk.
         device: name that the driver reports, "cpu" on a CPU.
     """
 
@@ -95,9 +95,8 @@ def probe(
     """Run the steps, and return measured and predicted figures.
 
     Args:
-        settings: of the plan; its budget, batch and schedule are replaced by a few short steps.
-        ranks: devices of this machine to use.
-        timeout_seconds: after which the run is killed.
+        settings: the plan's, with budget, batch and schedule replaced by a few short steps.
+        timeout_seconds: time after which the run is killed.
     """
     with tempfile.TemporaryDirectory(prefix="zerolm-probe-") as name:
         directory = Path(name)

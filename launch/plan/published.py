@@ -23,9 +23,9 @@ class Row:
     """One comparison of predicted and reported figures; None if unknown.
 
     Attributes:
-        devices: their kind.
+        devices: kind of device.
         flops: 6 N D, as most papers report; `all_flops` includes attention.
-        predicted, reported: device-hours.
+        predicted, reported: in device-hours.
     """
 
     name: str

@@ -37,10 +37,11 @@ class Benchmark:
     """A reported throughput.
 
     Attributes:
-        entry: the columns of published_runs.json.
+        entry: columns of published_runs.json.
         run: the same configuration, planned.
-        kept_bytes: of activations per token, with fused kernels; models of transformers keep more.
-        held_out: prediction of a fit without this row.
+        kept_bytes: bytes of activations per token, with fused kernels; models of transformers keep
+            more.
+        held_out: prediction by a fit without this row.
     """
 
     entry: Mapping[str, Any]
@@ -57,7 +58,8 @@ class Benchmark:
         """Return tokens per second and device.
 
         Args:
-            attained: share of the peak by the row's group: devices and the year of the software.
+            attained: share of the peak by the row's group, its devices and the year of its
+                software.
         """
         device = dataclasses.replace(self.run.hardware, attained=attained[self.entry["attained"]])
         step = step_time(

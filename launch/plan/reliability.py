@@ -13,9 +13,9 @@ class Interruptions:
     Attributes:
         mean_seconds: mean time between interruptions of the run.
         expected: number of interruptions of the run.
-        interval_seconds: between checkpoints, with the least expected loss.
-        lost: shares of the time.
-        hourly: the same with a fault an hour, and checkpoints every `hourly_seconds`.
+        interval_seconds: time between checkpoints with the least expected loss.
+        lost: shares of the time that are lost.
+        hourly: the same with a fault every hour, and checkpoints every `hourly_seconds`.
     """
 
     mean_seconds: float
@@ -37,9 +37,10 @@ def interruptions(
     """Return the expected interruptions, the best checkpoint interval and the time lost.
 
     Args:
-        stall_seconds: for which training waits for a checkpoint.
-        write_seconds: to write a checkpoint in the background; the interval is at least this long.
-        restart_seconds: from an interruption until training resumes, without repeated work.
+        stall_seconds: time that training waits for a checkpoint.
+        write_seconds: time to write a checkpoint in the background; the interval is at least this
+            long.
+        restart_seconds: time from an interruption until training resumes, without repeated work.
 
     Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
     dumps, equation 37; its first term is Young 1974.

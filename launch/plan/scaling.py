@@ -49,7 +49,7 @@ class Choice:
     """A model size and its tokens for one budget. Fields are JSON keys.
 
     Attributes:
-        loss: by Besiroglu et al.'s fit.
+        loss: predicted by Besiroglu et al.'s fit.
         penalty: loss above that of the optimal size.
         wasted: share of the budget that the optimal size would save at the same loss.
     """

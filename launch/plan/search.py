@@ -39,8 +39,8 @@ class Candidate:
     """One profile with its fastest micro-batch.
 
     Attributes:
-        profile: as written, with "auto" values; its name is the candidate's.
-        found: figures; None if the profile was refused before any were computed.
+        profile: a profile with "auto" values, whose name is the candidate's.
+        found: its figures; None if the profile was refused before any were computed.
         rejected: why it cannot be used; None if it can.
     """
 
@@ -65,7 +65,7 @@ def search(
     """Return all candidates, usable ones first, by step time; all train the same batch.
 
     Args:
-        settings: without a DeepSpeed JSON. A given micro-batch or gradient checkpointing is kept;
+        settings: have no DeepSpeed JSON. A given micro-batch or gradient checkpointing is kept;
             otherwise all values are tried.
     """
     if settings.deepspeed_config:

@@ -29,8 +29,8 @@ class Moved(NamedTuple):
     Counted by tests/zerolm/plan/test_moved_bytes.py, without collectives at stages 1 and 2.
 
     Attributes:
-        all_values: per value of the model.
-        shard: per value of a rank's shard.
+        all_values: bytes per value of the model.
+        shard: bytes per value of a rank's shard.
     """
 
     all_values: float
@@ -53,14 +53,16 @@ class Costs:
 
     Attributes:
         recomputation: time of a recomputed FLOP relative to the mean FLOP.
-        attention: time of a counted FLOP of attention, half of which is masked away, likewise.
-        fp8: share of the attained bf16 rate, relative to the peaks, that fp8 attains.
+        attention: time of a counted FLOP of attention, half of which is masked, relative to the
+            same.
+        fp8: share of its peak that fp8 reaches, relative to the share that bf16 reaches.
         compiled_passes, eager_passes: how often a step moves each byte of activations to or from
             device memory.
         fp8_passes: the same for scaling and casting to fp8.
-        experts: time of a FLOP of routed experts relative to the mean FLOP; not fitted, but what
-            lowers MFU from 0.46 to 0.35 with `torch._grouped_mm` (karpathy/nanochat, dev/LOG.md,
-            2026-02-19: two of eight experts and a shared one, as many FLOPs as without).
+        experts: time of a FLOP of routed experts relative to the mean FLOP. Not fitted: it is the
+            value that lowers MFU from 0.46 to 0.35 with `torch._grouped_mm` (karpathy/nanochat,
+            dev/LOG.md, 2026-02-19: two of eight experts and a shared one, as many FLOPs as
+            without).
     """
 
     recomputation: float = 0.69
@@ -83,10 +85,10 @@ class StepTime:
     Attributes:
         compute: matmuls, including recomputation.
         elementwise: norms, activation functions and the like, limited by device memory bandwidth.
-        communication: of all collectives, if nothing overlapped.
+        communication: all collectives, if nothing overlapped.
         exposed: the part of `communication` that the step waits for.
         offload: transfers between device and host, and the optimizer on the host.
-        optimizer: on the device, with the sums of gradients of each micro-batch.
+        optimizer: the optimizer on the device, with summing the gradients of each micro-batch.
     """
 
     compute: float
@@ -124,9 +126,9 @@ def step_time(
     """Return the estimated time of a step.
 
     Args:
-        mfu: measured or assumed model FLOP/s utilization, without recomputation; it replaces the
+        mfu: measured or assumed model FLOP/s utilization, without recomputation, which replaces the
             estimate.
-        kept_bytes: of activations that the layers keep per token; None traces the model.
+        kept_bytes: bytes of activations that the layers keep per token; None traces the model.
         repeated: share of the layers' matrix products that the backward pass repeats; None: all
             or none, by `--gradient_checkpointing`.
     """
@@ -219,11 +221,11 @@ def bus_bandwidth(run: PlannedRun) -> float:
 def replica_seconds(run: PlannedRun) -> float:
     """Return the seconds per step of collectives within a tensor- or sequence-parallel group.
 
-    They are in the middle of a layer and overlap with nothing. In DeepSpeed 0.19.8 AutoTP
-    all-reduces two outputs per layer in the forward pass, and in the backward pass the input
-    gradients of q, k, v, gate, up and the head one by one, and gathers the logits
-    (module_inject/layers.py). Ulysses runs an all-to-all on q, k, v and the output
-    (ulysses_sp.py). Gradient checkpointing repeats the forward part.
+    They occur inside a layer and overlap with nothing. In DeepSpeed 0.19.8 AutoTP all-reduces two
+    outputs per layer in the forward pass, and in the backward pass the input gradients of q, k, v,
+    gate, up and the head one by one, and gathers the logits (module_inject/layers.py). Ulysses runs
+    an all-to-all on q, k, v and the output (ulysses_sp.py). Gradient checkpointing repeats the
+    forward part.
     """
     layout, text = run.layout, run.model.config.get_text_config()
     size = layout.replica_size

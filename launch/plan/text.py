@@ -8,11 +8,7 @@ from zerolm.model import activation_checkpointing
 
 
 def as_text(found: Estimate, mfu: float | None) -> str:
-    """Return the text of a plan.
-
-    Args:
-        mfu: model FLOP/s utilization that replaced the estimate of the step time, None if none did.
-    """
+    """Return the text of a plan."""
     lines = [*_model_lines(found), ("", ""), *_memory_lines(found), ("", "")]
     lines += [*_time_lines(found, mfu), ("", ""), *_storage_lines(found)]
     width = max(len(name) for name, _ in lines)

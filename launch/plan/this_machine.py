@@ -17,11 +17,7 @@ NETWORK = 1.25e8  # bytes per second between hosts: 1 Gbit/s, not measured
 
 
 def measure(ranks: int) -> Hardware:
-    """Measure the products and copies of this machine, and return the share of one rank.
-
-    Args:
-        ranks: of a run on this machine.
-    """
+    """Time matrix products and copies on this machine, and return the share of one of its ranks."""
     import psutil
     import torch
 

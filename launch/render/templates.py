@@ -15,13 +15,10 @@ class Job:
     """The content of a job file.
 
     Attributes:
-        nodes, devices: number of nodes, and of ranks on each.
-        flags: flags of pretrain.py.
-        directory: path of this project on the nodes, the same on each.
+        nodes, devices: number of nodes, and number of ranks on each.
+        directory: path of this project, the same on each node.
         python: interpreter: a path relative to `directory`, or a program's name.
-        environment: {variable: value}.
-        secrets: names of variables whose values the scheduler supplies.
-        time_seconds: time limit of the job.
+        secrets: variables whose values the scheduler supplies.
         save_seconds: time to save and stop before the time limit.
         slurm: additional `#SBATCH` options.
     """

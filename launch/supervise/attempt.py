@@ -44,9 +44,7 @@ class Attempt:
     """A running launch.
 
     Args:
-        command: arguments of the process to start.
-        mark: value of ZEROLM_SUPERVISOR in the environment of its processes, unique to this launch.
-        run_dir: run directory of the command.
+        mark: value of ZEROLM_SUPERVISOR in the environment of its processes; unique to the launch.
         start_seconds: time limit for the first heartbeat of a rank.
     """
 
@@ -122,8 +120,7 @@ class Attempt:
     def request_stop(self, number: int) -> bool:
         """Forward a signal to the ranks on this host; all ranks then save and stop together.
 
-        Returns:
-            False if there is no rank yet that could save anything.
+        Returns False if no rank yet has anything to save.
         """
         beats = self.heartbeats()
         local = [beat for beat in beats if beat["machine"] == self.machine]
@@ -203,8 +200,8 @@ class Attempt:
     def _end_idle_launchers(self, now: float) -> None:
         """Kill the launchers if all ranks have ended and their log says why.
 
-        DeepSpeed's would wait up to 30 s for every process that a rank has started, such as a
-        tracker, which sends its last rows while the run starts again.
+        DeepSpeed's launcher would wait up to 30 s for every process that a rank has started, such
+        as a tracker's, which sends its last rows while the run starts again.
         """
         gone = self._gone_since is not None and now - self._gone_since > LAUNCHER_SECONDS
         if not gone or any(beat["machine"] != self.machine for beat in self._beats):

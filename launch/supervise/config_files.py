@@ -1,6 +1,6 @@
 """The JSON files that a command names, kept so that each restart reads what the first start read.
 
-A run takes hours, in which its files may be edited for the next one, or deleted.
+A run takes hours, and meanwhile its files may be edited for the next run, or deleted.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,10 @@ NAMES = ("settings", "deepspeed_config", "model_config")
 
 
 class ConfigFiles:
-    """The content of a command's settings, DeepSpeed and model JSON, read when this is created.
+    """The content of a command's settings, DeepSpeed and model JSON, read on creation.
 
     A file that cannot be read is left to pretrain.py, which refuses it. So is the run's own
     run.json, which each start writes.
-
-    Args:
-        command: `deepspeed ... pretrain.py ...`.
-        log: prints a line for the user.
     """
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Callable[[str], None]):

@@ -13,13 +13,13 @@ def downtime(
 ) -> dict[str, Any]:
     """Return the parts of the event `attempt_failed`; {} if no rank had connected.
 
-    A rank that waits for a dead one makes no progress, so the last progress of any rank is when the
-    fault began. Noticed is when a rank published its verdict, or else the end of the launcher.
+    A rank that waits for a dead one makes no progress, so the fault began at the last progress of
+    any rank. It was noticed when a rank published its verdict, or else when the launcher ended.
 
     Args:
-        heartbeats: of the launch, the last of each rank.
-        launcher_ended, ended: when the launcher was seen to have ended, and then the last process;
-            on the clock of `time.time`, as the times of files are.
+        heartbeats: the launch's last heartbeat of each rank.
+        launcher_ended, ended: when the launcher and then the last process were seen to have ended,
+            on the clock of `time.time`, like the times of files.
     """
     progressed, noticed = [], launcher_ended
     for beat in heartbeats:

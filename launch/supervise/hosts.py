@@ -55,7 +55,7 @@ def host_problem(host: Host, command: str, ssh_port: str | None = None) -> str |
     """Run a check on a host; return why it failed, None if it passed.
 
     Args:
-        command: for the shell of the host; a nonzero exit code is a failure.
+        command: shell command, which fails by a nonzero exit code.
     """
     try:
         check = subprocess.run(
@@ -91,14 +91,12 @@ def without_failing_hosts(
     log: Callable[[str], None],
     corrupt: Collection[str] = (),
 ) -> list[str]:
-    """Return the command with a hostfile of the hosts that pass a check.
+    """Return the command with a hostfile of the hosts that pass a check (see `Policy`).
 
     A command without a hostfile is returned unchanged.
 
     Args:
-        min_hosts: minimum number of hosts to start on; None: as many as the command requests.
-        host_check: command for the shell of each host; None: `default_check`.
-        corrupt: names of hosts that have computed wrong values; left out if there are spares.
+        corrupt: hosts that have computed wrong values, which are left out if there are spares.
 
     Raises:
         ConfigError: fewer hosts than the minimum pass, or variables would not reach the ranks.

@@ -57,14 +57,14 @@ class Outcome:
 
     Attributes:
         exit_code: one of zerolm's exit codes, whatever the launcher returned.
-        step: optimizer step that was being taken; None if no step had started.
+        step: optimizer step in progress; None if no step had started.
         sequences: (first, count) of that step's sequence numbers, if known.
         reasons: what happened, one line each.
-        values_changed: refused, since a value of the command, or of a file that it names, differs
-            from that with which the run began.
+        values_changed: refused because a value of the command, or of a file that it names, differs
+            from the run's original value.
         corrupt_hosts: hosts that have computed or stored wrong values.
         error_lines: the last lines of the launch's output that look like errors.
-        downtime: further keys of the event `attempt_failed`, of `downtime.downtime`.
+        downtime: further keys of the event `attempt_failed`, from `downtime.downtime`.
     """
 
     exit_code: int
@@ -94,10 +94,10 @@ def classify(
     """Return how a launch ended.
 
     Args:
-        returncode: of the launcher, as `subprocess` gives it.
-        events, heartbeats: of this launch only.
-        output: last lines of its output.
-        kill_reason: why the supervisor killed it; None if it ended by itself.
+        returncode: the launcher's, as `subprocess` gives it.
+        events, heartbeats: only those of this launch.
+        output: last lines of the launcher's output.
+        kill_reason: why the supervisor killed the launch; None if it ended by itself.
         killed: process IDs that had to be killed after the launcher had ended.
         last_logged: step of the newest metrics.
     """

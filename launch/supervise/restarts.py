@@ -18,10 +18,10 @@ class Policy:
     """How the supervisor responds to failures.
 
     Attributes:
-        max_restarts: restarts in a row without a newer checkpoint or copy in memory.
-        same_step_limit: failures in one step, or before the first step of a run that has never
-            taken one, or refusals of values that have changed, after which the supervisor stops.
-        backoff, max_backoff: seconds before a restart; doubled for each one without progress.
+        max_restarts: limit on restarts in a row without a newer checkpoint or copy in memory.
+        same_step_limit: limit on failures in one step, or before the first step ever, or by
+            refusals of changed values.
+        backoff, max_backoff: seconds before a restart, doubled for each restart without progress.
         deadline: seconds from the start of the supervisor after which the run is asked to stop.
         min_hosts: minimum number of hosts to start on; None: as many as the command requests.
         host_check: shell command that fails on a host that must not be used; None: the default.

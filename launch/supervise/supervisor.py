@@ -60,11 +60,7 @@ class StopRequested(Exception):
 
 
 class Supervisor:
-    """Runs one command until its run is done.
-
-    Args:
-        command: `deepspeed ... pretrain.py ...`.
-    """
+    """Runs one command until its run is done."""
 
     def __init__(self, command: Sequence[str], policy: Policy):
         self.command, self.policy = list(command), policy
@@ -154,10 +150,10 @@ class Supervisor:
             self.restarts.count += 1
 
     def _is_refused_for_now(self, outcome: Outcome) -> bool:
-        """Return whether a refusal of a restart may end: what it refuses worked before.
+        """Return whether a refused restart may succeed later: the same command worked before.
 
-        A file server or a host is away for some minutes, or ranks of the last launch have not ended
-        yet.
+        A file server or a host may be unreachable for some minutes, or ranks of the last launch may
+        not have ended yet.
         """
         return outcome.exit_code == EXIT_REFUSED and (
             self.restarts.has_trained
@@ -267,9 +263,9 @@ class Supervisor:
             print(masked(f"supervise: {message}"), file=sys.stderr, flush=True)
 
     def _guarded(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a part of the bookkeeping; log an exception of it and return None.
+        """Call a part of the bookkeeping; log any exception and return None.
 
-        What goes wrong here must not end a run that could go on.
+        An error in bookkeeping must not end a run that could continue.
         """
         try:
             return call(*arguments)

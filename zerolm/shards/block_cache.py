@@ -4,10 +4,10 @@
     tags      per slot (tag, clock), two uint64: the block in it + 1, and its last use
 
 There are no locks on slots, and nothing needs repair after a kill: a reader compares each block
-with its checksum, so a slot that is overwritten during the read, or was half written when the
-machine went down, is just a miss. If there is a slot for every block, the block's number is its
-slot and nothing is ever evicted: the cache becomes a mirror. Otherwise a block may go to one of
-`WAYS` slots, and replaces the least recently used one.
+with its checksum, so a slot that was overwritten during the read, or half written when the machine
+went down, is just a miss. If there is a slot for every block, the block's number is its slot and
+nothing is ever evicted: the cache becomes a mirror. Otherwise a block may go to one of `WAYS`
+slots, and replaces the least recently used one.
 """
 
 import contextlib
@@ -34,11 +34,10 @@ _CACHE_NAME = re.compile(r"[0-9a-f]{16}-\d+(\.old-\d+)?")
 
 
 class Cache(NamedTuple):
-    """Where and how large the cache of one source is on this node.
+    """The place and size of one source's cache on this node.
 
     Attributes:
-        directory: of this cache.
-        num_slots: blocks that it holds.
+        num_slots: number of blocks that it can hold.
         siblings: names of the directories of all caches of the run, this one included.
     """
 
@@ -74,11 +73,9 @@ def lock_cache(cache: Cache) -> FileLock:
 
 
 def reclaimable_bytes(directory: Path, names: Sequence[str]) -> int:
-    """Return the bytes on disk of the caches that this run will reuse or remove.
+    """Return the bytes on disk of the caches in a directory that this run will reuse or remove.
 
-    Args:
-        directory: of all caches.
-        names: of the directories of the run's caches.
+    `names` are the run's caches.
     """
     total = 0
     for cache in directory.iterdir() if directory.is_dir() else ():
@@ -102,11 +99,7 @@ def _shared_lock(directory: Path) -> FileLock:
 
 @contextlib.contextmanager
 def _unused(directory: Path, create: bool = True) -> Iterator[bool]:
-    """Yield whether no process uses a cache; if so, no other can start to inside the context.
-
-    Args:
-        create: create the lock file if it is absent.
-    """
+    """Yield whether no process uses a cache; if so, no other can start to inside the context."""
     try:
         lock = FileLock(directory / IN_USE, create=create)
     except OSError:  # in use, or removed
@@ -132,13 +125,11 @@ class BlockCache:
     """A cache, opened by this process.
 
     Args:
-        directory: created if absent.
-        num_blocks: of the source.
-        num_slots: of the cache; a multiple of `WAYS`, or one for each block.
+        num_slots: a multiple of `WAYS`, or one for each block.
 
     Attributes:
         is_mirror: whether there is a slot for each block.
-        write_error: why nothing more is written, such as a full disk; None while writing works.
+        write_error: why writing has ended, such as a full disk; None while it works.
 
     Raises:
         OSError: its files cannot be made.

@@ -101,12 +101,7 @@ def _overhead_bytes(source: Source) -> int:
 def _directory_problems(
     settings: Settings, directory: Path, needed: int, names: Sequence[str]
 ) -> list[str]:
-    """Return why a directory cannot hold a cache: not private, not writable, in memory, or full.
-
-    Args:
-        needed: bytes of all caches of the run.
-        names: of their directories.
-    """
+    """Return why a directory cannot hold a cache: not private, not writable, in memory, or full."""
     where = f"{settings.where('data_cache')}: {directory}"
     if settings.data_cache is None and (problem := privacy_problem(directory)):
         return [
@@ -141,11 +136,7 @@ def _directory_problems(
 
 
 def _is_in_memory(path: Path, mounts: Path) -> bool:
-    """Return whether a path is on a RAM file system, by Linux's mount table; False without one.
-
-    Args:
-        mounts: file in the format of /proc/self/mountinfo.
-    """
+    """Return whether a path is on a RAM file system, by a mountinfo file; False without one."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:

@@ -2,8 +2,8 @@
 
 `shard-00000.sums` holds the XXH3 checksum (64 bits, seed 0) of each 64 KiB block of
 `shard-00000.bin`, as little-endian uint64; the last block may be shorter. `shard-00000.fine` holds
-those of each 8 KiB, with which a window is verified without reading much more than the window. The
-manifest has the SHA-256 of both. 64 bits detect accidental damage, not deliberate collisions.
+those of each 8 KiB, so that verifying a window reads little more than the window. The manifest has
+the SHA-256 of both. 64 bits detect accidental damage, not deliberate collisions.
 
 Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """

@@ -80,9 +80,10 @@ def size_problems(directory: Path, shards: Iterable[dict[str, Any]]) -> list[str
 
 
 def sampled_size_problems(directory: Path, shards: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what `size_problems` does for evenly spaced shards, without listing the directory.
+    """Like `size_problems`, for evenly spaced shards, without listing the directory.
 
-    Each node checks others: the distance is odd, and first ranks of nodes differ by even numbers.
+    Each node checks different shards: their distance is odd, and the first ranks of nodes differ by
+    even numbers.
     """
     distance = len(shards) * len(FILE_KEYS) // MAX_SAMPLED_FILES + 1 | 1
     first = int(os.environ.get("RANK", "0")) % distance
@@ -121,16 +122,14 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 class OpenShard:
     """A shard with its memory map, verified in blocks.
 
-    With `block_bytes` of `FINE_BYTES` its blocks are compared with the small checksums. These need
-    no check of their own: where one differs, the checksum of the block of 64 KiB decides, which the
-    manifest vouches for.
+    With `FINE_BYTES`, blocks are compared with the checksums of 8 KiB. These need no check of their
+    own: where one differs, the checksum of the 64 KiB block decides, which the manifest covers.
 
     Args:
-        directory: of the shard.
-        entry: of the shard in the manifest.
-        head: of the manifest.
+        entry: the shard's entry in the manifest.
+        head: the manifest without its shards.
         block_bytes: `FINE_BYTES` or `BLOCK_BYTES`.
-        sums_are_verified: whether the checksums of its blocks of 64 KiB match the manifest.
+        sums_are_verified: whether its checksums of 64 KiB blocks are known to match the manifest.
 
     Attributes:
         tokens: all its ids.

@@ -41,9 +41,7 @@ class LocalFiles:
     """Reads shards through memory maps. Opens a shard when it is first read.
 
     Args:
-        directory: the shard directory.
-        head: its checked manifest; `shards` may be left out.
-        shards: the entries of the manifest's shards.
+        head: the checked manifest; `shards` may be left out.
     """
 
     is_remote = False
@@ -92,10 +90,11 @@ class LocalFiles:
         return self.head if "shards" in self.head else {**self.head, "shards": list(self.shards)}
 
     def problems(self) -> list[str]:
-        """Return the files whose size differs from the manifest, a line each.
+        """Return a line for each file whose size differs from the manifest.
 
-        Only one process of a node checks: all of them see the same files. Of very many shards with
-        a table it checks a sample; `check_sizes` checks the others, and each when it is opened.
+        Only one process of a node checks: all of them see the same files. With very many shards in
+        a table it checks a sample; `check_sizes` checks the others, and opening a shard checks it
+        too.
         """
         if not _is_first_of_node():
             return []
@@ -113,7 +112,7 @@ class LocalFiles:
         return size_problems(self.directory, self.shards)
 
     def check_sizes(self) -> None:
-        """Compare all sizes in the background, later, unless `problems` has done so.
+        """Compare all sizes later in the background, unless `problems` has done so.
 
         The next `prefetch` after a difference is found raises a `ShardReadError`.
         """
@@ -131,13 +130,10 @@ class LocalFiles:
         return not self._stays_cached or self._num_verified != self._num_blocks
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[Any]:
-        """Make the kernel read these ranges ahead of use, together and without read-ahead.
+        """Make the kernel read these (shard, first id, end) before use, without read-ahead.
 
         Otherwise the process would wait for each page separately when it first touches it, and the
         kernel would read as much around it as the disk's read-ahead setting.
-
-        Args:
-            ranges: (shard, first id, end) each.
 
         Returns:
             An empty list; `RemoteFiles.prefetch` returns fetches that keep blocks in memory.
@@ -161,11 +157,11 @@ class LocalFiles:
         """Return the ids at [start, stop) of a shard, a read-only view.
 
         Args:
-            check_ids: False: the caller compares them with the vocabulary, which is quicker for
-                many windows together; with `require_ids` for the message.
+            check_ids: if False, the caller compares the ids with the vocabulary, which is quicker
+                for many windows together, and calls `require_ids` for the message.
 
         Raises:
-            ShardReadError: a block of them is damaged.
+            ShardReadError: a block is damaged.
         """
         shard = self._open.get(number) or self._open_shard(number)
         size, block_bytes = self.dtype.itemsize, self._block_bytes
@@ -192,11 +188,7 @@ class LocalFiles:
             return file.read(-1 if stop is None else stop - start)
 
     def read_sidecar(self, number: int, key: str) -> bytes:
-        """Return the content of a file beside a shard, verified.
-
-        Args:
-            key: `index`, `sums` or `origins`.
-        """
+        """Return the verified content of a shard's `index`, `sums` or `origins`."""
         entry = self.shards[number]
         return self.read_file(entry[key], entry[f"{key}_sha256"])
 
@@ -204,7 +196,7 @@ class LocalFiles:
         """Return the content of a file, compared with its SHA-256.
 
         Raises:
-            ShardReadError: it is damaged, or cannot be read.
+            ShardReadError: the file is damaged, or cannot be read.
         """
         path = self.directory / name
         try:

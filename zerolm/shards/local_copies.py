@@ -46,7 +46,6 @@ def tokenizer_directory(
 
     Args:
         files: `file` and `sha256` of each.
-        fetch: returns the content of one of them.
 
     Raises:
         ShardReadError: the directory cannot be created, or is not private to this user.

@@ -44,7 +44,7 @@ def find_origin(source: Source, document: int) -> Origin | None:
     """Return where a document came from, or None if the source does not record it.
 
     Args:
-        document: counted from 0 over all shards of the source.
+        document: number of a document, from 0 over all shards of the source.
 
     Raises:
         IndexError: the source has fewer documents.

@@ -1,8 +1,8 @@
 """`RangeReader`: reads objects in a store, completely or in byte ranges, with retries.
 
 A read is retried with growing pauses while the store returns errors, too few bytes, damaged content
-or nothing, up to a time limit. Safe to call from several threads, and in a
-process that was forked from one that used it. Independent of the shard format.
+or nothing, up to a time limit. It may be used by several threads, and in a process forked from one
+that has used it. Independent of the shard format.
 """
 
 import os
@@ -32,11 +32,11 @@ class RangeReader:
     """Reads objects below a URL.
 
     Args:
-        url: of the directory, without credentials.
-        retry_seconds: how long a read is retried before it fails.
+        url: the directory, without credentials.
+        retry_seconds: time limit for retrying a read.
 
     Attributes:
-        counts: `requests`, received `bytes`, and `repeated` requests of this process.
+        counts: this process's `requests`, received `bytes`, and `repeated` requests.
     """
 
     def __init__(self, url: Url, retry_seconds: float = RETRY_SECONDS):
@@ -64,11 +64,12 @@ class RangeReader:
 
         Args:
             find_problem: returns what is wrong with a content, or None.
-            started_at: start of the retry period, in time.monotonic(); None: now.
+            started_at: start of the retry period on time.monotonic's clock; None: now.
 
         Raises:
             Missing: there is no such object.
-            StoreError: it could not be read within the retry period; names the last problem.
+            StoreError: it could not be read within the retry period. The message has the last
+                problem.
         """
         num_tries, num_mismatches = 0, 0
 

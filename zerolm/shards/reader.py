@@ -39,9 +39,9 @@ class Source:
     Token positions run over all shards in manifest order.
 
     Attributes:
-        directory: a Path, or the Url of a directory in a store.
+        directory: a local path, or the URL of a directory in a store.
         starts: (S + 1,) int64: first token position of each shard, then `num_tokens`.
-        files: LocalFiles or RemoteFiles.
+        files: the reader for a local directory, or for a store.
     """
 
     directory: Any
@@ -167,10 +167,7 @@ class Source:
 
 
 def open_source(directory: str | PurePath) -> Source:
-    """Open a shard directory, checking its manifest and the size of each file.
-
-    Args:
-        directory: a path, or the URL of a directory in a store.
+    """Open a shard directory, local or in a store, checking its manifest and the size of each file.
 
     Raises:
         ShardError: no manifest, another format, or a file that is missing or has another size;

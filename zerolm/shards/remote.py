@@ -37,14 +37,10 @@ MIRROR_PAUSE_SECONDS = 0.05  # between two checks for idle threads
 
 
 class RemoteFiles:
-    """Reads the shards of a store.
-
-    Args:
-        url: of the shard directory.
-        manifest: its checked manifest.
+    """Reads the shards of a store, whose manifest is checked.
 
     Attributes:
-        cache: of the node, set before anything is read; None: only prefetched blocks are kept.
+        cache: the node's cache, set before anything is read; None: only prefetched blocks are kept.
         retry_seconds: how long the store may fail during a run.
     """
 
@@ -84,10 +80,10 @@ class RemoteFiles:
         return cls(url, parse_manifest(content, url / MANIFEST))
 
     def problems(self) -> list[str]:
-        """Return the problems that show without reading all files, a line each.
+        """Return a line for each problem that can be found without reading all files.
 
-        Lists the objects, and fetches the first and the last block. Only one process of a node
-        does this.
+        Lists the objects, and fetches the first and the last block. Only one process of a node does
+        this.
         """
         without = [shard["file"] for shard in self.manifest["shards"] if "sums" not in shard]
         if without:
@@ -158,9 +154,9 @@ class RemoteFiles:
 
     @property
     def counts(self) -> Counter[str]:
-        """Traffic of this process with the cache and the store so far.
+        """Return this process's traffic with the cache and the store so far.
 
-        Blocks that were `hits` and `fetched`; `requests`, those that were `repeated`, and `bytes`.
+        Blocks: `hits` and `fetched`. Requests: `requests`, those `repeated`, and `bytes` received.
         """
         if self._pid != os.getpid() or self._process_blocks is None:
             return Counter()
@@ -169,10 +165,7 @@ class RemoteFiles:
     # ---- Reading
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[PendingFetch]:
-        """Start to fetch the ids at these ranges, in this order, except cached blocks.
-
-        Args:
-            ranges: (shard, first id, end) each.
+        """Start to fetch these (shard, first id, end) in this order, except cached blocks.
 
         Returns:
             The fetches; their blocks stay in memory while these are held.
@@ -237,11 +230,7 @@ class RemoteFiles:
         return self._blocks().read(name, start, stop)
 
     def read_sidecar(self, number: int, key: str) -> bytes:
-        """Return the content of a file beside a shard, verified.
-
-        Args:
-            key: `index`, `sums` or `origins`.
-        """
+        """Return the verified content of a shard's `index`, `sums` or `origins`."""
         shard = self.manifest["shards"][number]
         check = sha256_check(shard[f"{key}_sha256"])
         return self._blocks().read(shard[key], 0, shard[f"{key}_size_bytes"], check)
@@ -259,7 +248,7 @@ class RemoteFiles:
         """Return a local directory with the copy of the tokenizer, fetched and verified.
 
         Raises:
-            ShardReadError: the store does not deliver it as the manifest describes it.
+            ShardReadError: the store's files do not match the manifest, or cannot be read.
         """
 
         def fetch(entry: dict[str, Any]) -> bytes:

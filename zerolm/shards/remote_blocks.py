@@ -32,9 +32,8 @@ class RemoteBlocks:
     """The blocks of a source, each named by its shard and its number in the shard.
 
     Args:
-        reader: of the shard directory.
-        manifest: checked; every shard has checksums.
-        cache: None: nothing is cached.
+        manifest: a checked manifest whose shards all have checksums.
+        cache: if None, nothing is cached.
 
     Attributes:
         counts: blocks that were `hits` in the cache, and blocks that were `fetched`.
@@ -80,11 +79,7 @@ class RemoteBlocks:
         return not self._unverified[key] or self._from_cache(number, block) is not None
 
     def read_part(self, number: int, block: int, first: int, end: int) -> bytes | memoryview:
-        """Return the bytes [first, end) of a block, verified, from the cache or the store.
-
-        Raises:
-            ShardReadError: see `fetch`.
-        """
+        """Return the bytes [first, end) of a block, verified, from the cache or the store."""
         key = self.key(number, block)
         if self._cached is not None and self._unverified and not self._unverified[key]:
             content = self._cached.get(key, end - first, first)
@@ -156,11 +151,7 @@ class RemoteBlocks:
         return content
 
     def checksums(self, number: int, started_at: float | None = None) -> np.ndarray:
-        """Return the block checksums of a shard, (B,) uint64, from memory, cache or store.
-
-        Args:
-            started_at: as for `RangeReader.read`.
-        """
+        """Return a shard's block checksums, (B,) uint64, from memory, cache or store."""
         with self._lock:
             checksums = self._checksums.get(number)
             if checksums is not None:
@@ -194,7 +185,7 @@ class RemoteBlocks:
         find_problem: Callable[[bytes], str | None] = lambda content: None,
         started_at: float | None = None,
     ) -> bytes:
-        """Return bytes of an object, as `RangeReader.read`.
+        """Return bytes of an object, like `RangeReader.read`.
 
         Raises:
             ShardReadError: the store does not deliver them.
@@ -223,12 +214,7 @@ def sha256_check(expected: str) -> Callable[[bytes], str | None]:
 
 
 class PendingFetch:
-    """A fetch of consecutive blocks that is queued, running or done.
-
-    Args:
-        fetch: returns the bytes of the blocks.
-        first: number of the first block.
-    """
+    """A fetch of consecutive blocks, from number `first` on, that is queued, running or done."""
 
     def __init__(self, fetch: Callable[[], bytes], first: int):
         self.first = first
@@ -238,7 +224,7 @@ class PendingFetch:
         self._started = threading.Lock()
 
     def result(self) -> bytes:
-        """Wait for the bytes; fetch them in this thread if no other has started to.
+        """Wait for the bytes of the blocks; fetch them here if no thread has started to.
 
         Raises:
             The exception of the fetch.

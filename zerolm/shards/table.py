@@ -36,11 +36,7 @@ _READ_BYTES = 1 << 20
 
 
 class ShardTable(Sequence[dict[str, Any]]):
-    """The entries of `shards` in a manifest, made from the records of a table as they are needed.
-
-    Args:
-        records: (S,) of `_record_type`.
-    """
+    """The entries of a manifest's `shards`, made from a table's records (S,) when needed."""
 
     def __init__(self, records: np.ndarray):
         self.records = records
@@ -92,13 +88,10 @@ def all_have(shards: Sequence[dict[str, Any]], key: str) -> bool:
 
 
 def encode_table(content: bytes) -> bytes | None:
-    """Return the table of a valid manifest.
+    """Return the table of a valid manifest file.
 
-    None if the table could not say all that the manifest says of its shards: other names than
-    those of this project's writers, other files in some shards than in others, further keys.
-
-    Args:
-        content: of the file of the manifest.
+    None if the table cannot hold all that the manifest says about its shards: if they have names
+    not from this project's writers, files that only some shards have, or further keys.
     """
     manifest = orjson.loads(content)
     shards = manifest.pop("shards")

@@ -1,7 +1,7 @@
-"""The UTF-8 bytes of text that each token id stands for: what bits per byte divides by.
+"""The UTF-8 bytes of text that each token id stands for, the denominator of bits per byte.
 
-Computed from the copy of the tokenizer beside the shards, and tried on texts, so that a tokenizer
-whose ids do not give back their text is reported. Reads no shards. Imports tokenizers lazily.
+Computed from the copy of the tokenizer beside the shards, and tested on texts, so that a tokenizer
+whose ids do not decode to their text is reported. Reads no shards. Imports tokenizers lazily.
 """
 
 import re
@@ -33,9 +33,9 @@ class TokenBytes(NamedTuple):
 
     Attributes:
         counts: (V,) int64; 0 for special tokens, which stand for no text.
-        first: (V,) int64: the same for the first token of a document. Some tokenizers add a space
-            there, which is not in the text.
-        notice: how the bytes differ from those of the original text; "" if they never do.
+        first: (V,) int64; counts for the first token of a document, where some tokenizers add a
+            space that is not in the text.
+        notice: how the bytes differ from those of the original text; "" if they do not.
     """
 
     counts: np.ndarray
@@ -59,7 +59,7 @@ def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
 
     Args:
         directory: the copy of the tokenizer beside shards, or an exported model.
-        vocab_size: number of ids; those that the tokenizer does not know have no bytes.
+        vocab_size: number of ids; ids unknown to the tokenizer have no bytes.
 
     Raises:
         ConfigError: there is no tokenizer, or its tokens have no text of their own.

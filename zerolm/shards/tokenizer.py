@@ -20,15 +20,14 @@ EXAMPLES = ("don't", "The 2024", "a  b", "a\n\nb", " e\u0301", "ﬁ", "日本", 
 
 
 def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None) -> Any:
-    """Load a tokenizer with transformers; code that it brings along is refused, never executed.
+    """Load a tokenizer with transformers; code that comes with it is refused, never executed.
 
-    tokenizer.json is what defines it. transformers builds some classes again from the vocabulary
-    alone: such a class gives its special tokens only.
+    Its tokenizer.json defines it. transformers rebuilds some classes from the vocabulary alone: of
+    such a class only the special tokens are used.
 
     Args:
         name: a directory, or a Hugging Face hub id.
-        local: read local files only.
-        notices: gets a line if the class differs from tokenizer.json.
+        notices: receives a line if the class differs from tokenizer.json.
     """
     if local and (problem := tokenizer_problem(Path(name))):
         raise ConfigError(problem)
@@ -73,11 +72,7 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
 
 
 def _class_difference(of_class: Any, tokenizer: Any) -> str:
-    """Return how a tokenizer class differs from tokenizer.json, with a text; empty if it does not.
-
-    Args:
-        tokenizer: as tokenizer.json defines it.
-    """
+    """Return how a class differs from its tokenizer.json on some text; empty if it does not."""
     if getattr(of_class, "backend_tokenizer", None) is None:
         return "does not read tokenizer.json"
     theirs, ours = (
@@ -107,7 +102,7 @@ def _ordinary_ids(tokenizer: Any, text: str) -> list[int] | str:
 
 
 def make_portable(directory: Path) -> None:
-    """Let all versions of transformers load a copy of a tokenizer as its tokenizer.json says.
+    """Let all versions of transformers load a copy of a tokenizer as its tokenizer.json defines it.
 
     Version 4 does not know the class TokenizersBackend nor a list of `extra_special_tokens`, and
     sets `add_prefix_space` of the pre-tokenizer, to false by default.
@@ -127,7 +122,7 @@ def make_portable(directory: Path) -> None:
 
 
 def copy_problems(directory: Path, files: Sequence[dict[str, Any]]) -> list[str]:
-    """Compare a copy of a tokenizer with the files that its manifest lists; a line a difference.
+    """Return a line for each difference of a tokenizer's copy from the files of its manifest.
 
     Args:
         files: `file` and `sha256` of each; empty if the manifest does not list them.

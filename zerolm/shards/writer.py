@@ -24,18 +24,16 @@ DEFAULT_SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: few files, each quick to co
 
 
 class ShardWriter:
-    """Writes documents to a new shard directory; `close()` publishes the manifest.
+    """Writes documents that end in `eos_id` to a new shard directory; `close()` publishes it.
 
-    As a context manager it publishes on a clean exit. After an exception, or `abort()`, nothing
-    that it wrote is left.
+    As a context manager it publishes on a clean exit. After an exception or `abort()` it removes
+    everything that it wrote.
 
     Args:
         directory: created if absent; it must be empty, or left by a writer that was killed.
-        vocab_size: decides the dtype of the ids.
-        eos_id: the id that ends every document.
         tokenizer: manifest entry of the tokenizer: `name`, `fingerprint`, and `files`, a list of
             objects with `file` (inside tokenizer/), `size_bytes` and `sha256`.
-        shard_tokens: maximum tokens of a shard. Documents are never split: a longer one gets a
+        shard_tokens: maximum tokens in a shard. Documents are never split; a longer one gets a
             shard of its own.
     """
 
@@ -176,10 +174,10 @@ class ShardWriter:
         """Finish the last shard, publish the manifest, and return it.
 
         Args:
-            provenance: further keys of the manifest: the inputs, filter statistics, and so on.
+            provenance: further keys of the manifest, such as inputs and filter statistics.
 
         Raises:
-            ShardError: no document was added.
+            ShardError: no document has been added.
         """
         self.finish_shard()
         if not self.shards:

@@ -83,11 +83,7 @@ class RateLimit:
         self._hour: deque[float] = deque()
 
     def allows(self, alert: Alert, now: float) -> bool:
-        """Return whether to send an alert, which then counts as sent.
-
-        Args:
-            now: current time in seconds; may jump back.
-        """
+        """Return whether to send an alert, which then counts as sent. The clock may jump back."""
         while self._hour and not 0 <= now - self._hour[0] < 3600:
             self._hour.popleft()
         last = self._sent.get(alert.title)

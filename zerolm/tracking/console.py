@@ -111,7 +111,7 @@ class Console:
     def _or_give_up(self) -> Iterator[None]:
         """Continue without a bar if rich fails, since it would retry the same output forever.
 
-        It fails if the terminal is gone, or if its encoding has no block characters.
+        It fails if the terminal has been closed, or its encoding has no block characters.
         """
         try:
             yield

@@ -1,9 +1,9 @@
 """`Mirror`: copies a run directory to a tracker during the run, `python -m zerolm mirror RUN NAME`.
 
-A background process that `Trackers` starts. It outlives a killed run by seconds. One thread follows
-the files; another feeds the tracker, and may wait for a server for any time. A tracker checks which
-rows it already has when it is opened, so that a kill of either process neither loses nor repeats a
-row. Must not depend on torch.
+A background process that `Trackers` starts. It outlives a killed run by a few seconds. One thread
+follows the files; another feeds the tracker, and may wait for a server for any length of time. A
+tracker checks which rows it already has when it is opened, so that a kill of either process neither
+loses nor repeats a row. Must not depend on torch.
 """
 
 import contextlib
@@ -39,11 +39,7 @@ CRASHED = "crashed"
 
 
 class Tail:
-    """Reads the lines that are appended to a file of JSON lines.
-
-    Args:
-        kind: as for `parse_row`.
-    """
+    """Reads the lines that are appended to a file of JSON lines."""
 
     def __init__(self, path: Path, kind: Any):
         self.path, self.kind, self._end_bytes = path, kind, 0
@@ -69,12 +65,11 @@ class Mirror:
     """Follows the files of a run, and feeds a tracker.
 
     Args:
-        run_dir: run directory.
-        tracker: the tracker, not opened yet.
+        tracker: a tracker that is not open yet.
         send: sends a message to the run: `log=` a line, `failed=` an error, or `read=True`.
 
     Attributes:
-        complete: whether the tracker has taken everything.
+        complete: whether the tracker has received everything.
     """
 
     def __init__(self, run_dir: Path, tracker: Tracker, send: Callable[..., None]):
@@ -113,7 +108,7 @@ class Mirror:
         """Read and queue the rest, and wait for the tracker, at most `END_SECONDS`.
 
         Args:
-            how: how the run ended, as in `Trackers.end`, or `CRASHED`.
+            how: as in `Trackers.end`, or `CRASHED`.
         """
         self.ending.set()
         self.follow()
@@ -200,11 +195,11 @@ class Mirror:
 
 
 def mirror(run_dir: Path, name: str, of_process: int) -> None:
-    """Mirror a run until it ends, then end this process, whose standard input is a socket.
+    """Mirror a run to the tracker `name` until it ends, then end this process.
+
+    Standard input is a socket.
 
     Args:
-        run_dir: run directory.
-        name: name of the tracker.
         of_process: process ID of the run's first rank.
     """
     for number in processes.STOP_SIGNALS:

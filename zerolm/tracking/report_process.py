@@ -28,7 +28,6 @@ class HtmlReport:
     """Keeps the report of a run up to date. Only `finish` blocks.
 
     Args:
-        run_dir: run directory.
         interval: seconds between two reports; 0 makes every method a no-op.
         active: whether this is the first rank; False makes every method a no-op.
     """
@@ -99,9 +98,8 @@ class HtmlReport:
 def start_for(run_dir: Path) -> Child | None:
     """Start a process that writes the report of a run whose own processes have ended.
 
-    Returns:
-        The process, which ends with this one; None if the run's reports are off, it never started,
-        or the process cannot be started.
+    It ends with this process. None if the run's reports are off, the run never started, or the
+    process cannot be started.
     """
     try:
         record = find_run_json(run_dir)

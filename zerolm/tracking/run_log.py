@@ -30,9 +30,8 @@ class RunLog:
     """The metrics and events of one run directory.
 
     Args:
-        run_dir: run directory, which exists.
-        resumed_step: step from which the run resumes. Lines of later steps are removed: these steps
-            are repeated. A killed run may also have left an incomplete line.
+        resumed_step: step from which the run resumes. Lines of later steps, which are repeated, are
+            removed, and so is an incomplete line of a killed run.
         writes: whether this is rank 0; False makes every method a no-op.
     """
 
@@ -68,11 +67,9 @@ class RunLog:
             self._events.write("")  # ends the line of a writer that was killed
 
     def has(self, step: int, key: str) -> bool:
-        """Return whether the newest step is `step` and has `key`. Rank 0 only.
+        """Return whether the newest step is `step` and has `key`, which may end in a slash.
 
-        Args:
-            step: step number.
-            key: name of a metric, or a prefix that ends with a slash.
+        Then any key below it counts. Rank 0 only.
         """
         newest, keys = self._newest
         found = key in keys or (key.endswith("/") and any(each.startswith(key) for each in keys))
@@ -140,8 +137,7 @@ class RunLog:
         """Start the trackers that are enabled. They read run.json.
 
         Args:
-            settings: settings of the run.
-            before: trackers of the log before a rollback, which may still send messages.
+            before: trackers of the log from before a rollback, which may still send messages.
         """
         if self.writes and (names := enabled_trackers(settings)):
             self.trackers = Trackers(self.run_dir, names, self._tracker_event, before)
@@ -157,8 +153,8 @@ class RunLog:
         """Sync and close the files, and make the trackers finish.
 
         Args:
-            how: how the run ends: `done`, `stopped`, `gave_up` or `failed`; or `rollback`, after
-                which the run continues with another log.
+            how: `done`, `stopped`, `gave_up` or `failed`; or `rollback`, after which the run
+                continues with another log.
         """
         self.sync()
         if self.trackers is not None:
@@ -174,15 +170,10 @@ class RunLog:
 
 
 def archive(run_dir: Path, number: int, step: int) -> None:
-    """Copy the metrics of the steps that a rollback discards to a separate file.
+    """Copy the metrics after `step`, which rollback `number` discards, to a separate file.
 
     Rank 0 only, before the next `RunLog` of the directory removes them. If the file exists, it was
     written before a crash, and is kept.
-
-    Args:
-        run_dir: run directory.
-        number: number of the rollback.
-        step: step to which the run goes back; the metrics of later steps are copied.
     """
     files = RunFiles(run_dir)
     path = files.archived_metrics(number)

@@ -130,8 +130,8 @@ def _compare(written: list[tuple[int, int]], rows: Iterable[Row]) -> tuple[int, 
     """Compare the rows in the files with metrics.jsonl.
 
     Returns:
-        (number of rows to keep, token count from which on the files are purged; None if all of
-        their rows are kept).
+        (number of rows to keep, token count from which the files are purged; None if all of their
+        rows are kept).
     """
     num_same, purge_tokens = 0, None
     for row in rows:
@@ -161,11 +161,10 @@ def _files(directory: Path) -> list[Path]:
 class EventFile:
     """An event file, which TensorBoard reads after the existing ones of its directory.
 
-    TensorBoard sorts files by name: it begins with the creation time in seconds, or with the number
-    after that of the newest file if the clock is behind it.
+    TensorBoard sorts files by name. The name begins with the creation time in seconds, or, if the
+    clock is behind the newest file, with the number after that of the newest file.
 
     Args:
-        directory: created if it does not exist.
         purge_tokens: TensorBoard ignores rows of the existing files from this token count on.
     """
 

@@ -30,14 +30,13 @@ class Tracker:
     """A copy of a run directory on a tracker. One thread calls all of its methods.
 
     Args:
-        run_dir: run directory, with a run.json.
         of_process: process ID of the run's first rank.
 
     Attributes:
-        package: Python package that it needs, and the extra of zerolm that installs it; "": none.
-        state_files: files in the tracker's directory that a run restored from an object store
-            needs to continue the same tracker run.
-        where: where to find its data, printed on the console.
+        package: Python package that it needs, and zerolm's extra that installs it; "" if none.
+        state_files: files in the tracker's directory that let a run restored from an object store
+            continue the same tracker run.
+        where: the place of its data, printed on the console.
     """
 
     package = ""

@@ -33,11 +33,10 @@ class Trackers:
     """The trackers of a run. Only `finish` waits for their servers.
 
     Args:
-        run_dir: run directory; the processes read their settings from its run.json.
-        names: names of the trackers.
-        note: appends an event to the run's log: `note(event, **values)`.
-        before: trackers of the log before a rollback, which are ending. Their messages are
-            received until they have ended.
+        run_dir: the processes read their settings from its run.json.
+        note: `note(event, **values)` appends an event to the run's log.
+        before: trackers of the log from before a rollback. Their messages are received until they
+            have ended.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class Trackers:
                 process.poll()
 
     def end(self, how: str) -> None:
-        """Announce that nothing more will be written, and wait until all has been read.
+        """Announce that nothing more will be written, and wait until everything has been read.
 
         Args:
             how: `done`, `stopped`, `rollback`, `failed` or `gave_up`.

@@ -73,7 +73,6 @@ class WandbTracker(Tracker):
     files of earlier starts.
 
     Args:
-        run_dir: run directory.
         of_process: ID of the process whose memory and threads W&B shows as system metrics.
         separate: identity of a W&B run that `wandb-sync` creates: it is never resumed, and sends
             no alerts.
@@ -214,7 +213,7 @@ class WandbTracker(Tracker):
                     self._waiting.append(row)
 
     def _log_samples(self, before: int | None = None) -> None:
-        """Log the samples of the steps before `before`, by default of all steps, as one table.
+        """Log the samples of steps before `before` (default: all) as one table.
 
         The table grows: each version has the samples of all steps.
         """
@@ -267,11 +266,7 @@ class WandbTracker(Tracker):
     # ---- Alerts and checkpoints
 
     def _alert(self, alert: alerts.Alert, when: float) -> None:
-        """Send an alert, unless it was sent before or there were too many.
-
-        Args:
-            when: time of the event, in seconds since the epoch.
-        """
+        """Send an alert, unless it was sent before or there were too many."""
         if alert.text not in self._logged and self._limit.allows(alert, when):
             self.run.alert(
                 f"{self.identity.name[:40]}: {alert.title}",

@@ -58,14 +58,11 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def retire(files: list[Path]) -> None:
-    """Mark offline files as sent, and remove the directories of all but the newest.
+    """Mark offline files of earlier starts as sent; remove all but the newest one's directory.
 
-    The file of a later start has all their rows, so each is as long as the run until then. If they
-    are not marked, `wandb sync` sends every file of a run from the first line, overwriting one with
-    the next (W&B 0.31).
-
-    Args:
-        files: of earlier starts, in their order.
+    The files are in the order of the starts, and the next start's file has all their rows. If they
+    are not marked, `wandb sync` sends every file of a run from the first line, each overwriting the
+    one before (W&B 0.31).
     """
     offline = [path for path in files if path.parent.name.startswith("offline-")]
     for path in offline:

@@ -19,12 +19,8 @@ class Identity:
     """What W&B calls a run.
 
     Attributes:
-        mode: auto, online or offline.
-        project: name of the project.
-        entity: user or team; None: that of the key.
+        entity: user or team; None: the owner of the key.
         group: name that all W&B runs of one run directory have in common.
-        name: name of the W&B run.
-        tags: tags of the W&B run.
     """
 
     mode: str
@@ -39,8 +35,7 @@ def identity(run_dir: Path, record: Mapping[str, Any], suffix: str = "") -> Iden
     """Return the identity of a W&B run.
 
     Args:
-        run_dir: run directory, whose name is the default name.
-        record: content of run.json.
+        run_dir: its name is the default name.
         suffix: appended to the name, for another W&B run of the same group.
     """
     settings = record.get("settings", {})
@@ -60,7 +55,7 @@ def identity(run_dir: Path, record: Mapping[str, Any], suffix: str = "") -> Iden
 
 
 def resolve_mode(mode: str) -> str:
-    """Return `online` or `offline` for `auto`: as `WANDB_MODE` says, else online if there is a key.
+    """Return the mode for `auto`: that of `WANDB_MODE`, or else online if there is a key.
 
     With `WANDB_MODE=disabled` a run has no W&B tracker, and `wandb-sync` writes offline files.
     """

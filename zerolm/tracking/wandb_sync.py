@@ -32,12 +32,10 @@ def wandb_sync(
     """Send the current content of a run directory to W&B.
 
     Args:
-        run_dir: run directory.
-        mode: auto, online or offline.
-        project: name of the project (default: that of the run).
-        entity: user or team (default: that of the run).
+        project: default: the run's.
+        entity: user or team; default: the run's.
         same_id: overwrite the run's own W&B run instead of creating a new one.
-        log: called with one line for each W&B run.
+        log: called with a line for each W&B run.
 
     Returns:
         The ids of the W&B runs.

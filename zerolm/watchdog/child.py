@@ -32,16 +32,16 @@ MAIN = (
 class Child:
     """The process `python -m zerolm ARGUMENTS --of_process PID`, at most one at a time.
 
-    Its owner calls `start` when `due`, and `poll` now and then; no method but `wait` blocks.
+    Its owner calls `start` when it is `due`, and `poll` regularly; only `wait` blocks.
 
     Args:
-        arguments: a command of `python -m zerolm` and its arguments.
-        log: file to which its output is appended, in a directory that is created; None: the output
-            of this process.
+        arguments: a command of zerolm and its arguments.
+        log: file to which its output is appended, created with its directory; None: the output of
+            this process.
         supervised: `launch supervise` waits for it before it restarts the run.
         endless: the process should never end by itself, so even exit code 0 is a failure.
-        first_pause_seconds: pause after a failure until it is due; doubled by each further one.
-        max_failures: number of failures after which it is never due again.
+        first_pause_seconds: pause until it is due after a failure; doubled by each further failure.
+        max_failures: failures after which it is never due again.
     """
 
     def __init__(
@@ -115,11 +115,11 @@ class Child:
         """Wait until the process ends. Records progress, so that waiting does not count as a hang.
 
         Args:
-            deadline: latest time to wait until, on the clock of `time.monotonic`.
+            deadline: on the clock of `time.monotonic`.
             cancelled: returns True to stop waiting before that.
 
         Returns:
-            The exit code; None if the process is still running, or there is none.
+            The exit code; None if the process is still running, or does not exist.
         """
         while (code := self.poll()) is None and self.running:
             if time.monotonic() >= deadline or cancelled():
@@ -146,13 +146,10 @@ def _environment(supervised: bool) -> dict[str, str]:
 
 
 def serve(pid: int) -> None:
-    """Make this process a child of a run: low CPU and disk priority, and it ends with the run.
+    """Make this process a child of process `pid`: low CPU and disk priority, and the same end.
 
-    It ignores signals, since the run handles them: it saves first and gives this process time to
+    It ignores signals, which the run handles: the run saves first, and gives this process time to
     finish.
-
-    Args:
-        pid: process ID of the run that started this process.
     """
     os.nice(19)
     os.setpgrp()  # W&B's service and other programs that it starts do not get Ctrl-C of a terminal

@@ -1,9 +1,9 @@
 """Which collectives this rank has entered, in each process group, and which of them have finished.
 
 Both are read from torch, which numbers the collectives of a group and records them in its flight
-recorder, for Gloo as for NCCL, whichever library called them. Nothing is added to a collective. A
-collective of NCCL only enters a queue of the device, and the rank then waits anywhere, in
-`.tolist()` for example: these numbers say whom it waits for. Imports no torch by itself.
+recorder, for Gloo as for NCCL, whichever library called them. Nothing is added to a collective. An
+NCCL collective only enters a queue of the device, and the rank then waits elsewhere, in `.tolist()`
+for example: these numbers show for whom. Does not import torch.
 """
 
 import contextlib
@@ -39,11 +39,12 @@ def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]
     """Return the collectives of the process groups of several ranks that this rank is in.
 
     Args:
-        with_calls: also what the flight recorder says, which takes some milliseconds.
+        with_calls: also read the flight recorder, which takes some milliseconds.
 
     Returns:
-        ({group: its collectives}, the last calls, oldest first); empty if torch cannot say. A group
-        is called by its name and its first rank, which together are the same on all of its ranks.
+        ({group: its collectives}, the last calls, oldest first); empty if torch does not have them.
+        A group's key is its name and its first rank, which together are the same on all of its
+        ranks.
     """
     groups: dict[str, Group] = {}
     calls: list[Call] = []
@@ -74,10 +75,10 @@ def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]
 
 
 def keep(files: RunFiles, token: str | None, rank: int, remove_others: bool) -> None:
-    """Write what the flight recorder has, with stacks, to a file for `torchfrtrace`.
+    """Write the flight recorder's records, with stacks, to a file for `torchfrtrace`.
 
     Args:
-        token: of this start of the run; None: nothing is written.
+        token: identifies this start of the run; None: nothing is written.
         remove_others: remove the files of other starts.
     """
     if token is None:
@@ -99,7 +100,7 @@ def keep(files: RunFiles, token: str | None, rank: int, remove_others: bool) -> 
 
 
 def write_to(prefix: Path) -> None:
-    """Make torch's own watchdog write the flight recorder to `prefix` and the rank.
+    """Make torch's own watchdog write the flight recorder to `prefix` followed by the rank.
 
     It does so at the timeout of a process group, if that is shorter than `--hang_timeout`.
     """
@@ -119,10 +120,10 @@ def _members() -> dict[Any, list[int]]:
 
 
 def _recorders(*names: str) -> list[Any]:
-    """Return the functions of torch of these names: that of NCCL is in builds with NCCL only.
+    """Return torch's functions of these names, as far as its build has them (NCCL's may be absent).
 
-    They ask CUDA for events. The watchdog's thread starts with device 0, where that would create a
-    context of half a gigabyte for each rank of the host.
+    They query CUDA events. The watchdog's thread starts on device 0, where each rank of the host
+    would so create a context of half a gigabyte.
     """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():

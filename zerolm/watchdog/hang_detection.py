@@ -1,8 +1,8 @@
 """Decides which ranks hang, from the heartbeats of all of them.
 
 A rank that waits in a collective is held up by another rank. The ranks of a process group number
-its collectives, so the numbers say who waits for whom, also where a rank waits for its device
-outside of all collectives, as with NCCL. At fault is
+its collectives, so the numbers show which rank waits for which, even if a rank waits for its device
+outside of all collectives, as with NCCL. The blame goes to
 
 - a rank that entered another kind or size of collective than the others under the same number;
 - a rank that has not entered a collective for which others wait, and waits for no other rank;
@@ -27,9 +27,9 @@ class Verdict(NamedTuple):
     """Why the run hangs.
 
     Attributes:
-        blamed: {rank at fault: what it did}; empty if the communication is at fault.
+        blamed: {blamed rank: what it did}; empty if the communication is to blame.
         reason: what all ranks wait for, if no rank is blamed.
-        witnesses: the ranks whose heartbeats say so.
+        witnesses: the ranks whose heartbeats support the verdict.
     """
 
     blamed: dict[int, str]
@@ -48,10 +48,10 @@ def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> V
     """Return the ranks that hang, or None if the run is only slow.
 
     Args:
-        heartbeats: of every rank that has not ended. Used keys: `rank`, `host`, `quiet_seconds`
-            (since its last progress), `limit_seconds` (how long it may be quiet in its phase),
-            `waiting` (is inside a collective), `doing`, `groups`, `calls`.
-        complete: whether every rank is included; a missing one may be making progress.
+        heartbeats: those of every rank that has not ended. Used keys: `rank`, `host`,
+            `quiet_seconds` (time since its last progress), `limit_seconds` (how long it may be
+            quiet in its phase), `waiting` (is inside a collective), `doing`, `groups`, `calls`.
+        complete: whether every rank is included; a missing rank may be making progress.
     """
     ranks = sorted(heartbeats, key=_number)
     overdue = [rank for rank in ranks if rank["quiet_seconds"] > rank["limit_seconds"]]
@@ -97,7 +97,7 @@ def _behind_and_ahead(
 ) -> tuple[dict[int, str], dict[int, tuple[str, int]]]:
     """Return ({rank: group in which others are ahead of it}, {rank: call that others lack}).
 
-    A call is its group and number. Of several groups, the one with the most ranks is named.
+    A call is (group, number). Of several groups, the one with the most ranks is named.
     """
     behind: dict[int, str] = {}
     ahead: dict[int, tuple[str, int]] = {}
@@ -137,10 +137,10 @@ def _mismatch(groups: Mapping[str, list[_Member]]) -> Verdict | None:
 def _out_of_order(
     ranks: Sequence[Heartbeat], held_up: Mapping[int, tuple[str, int]]
 ) -> dict[int, str]:
-    """Blame the ranks that called the collectives of several groups in another order.
+    """Blame the ranks that called the collectives of several groups in another order than the rest.
 
     Args:
-        ranks: that wait for each other.
+        ranks: ranks that wait for each other.
         held_up: {rank: the group and number of a collective that it waits in}.
     """
     calls = {_number(rank): (rank, *held_up[_number(rank)]) for rank in ranks}
@@ -156,13 +156,12 @@ def _out_of_order(
 def _unusual(
     values: Mapping[int, str], calls: Mapping[int, tuple[Heartbeat, str, int]]
 ) -> list[int]:
-    """Return the ranks whose value is not that of most; all if nothing tells them apart.
+    """Return the ranks whose value is not the most common; all of them if none stands out.
 
-    Without a majority, those are right whose calls are more like those of the steps before.
+    Without a majority, the ranks whose calls are most like those of earlier steps are right.
 
     Args:
-        values: {rank: value}.
-        calls: {rank: (its heartbeat, group and number of its call)}.
+        calls: {rank: (its heartbeat, its call's group, the call's number)}.
     """
     (usual, most), *others = Counter(values.values()).most_common()
     right = {usual}
@@ -178,7 +177,7 @@ def _familiarity(rank: Heartbeat, name: str, number: int) -> tuple[int, int]:
     """Return how many calls, up to this one, the rank has made in the same order before.
 
     Returns:
-        (length of the longest such part, number of times that one of `CONTEXT` calls occurs).
+        (length of the longest such sequence, how often one of `CONTEXT` calls occurs).
     """
     history = [(group, kind) for group, _, kind in rank["calls"]]
     numbers = [(group, each) for group, each, _ in rank["calls"]]
@@ -197,11 +196,9 @@ def _familiarity(rank: Heartbeat, name: str, number: int) -> tuple[int, int]:
 def _account(
     rank: Heartbeat, name: str | None, groups: Mapping[str, list[_Member]], waiting: Sequence[int]
 ) -> str:
-    """Return what a rank without progress does, and who waits for it.
+    """Return what a rank without progress does, and which of the `waiting` ranks wait for it.
 
-    Args:
-        name: the group in which others are ahead of it, if there is one.
-        waiting: the other ranks that wait.
+    `name` is the group in which others are ahead of it, if any.
     """
     text = f"has made no progress for {rank['quiet_seconds']:.0f} s"
     text += f" ({rank['doing']})" if rank.get("doing") else ""

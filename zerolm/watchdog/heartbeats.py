@@ -1,8 +1,8 @@
 """The heartbeat files of the ranks, which the other ranks and `status` read.
 
 Each heartbeat has the token of its launch of the run, so that files of earlier launches are
-ignored. Thousands of ranks share their directory: a heartbeat overwrites the last one in place,
-which changes no directory, and all ranks together write few of them a second.
+ignored. Thousands of ranks share one directory: a heartbeat overwrites the last one in place, which
+does not change the directory, and all ranks together write only a few a second.
 """
 
 import json
@@ -33,14 +33,13 @@ class Heartbeats:
     Args:
         run_dir: the run directory; must exist before the first heartbeat is written.
         launcher: process ID of the launcher, if there is one.
-        monitor: progress monitor of this process.
 
     Attributes:
-        token: of this launch of the run, once the ranks are connected.
+        token: identifies this launch of the run, once the ranks are connected.
         state: `running` or `ended`.
         reason: why this rank has ended.
         written_at: `time.monotonic()` of the last successful write; 0: never.
-        seconds: between two heartbeats.
+        seconds: time between two heartbeats.
     """
 
     def __init__(

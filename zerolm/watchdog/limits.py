@@ -70,9 +70,9 @@ class _LossyFile(io.FileIO):
 
 
 def drop_unwritable_output() -> None:
-    """Make stdout and stderr drop what a full disk, or a closed terminal, does not take.
+    """Make stdout and stderr drop output that a full disk or a closed terminal does not accept.
 
-    A print of a library would end the run with its error: DeepSpeed prints at each start.
+    Otherwise a library's print would raise and end the run: DeepSpeed prints at each start.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -169,11 +169,7 @@ def _path(error: BaseException) -> Path | None:
 
 
 def _cause(number: int, path: Path | None) -> str:
-    """Return the text of an error of the system.
-
-    Args:
-        path: the file that it names, if any.
-    """
+    """Return the text of an error of the system."""
     full = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free < FULL_BYTES
     if number == errno.ENOSPC and (SHARED_MEMORY in path.parents if path else full):
         return f"{SHARED_MEMORY}: no space left. {LARGER_SHARED_MEMORY}"

@@ -24,9 +24,9 @@ PROGRESS_BYTES = 1 << 16  # read or written between two updates
 
 
 class ProgressMonitor:
-    """Measures for how long the main thread has made no progress, and how long it may.
+    """Measures how long the main thread has made no progress, and how long it may.
 
-    `update` is called by the watchdog's thread, whose own input and output does not count.
+    The watchdog's thread calls `update`; its own input and output does not count.
 
     Args:
         hang_timeout: limit in seconds during training; 0: none.
@@ -41,9 +41,9 @@ class ProgressMonitor:
         self._progress_at = CURRENT.recorded_at = time.monotonic()
 
     def update(self) -> None:
-        """Count file input and output as progress, in the phases where it is.
+        """Count file input and output as progress, in phases that consist of it.
 
-        At a start a build of an operator counts too: one rank compiles, the others wait for it.
+        During a start, building an operator counts too: one rank compiles, the others wait for it.
         """
         moved = bytes_moved()
         has_moved = PHASES[CURRENT.phase] and moved - self._bytes > PROGRESS_BYTES
@@ -76,7 +76,7 @@ class ProgressMonitor:
 def bytes_moved() -> int:
     """Return the bytes that other threads have read and written, by calls or mapped files.
 
-    The heartbeats and stacks of a rank that hangs are no progress of it.
+    The heartbeats and stacks of a rank that hangs are not its progress.
     """
     own = f"/proc/self/task/{threading.get_native_id()}/io"
     with contextlib.suppress(OSError, ValueError):

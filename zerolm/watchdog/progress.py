@@ -35,13 +35,13 @@ Item = TypeVar("Item")
 
 
 class Progress:
-    """What the main thread last recorded.
+    """The last record of the main thread.
 
     Attributes:
         phase: a key of `PHASES`.
-        step: the optimizer step in progress, or the last one taken.
+        step: the optimizer step in progress, or the last one.
         sequences: (first, count) of the sequence numbers of the step's global batch.
-        num_records: number of calls of `record_progress` so far.
+        num_records: calls of `record_progress` so far.
         recorded_at: `time.monotonic()` of the last call.
         longest_seconds: {phase: longest time from one record in it to the next}.
     """
@@ -59,7 +59,7 @@ CURRENT = Progress()
 def record_progress(
     phase: str, step: int | None = None, sequences: tuple[int, int] | None = None
 ) -> None:
-    """Record which phase the main thread enters, or that it makes progress in a long phase.
+    """Record the phase that the main thread enters, or its progress in a long phase.
 
     Args:
         phase: a key of `PHASES`.
@@ -89,9 +89,9 @@ class Group(TypedDict):
     """The collectives of a process group, as one rank has entered them.
 
     Attributes:
-        entered: number of the last one that the rank has entered; on a device, enqueued.
-        finished: number up to which all have finished; None: not known.
-        started: number of the last one that its device has begun; None: not known.
+        entered: number of the last one that the rank has entered, or enqueued on a device.
+        finished: number up to which all have finished; None if not known.
+        started: number of the last one that its device has begun; None if not known.
     """
 
     entered: Count
@@ -100,7 +100,7 @@ class Group(TypedDict):
 
 
 class _Diagnosis(TypedDict, total=False):
-    """What heartbeats of earlier releases lack.
+    """Keys that heartbeats of earlier releases lack.
 
     Attributes:
         device: number of the rank's device on its host.
@@ -120,9 +120,9 @@ class Heartbeat(_Diagnosis):
     """The content of a heartbeat file; `Heartbeats.status` writes it.
 
     Attributes:
-        waiting: the main thread is inside torch's collectives.
+        waiting: whether the main thread is inside one of torch's collectives.
         sequences: (first, count) of the sequence numbers of the step's global batch.
-        limit_seconds: how long the rank may be quiet; 0: for any time.
+        limit_seconds: how long the rank may be quiet; 0 for no limit.
         monotonic: `time.monotonic()` when it was written.
         state: `running` or `ended`.
         reason: why the rank has ended.
@@ -149,10 +149,9 @@ class Heartbeat(_Diagnosis):
 
 
 def read_heartbeat(path: Path, problems: list[str] | None = None) -> Heartbeat | None:
-    """Return the content of a heartbeat file, None if there is none, or it is damaged.
+    """Return the content of a heartbeat file, None if it is missing or damaged.
 
-    Args:
-        problems: a line is appended if it is damaged.
+    `problems` receives a line if it is damaged.
     """
     try:
         return read_record(path, Heartbeat)
@@ -167,10 +166,9 @@ def read_heartbeat(path: Path, problems: list[str] | None = None) -> Heartbeat |
 
 
 def read_heartbeats(run_dir: Path, problems: list[str] | None = None) -> dict[int, Heartbeat]:
-    """Return {rank: heartbeat} of every readable heartbeat file, of this launch or an earlier.
+    """Return {rank: heartbeat} of every readable heartbeat file, of this launch or an earlier one.
 
-    Args:
-        problems: a line is appended for each file that is damaged.
+    `problems` receives a line for each damaged file.
     """
     paths = RunFiles(run_dir).heartbeats()
     contents = [read_heartbeat(path, problems) for path in paths]

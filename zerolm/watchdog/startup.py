@@ -1,8 +1,8 @@
-"""How long each part of a start takes, up to the end of the first step, and of a recovery.
+"""Measures each part of a start, up to the end of the first step, and of a recovery.
 
 pretrain.py marks the end of each part in its process. The first parts ended before its code ran:
-the kernel knows when the processes of the launchers and this one began. A recovery began before
-them: the supervisor has logged when the run failed. Standard library only.
+the kernel knows when the launchers' processes and this one began. A recovery began even earlier:
+the supervisor has logged when the run failed. Standard library only.
 """
 
 import os
@@ -26,11 +26,7 @@ def mark(part: str) -> None:
 
 
 def parts(launcher: processes.Process | None) -> dict[str, float]:
-    """Return the seconds of each part, in order.
-
-    Args:
-        launcher: the process that began the start, if there is one.
-    """
+    """Return the seconds of each part, in order, from the start of the launcher if there is one."""
     own = processes.inspect_process(os.getpid())
     assert own is not None, "this process is in /proc"
     created = own.start_ticks / TICKS
@@ -50,12 +46,12 @@ def parts(launcher: processes.Process | None) -> dict[str, float]:
 
 
 class Interruption(NamedTuple):
-    """How the start before this one failed.
+    """The failure of the start before this one.
 
     Attributes:
-        step: the first that had not been done.
+        step: first step that was not complete.
         parts: seconds from the fault until the run had ended, by part.
-        ended_at: when it had, on the clock of `time.time`.
+        ended_at: when the run had ended, on the clock of `time.time`.
     """
 
     step: int
@@ -72,7 +68,7 @@ class _Failed(TypedDict):
 
 
 def interruption(run_dir: Path) -> Interruption | None:
-    """Return how the last start that had trained failed; None if it did not, or nobody logged it.
+    """Return how the last start that trained failed; None if it did not, or no failure was logged.
 
     Call it before the run's log is opened, which removes the metrics of steps to be repeated.
     """

@@ -1,6 +1,6 @@
 """Publishes which ranks end a run: a verdict file for the other ranks, a console line, an event.
 
-The first rank to find the ranks at fault writes `ranks/verdict-<token>.json`; all others follow it.
+The first rank to find the ranks to blame writes `ranks/verdict-<token>.json`; all others follow it.
 """
 
 import contextlib
@@ -69,13 +69,11 @@ def publish(
     """Write the verdict, print it, and log the event; return False if another rank was first.
 
     Args:
-        token: of this launch; None before the ranks are connected: then no other rank reads it.
-        event: name of the event.
-        step: the optimizer step in progress.
-        found_by: the rank that publishes.
-        how: how the process of the rank at fault ended, if it did.
-        ranks: the entries of the ranks at fault: what they last did, `reason` and `stacks`.
-        why: why the run ends, if no rank is at fault.
+        token: identifies this launch; None before the ranks are connected, when no other rank reads
+            the verdict.
+        how: how the blamed rank's process ended, if it did.
+        ranks: entries of the blamed ranks: what they last did, `reason` and `stacks`.
+        why: why the run ends, if no rank is blamed.
     """
     mute_broken_output()
     verdict: dict[str, Any] = {"ended": how, "found_by": found_by, "ranks": ranks}

@@ -1,10 +1,11 @@
-"""A thread on each rank that ends the run if a rank hangs or dies, and names the rank at fault.
+"""A thread on each rank that ends the run if a rank hangs or dies, and names the rank to blame.
 
-It writes this rank's heartbeat file, ends the rank if its launcher is gone, and ends the whole run
-if a rank has died, is stopped, or makes no progress. How long a phase may take is learned from the
-run; a rank that reads, writes, or waits for a working one does not hang. Ranks on the same machine
-are watched through the kernel. Across machines, rank 0 watches all ranks, and all watch rank 0.
-With more ranks each looks at files less often, so that a file system sees few accesses a second.
+It writes this rank's heartbeat file, ends the rank if its launcher has ended, and ends the whole
+run if a rank has died, is stopped, or makes no progress. How long a phase may take is learned from
+the run; a rank that reads, writes, or waits for a working one does not hang. Ranks on the same
+machine are watched through the kernel. Across machines, rank 0 watches all ranks, and all watch
+rank 0. The more ranks there are, the less often each reads files, so that a file system sees few
+accesses a second.
 """
 
 import contextlib
@@ -44,8 +45,7 @@ class Watchdog:
     """Watches this rank and the others. One per process.
 
     Args:
-        run_dir: the run directory; exists on rank 0, which holds its lock.
-        rank: of this process.
+        run_dir: exists on rank 0, which holds its lock.
         hang_timeout: seconds without progress after which a rank counts as hung; 0: never.
         stop: its `reason` is set to ask this rank to save and stop.
     """
@@ -236,7 +236,7 @@ class Watchdog:
     def _check_heartbeats(self, silent: float) -> None:
         """End the run if another rank's heartbeats have stopped; called while this rank is stuck.
 
-        While this rank makes progress every other rank is alive, whatever its file says.
+        While this rank makes progress, every other rank is alive, whatever its file says.
 
         Args:
             silent: seconds without a new heartbeat after which a rank is lost.
@@ -278,10 +278,9 @@ class Watchdog:
         """End the run: publish the verdict for the other ranks, collect stacks, and exit.
 
         Args:
-            blamed: {rank at fault: reason}.
-            event: name of the event to log.
+            blamed: {blamed rank: reason}.
             how: how the rank's process ended, if it did.
-            reason: why the run ends, if no rank is at fault.
+            reason: why the run ends, if no rank is blamed.
         """
         first = self._publish(blamed, event, how, reason)
         self._exit(list(blamed), first)
@@ -290,8 +289,8 @@ class Watchdog:
         """Write the stacks, kill the blamed ranks of this machine, and exit.
 
         Args:
-            first: this rank was the first to publish a verdict, so it collects the blamed ranks'
-                stacks; the others give it time for that.
+            first: whether this rank published the verdict and so collects the blamed ranks' stacks;
+                the others give it time for that.
         """
         with self._lock:
             if self._quit.is_set():
