@@ -20,11 +20,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.machine import hardware
+from benchmarks.tables import parser, show, spread, table
 
 GOALS = {
     "stall, asynchronous / DeepSpeed's": "under 0.25 on a CPU, under 0.1 on a GPU",
@@ -35,46 +36,23 @@ GOALS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--parameters", type=float, default=60e6, help="approximate number of parameters"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind")
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3], help="of ZeRO")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--directory", type=Path, help="directory to save in (default: temporary)")
-    parser.add_argument("--output", type=Path, help="also write the table to this file")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--parameters", type=float, default=60e6, help="of the model, about")
+    flags.add_argument("--rounds", type=int, default=5, help="saves of each kind")
+    flags.add_argument("--stages", type=int, nargs="+", default=[2, 3], help="of ZeRO")
+    flags.add_argument("--ranks", type=int, default=2)
+    flags.add_argument("--directory", type=Path, help="directory to save in (default: temporary)")
+    flags.add_argument("--worker", help=argparse.SUPPRESS)
+    flags.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = flags.parse_args()
     if arguments.worker:
         work(arguments, json.loads(arguments.worker))
         return
-    lines = [
-        "| | " + " | ".join(["goal", *(f"ZeRO-{stage}" for stage in arguments.stages)]) + " |",
-        "|---|---|" + "---|" * len(arguments.stages),
-    ]
     results = [launch(arguments, stage) for stage in arguments.stages]
-    for name in results[0]:
-        figures = " | ".join(result[name] for result in results)
-        lines.append(f"| {name} | {GOALS.get(name, '')} | {figures} |")
-    command = "python -m benchmarks.checkpoint_stall " + " ".join(sys.argv[1:])
-    table = "\n".join(
-        [
-            "# Stall of a checkpoint",
-            "",
-            f"`{command.strip()}`, {time.strftime('%Y-%m-%d')}, {hardware()}. Medians of "
-            f"{arguments.rounds} saves; quartiles in brackets.",
-            "",
-            *lines,
-            "",
-        ]
-    )
-    print(table)
-    if arguments.output:
-        arguments.output.write_text(table)
+    head = ["", "goal", *(f"ZeRO-{stage}" for stage in arguments.stages)]
+    rows = [[name, GOALS.get(name, ""), *(each[name] for each in results)] for name in results[0]]
+    note = f"Medians of {arguments.rounds} saves; quartiles in brackets."
+    show([note, table(head, rows)], hardware(), arguments.output)
 
 
 def launch(arguments: argparse.Namespace, stage: int) -> dict[str, str]:
@@ -252,14 +230,6 @@ def resident_bytes(peak: bool = False, reset: bool = False) -> int:
         if line.startswith(name):
             return int(line.split()[1]) * 1024
     raise AssertionError("not Linux")
-
-
-def spread(values: list[float]) -> str:
-    """Return a median with its quartiles as text."""
-    if len(values) < 2:
-        return f"{values[0]:.3f}"
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 if __name__ == "__main__":

@@ -1,12 +1,8 @@
 #!/usr/bin/env bash
-# Create a virtual environment with what benchmarks.tokenize_speed, stream_speed, converters and
-# training_speed.py compare with. It also sees the packages of the Python that runs this script.
-# litdata, mosaicml-streaming and litgpt are installed without their dependencies, which include CUDA
-# libraries and another torch.
+# Create a virtual environment with what benchmarks.tokenize_speed and stream_speed compare with.
+# It also sees the packages of the Python that runs this script. litdata and mosaicml-streaming are
+# installed without their dependencies, which include CUDA libraries and another torch.
 #     bash benchmarks/peers.sh .venv-peers
-# Megatron-LM is not a package. For `--megatron CHECKOUT`:
-#     git clone https://github.com/NVIDIA/Megatron-LM CHECKOUT  # measured: d98e8a64dd
-#     PATH="$PWD/.venv-peers/bin:$PATH" make -C CHECKOUT/megatron/core/datasets
 set -euo pipefail
 target=${1:?"usage: bash benchmarks/peers.sh DIRECTORY"}
 packages=$(python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
@@ -19,7 +15,4 @@ echo "$packages" > "$own/main.pth"
     mosaicml-streaming==0.13.0 zstd Brotli python-snappy cramjam paramiko pybind11
 "$target/bin/python" -c 'import datatrove' 2>/dev/null ||
     "$target/bin/python" -m pip install -q --no-deps datatrove==0.10.1 dill multiprocess humanize loguru
-"$target/bin/python" -m pip install -q --no-deps litgpt==0.5.13 lightning==2.6.1 \
-    pytorch-lightning==2.6.1 torchmetrics jsonargparse==4.41.0 docstring-parser typeshed-client \
-    importlib-resources
-"$target/bin/python" -c 'import datatrove, litdata, litgpt.pretrain; print("ready")'
+"$target/bin/python" -c 'import datatrove, litdata; print("ready")'

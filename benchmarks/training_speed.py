@@ -6,7 +6,6 @@
     python benchmarks/training_speed.py --model_config model_configs/llama-160m.json \\
         --num_layers 2 --micro_batch_size 4
     python benchmarks/training_speed.py --model_config model_configs/mixtral-tiny.json
-    python benchmarks/training_speed.py --litgpt .venv-peers/bin/python
 
 All three train the same model with the same DeepSpeed JSON, batch and token shard under the real
 `deepspeed` launcher. They are started once, warmed up, and then take turns of a few seconds, while
@@ -14,37 +13,38 @@ the other two are paused (SIGSTOP). A slower machine slows down all of them, and
 within a round. Each prints a line every few steps; the time between two lines of a turn counts, and
 includes everything that a contender does.
 
-litgpt (`--litgpt`, the Python of the environment that benchmarks/peers.sh creates) is an optional
-fourth: a model of the same shape and number of parameters, the same batch and shard, in one process
-with all threads, since on CPUs its pretraining supports no more. It always compiles, so compare it
-with `--flags=--compile`.
-
 pretrain.py stays in its learning-rate warmup, so the others get a learning rate as small. Routers
 of a mixture of experts that learn send all tokens to a few experts, and then compute less.
 """
 
 import argparse
+import contextlib
 import json
-import shlex
+import os
+import queue
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import ROOT
 from benchmarks.contenders import LOOPS
-from benchmarks.contenders.litgpt_shape import litgpt_shape
-from benchmarks.contenders.turns import Contender, Litgpt, add_flags, take_turns, with_quartiles
 from benchmarks.machine import hardware
 from benchmarks.random_shard import write_random_shard
+from benchmarks.tables import parser, show, spread, table
+from tests.launching import free_port
 
 OURS, BARE, TRAINER = "pretrain.py", "bare DeepSpeed loop", "Hugging Face Trainer"
-LITGPT = "litgpt, one process"
+STEP_LINE = re.compile(r"^step=(\d+)\b.*\bloss=")
 STEPS = 1_000_000  # more than a benchmark can take: it kills its contenders before
 LEARNING_RATE = 1e-5  # of contenders without a warmup
 
@@ -61,12 +61,10 @@ def main() -> None:
             Path(arguments.model_config).write_text(json.dumps(shallow))
         write_random_shard(scratch / "shards", arguments.model_config)
         contenders: list[Contender] = []
-        names = [OURS, BARE, TRAINER, *([LITGPT] if arguments.litgpt else [])]
         try:
-            for name in names:
+            for name in (OURS, BARE, TRAINER):
                 script = command_of(name, arguments, scratch)
-                kind = Litgpt if name == LITGPT else Contender
-                contenders.append(kind(name, script, arguments))
+                contenders.append(Contender(name, script, arguments))
                 contenders[-1].warm_up()
                 print(f"{name}: warm", flush=True)
             seconds = take_turns(contenders, arguments.rounds)
@@ -74,34 +72,109 @@ def main() -> None:
         finally:
             for contender in contenders:
                 contender.kill()
-    report = table(seconds, reported, step_tokens(arguments))
-    if arguments.litgpt:
-        report += f"\n\n{litgpt_note(arguments)}"
-    if arguments.output:
-        arguments.output.write_text(report + "\n")
-    print("\n" + report)
+    paragraphs = describe(seconds, reported, step_tokens(arguments))
+    show(paragraphs, hardware(), arguments.output)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_flags(parser)
-    parser.add_argument(
-        "--num_layers", type=int, help="number of layers (default: that of the config)"
-    )
-    parser.add_argument(
-        "--flags", default="", help="additional flags of pretrain.py, such as --flags=--compile"
-    )
-    parser.add_argument("--trainer_flags", default="", help="additional flags of hf_trainer.py")
-    parser.add_argument("--litgpt", help="Python of an environment with litgpt, to include it")
-    arguments = parser.parse_args()
-    if arguments.litgpt:
+    flags = parser(__doc__)
+    flags.add_argument("--model_config", default="model_configs/tiny.json")
+    flags.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
+    flags.add_argument("--num_processes", type=int, default=2)
+    flags.add_argument("--num_layers", type=int, help="(default: that of the config)")
+    flags.add_argument("--seq_len", type=int, default=256)
+    flags.add_argument("--micro_batch_size", type=int, default=8)
+    flags.add_argument("--accumulation", type=int, default=2)
+    flags.add_argument("--warmup_steps", type=int, default=10, help="before the first round")
+    flags.add_argument("--log_interval", type=int, default=4, help="steps per line")
+    flags.add_argument("--turn_lines", type=int, default=2, help="lines that count in a turn")
+    flags.add_argument("--rounds", type=int, default=20)
+    flags.add_argument("--timeout", type=int, default=300, help="seconds to wait for a line")
+    flags.add_argument("--flags", default="", help="of pretrain.py, such as --flags=--compile")
+    flags.add_argument("--trainer_flags", default="", help="additional flags of hf_trainer.py")
+    return flags.parse_args()
+
+
+# ---- Contenders, all but one of which are paused at any time
+
+
+class Contender:
+    """A `deepspeed` command that prints `step=N ... loss=L`, running or paused.
+
+    Attributes:
+        counted: the steps of the lines that counted in its turns.
+    """
+
+    def __init__(self, name: str, script: Sequence[str], arguments: argparse.Namespace):
+        self.name, self.arguments, self.port = name, arguments, free_port()
+        threads = max(1, (os.cpu_count() or 1) // arguments.num_processes)
+        environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+        environment |= {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        launcher = str(Path(sys.executable).with_name("deepspeed"))
+        ranks = ["--num_gpus", str(arguments.num_processes), "--master_port", str(self.port)]
+        self.process = subprocess.Popen(
+            [launcher, *ranks, *script], cwd=ROOT, env=environment, text=True,
+            start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self.counted: set[int] = set()
+        self.steps: queue.Queue[tuple[int, float]] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            now = time.perf_counter()
+            self.lines.append(line)
+            if match := STEP_LINE.match(line):
+                self.steps.put((int(match[1]), now))
+        self.steps.put((-1, 0.0))
+
+    def next_line(self) -> tuple[int, float]:
+        """Wait for the next line; return its step, and the time it was printed, in seconds."""
         try:
-            litgpt_shape(json.loads(Path(arguments.model_config).read_text()), arguments.seq_len)
-        except ValueError as error:
-            parser.error(f"--litgpt: not for {arguments.model_config}:\n{error}")
-    return arguments
+            step, when = self.steps.get(timeout=self.arguments.timeout)
+        except queue.Empty:
+            step, when = -1, 0.0
+        if step < 0:
+            how = f"exit code {self.process.poll()}; None: it hangs"
+            sys.exit("".join(self.lines[-40:]) + f"\n{self.name} prints no more steps ({how})")
+        return step, when
+
+    def warm_up(self) -> None:
+        while self.next_line()[0] < self.arguments.warmup_steps:
+            pass
+        self.stop()
+
+    def take_turn(self) -> float:
+        """Run for some lines; return the mean seconds of a step."""
+        os.killpg(self.process.pid, signal.SIGCONT)
+        first_step, start = self.next_line()  # do not count the step that the pause interrupted
+        lines = [self.next_line() for _ in range(self.arguments.turn_lines)]
+        self.stop()
+        last_step, end = lines[-1]
+        self.counted.update(step for step, _ in lines)
+        return (end - start) / (last_step - first_step)
+
+    def stop(self) -> None:
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for buffer in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):
+            buffer.unlink(missing_ok=True)  # DeepSpeed does not remove them
+
+
+def take_turns(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
+    """Let paused contenders run in turn; return {name: mean seconds of a step in each turn}."""
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for number in range(rounds):
+        for contender in contenders:
+            seconds[contender.name].append(contender.take_turn())
+        shown = ", ".join(f"{name} {times[-1]:.4f}" for name, times in seconds.items())
+        print(f"round {number + 1}, seconds per step: {shown}", flush=True)
+    return seconds
 
 
 def step_tokens(arguments: argparse.Namespace) -> int:
@@ -111,11 +184,12 @@ def step_tokens(arguments: argparse.Namespace) -> int:
 
 
 def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[str]:
-    """Return the arguments of `deepspeed` that run one contender."""
-    seq_len, log_interval = str(arguments.seq_len), str(arguments.log_interval)
-    common = ["--model_config", arguments.model_config, "--seq_len", seq_len]
-    common += ["--log_interval", log_interval]
+    """Return the script of one contender, with its arguments."""
     run_dir = scratch / "run"
+    common = [
+        "--model_config", arguments.model_config, "--seq_len", str(arguments.seq_len),
+        "--log_interval", str(arguments.log_interval),
+    ]  # fmt: skip
     if name == OURS:
         return [
             "pretrain.py", *common, "--deepspeed_config", arguments.deepspeed_config,
@@ -130,47 +204,12 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
         resolved = scratch / "resolved.json"
         resolved.write_text(json.dumps(resolved_profile(arguments, run_dir)))
         return [f"{LOOPS}/bare_deepspeed.py", *common, "--deepspeed_config", str(resolved)]
-    if name == LITGPT:
-        micro = (
-            arguments.micro_batch_size * arguments.num_processes
-        )  # all sequences that the others process at once
-        return [
-            f"{LOOPS}/litgpt_pretrain.py", *common, "--micro_batch_size", str(micro),
-            "--batch_size", str(step_tokens(arguments) // arguments.seq_len),
-            "--parameters", str(num_parameters(arguments.model_config)),
-            "--out_dir", str(scratch / "litgpt"),
-        ]  # fmt: skip
     return [
         f"{LOOPS}/hf_trainer.py", *common, "--deepspeed_config", arguments.deepspeed_config,
         "--micro_batch_size", str(arguments.micro_batch_size),
         "--accumulation", str(arguments.accumulation), "--learning_rate", str(LEARNING_RATE),
         *arguments.trainer_flags.split(),
     ]  # fmt: skip
-
-
-def num_parameters(model_config: str) -> int:
-    """Return the number of parameters of the Hugging Face model."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        config = AutoConfig.from_pretrained(model_config, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def litgpt_note(arguments: argparse.Namespace) -> str:
-    """Return a note about the version of litgpt, and how it was run."""
-    ask = "from importlib.metadata import version; print(version('litgpt'), version('torch'))"
-    versions = subprocess.run(
-        [arguments.litgpt, "-c", ask], capture_output=True, text=True, check=True
-    )
-    litgpt, torch = versions.stdout.split()
-    return (
-        f"litgpt {litgpt}, torch {torch}: its own `litgpt.pretrain.setup` in one process with "
-        "all threads (on CPUs Fabric refuses FSDP, which it uses for several), its torch.compile, "
-        "bf16-mixed, AdamW; the same number of parameters."
-    )
 
 
 def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
@@ -190,33 +229,29 @@ def reported_step_seconds(run_dir: Path, measured: set[int]) -> list[float]:
     return [row[key] for row in rows if key in row and row["step"] in measured]
 
 
-def table(seconds: dict[str, list[float]], reported: list[float], tokens: int) -> str:
-    """Return the Markdown table: steps per second, and ratios to pretrain.py.
+def describe(seconds: dict[str, list[float]], reported: list[float], tokens: int) -> list[str]:
+    """Return the table of steps per second and ratios to pretrain.py, and what it counts.
 
     Args:
         reported: seconds of a step as pretrain.py reports them.
         tokens: tokens per step.
     """
-    lines = [
-        f"`python {shlex.join(sys.argv)}`, {time.strftime('%Y-%m-%d')}, {hardware()}",
-        "",
-        "| contender | steps/s, median | steps/s, all turns | tokens/s, median "
-        "| speed of pretrain.py / contender |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for name, times in seconds.items():
         ratios = [other / ours for other, ours in zip(times, seconds[OURS], strict=True)]
-        ratio = "1" if name == OURS else with_quartiles(ratios)
         median, mean = 1 / statistics.median(times), 1 / statistics.fmean(times)
-        rate = f"{median * tokens:,.0f}"
-        lines.append(f"| {name} | {median:.3f} | {mean:.3f} | {rate} | {ratio} |")
-    lines += [
-        "",
+        ratio = "1" if name == OURS else spread(ratios)
+        rows.append([name, f"{median:.3f}", f"{mean:.3f}", f"{median * tokens:,.0f}", ratio])
+    head = [
+        "contender", "steps/s, median", "steps/s, all turns", "tokens/s, median",
+        "speed of pretrain.py / contender",
+    ]  # fmt: skip
+    return [
+        table(head, rows),
         f"{len(seconds[OURS])} rounds of {tokens:,} tokens per step; the last column is the median "
         f"over the rounds. "
         f"pretrain.py itself reports {statistics.median(reported):.4f} s per step (median).",
     ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -51,16 +51,10 @@ def timed(command: list[str], limit_seconds: float = 3600) -> float:
 
 def dedup_command(corpus: Path, output: Path, workers: int, *more: str) -> list[str]:
     """Return the argv of `data_prep dedup`."""
-    arguments = [
-        "dedup",
-        "--input",
-        str(corpus),
-        "--output",
-        str(output),
-        "--workers",
-        str(workers),
-    ]
-    return [sys.executable, "-m", "data_prep", *arguments, *more]
+    return [
+        sys.executable, "-m", "data_prep", "dedup", "--input", str(corpus),
+        "--output", str(output), "--workers", str(workers), *more,
+    ]  # fmt: skip
 
 
 def found_pairs(
@@ -92,13 +86,6 @@ def found_pairs(
             pairs.add((min(one, two), max(one, two)))
     found["datatrove"] = pairs, seconds
     return found
-
-
-def kept_ids(output: Path) -> list[int]:
-    """Return the ids of the documents of a stage, in order."""
-    from data_prep.read.stage_files import read_records, read_stage
-
-    return [record["id"] for path in read_stage(output).paths for record in read_records(path)]
 
 
 MEASURE = """

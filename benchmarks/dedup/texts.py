@@ -78,21 +78,6 @@ def write_jsonl(path: Path, texts: list[str], first: int = 0) -> None:
             file.write(json.dumps({"id": number, "text": text}) + "\n")
 
 
-def keep_by_brute_force(texts: list[str]) -> list[int]:
-    """Return the documents to keep: no copies of earlier ones, and none near a kept one."""
-    similar: dict[int, list[int]] = {}
-    for (one, two), similarity in all_similarities(texts).items():
-        if similarity >= THRESHOLD:
-            similar.setdefault(two, []).append(one)
-    seen: set[str] = set()
-    kept: set[int] = set()
-    for number, text in enumerate(texts):
-        if text not in seen and kept.isdisjoint(similar.get(number, ())):
-            kept.add(number)
-        seen.add(text)
-    return sorted(kept)
-
-
 def growth_corpus(path: Path, lines: list[str], count: int) -> int:
     """Write documents of random lines, a tenth of them edited copies of earlier ones."""
     generator = random.Random(2)

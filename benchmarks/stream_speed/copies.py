@@ -1,13 +1,14 @@
 """Write the same token IDs in the format of each reader of benchmarks/stream_speed/readers.py."""
 
 import argparse
+import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-
-from benchmarks.contenders.libraries import import_megatron, import_streaming
 
 EOS_ID, VOCAB_SIZE, DOCUMENT_TOKENS = 0, 50_000, 1000
 
@@ -19,13 +20,19 @@ def write(reader: str, directory: Path, ids: np.ndarray, options: argparse.Names
     elif reader.startswith("np.memmap"):
         directory.mkdir(parents=True)
         ids.tofile(directory / "ids.bin")
-    elif reader.startswith("megatron"):
-        size = len(ids) if "one" in reader else DOCUMENT_TOKENS
-        write_megatron(directory, ids, options.megatron, size)
     else:
         {"mosaicml-streaming": write_mds, "litdata": write_litdata}[reader](
             directory, ids, options.seq_len
         )
+
+
+def import_streaming() -> Any:
+    """Import mosaicml-streaming without its image data sets, which need torchvision."""
+    for name in ("streaming.vision", "streaming.multimodal"):
+        sys.modules[name] = types.ModuleType(name)
+    import streaming
+
+    return streaming
 
 
 def shards(directory: Path, ids: np.ndarray, seq_len: int) -> None:
@@ -59,16 +66,6 @@ def write_litdata(directory: Path, ids: np.ndarray, seq_len: int) -> None:
         cache[number] = torch.from_numpy(np.ascontiguousarray(window))
     cache.done()
     cache.merge()
-
-
-def write_megatron(directory: Path, ids: np.ndarray, checkout: Path, document_tokens: int) -> None:
-    directory.mkdir(parents=True)
-    builder = import_megatron(checkout)[1].IndexedDatasetBuilder(
-        str(directory / "ids.bin"), np.uint16
-    )
-    lengths = np.diff(np.append(np.arange(0, len(ids), document_tokens), len(ids)))
-    builder.add_document(torch.from_numpy(ids.astype(np.int32)), lengths.tolist())
-    builder.finalize(str(directory / "ids.idx"))
 
 
 def windows(ids: np.ndarray, seq_len: int) -> Iterator[np.ndarray]:

@@ -12,9 +12,7 @@ import dataclasses
 import gc
 import json
 import os
-import resource
 import time
-import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +22,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from benchmarks.contenders.libraries import import_megatron, import_streaming
-from benchmarks.stream_speed.copies import EOS_ID, VOCAB_SIZE, windows, write
+from benchmarks.stream_speed.copies import import_streaming, windows, write
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
@@ -44,17 +41,10 @@ def zerolm(directory: Path, options: argparse.Namespace, without: tuple[str, ...
         source, files=LocalFiles(directory, source.manifest, source.manifest["shards"])
     )
     stream = TokenStream(
-        [source],
-        [1.0],
-        seq_len=options.seq_len,
-        seed=options.seed,
-        batch_schedule=BatchSchedule(options.batch_rows),
-        micro_batch_size=options.batch_rows,
-        rank=0,
-        world_size=1,
-        position=0,
-        end_position=(source.num_tokens - 1) // options.seq_len,
-    )
+        [source], [1.0], seq_len=options.seq_len, seed=options.seed,
+        batch_schedule=BatchSchedule(options.batch_rows), micro_batch_size=options.batch_rows,
+        rank=0, world_size=1, position=0, end_position=(source.num_tokens - 1) // options.seq_len,
+    )  # fmt: skip
     loader = make_loader(stream, options.workers, pin_memory=False)
     return ((batch["input_ids"], batch["targets"]) for batch in loader)
 
@@ -142,28 +132,6 @@ def litdata(directory: Path, options: argparse.Namespace) -> Batches:
     return ((both[:, :-1], both[:, 1:]) for both in (batch.long() for batch in loader))
 
 
-def megatron(directory: Path, options: argparse.Namespace) -> Batches:
-    gpt_dataset, indexed_dataset, utils = import_megatron(options.megatron)
-    tokenizer = types.SimpleNamespace(
-        vocab_size=VOCAB_SIZE, eod=EOS_ID, eos=EOS_ID, pad=-1, special_tokens_dict={},
-        unique_identifiers={"name": "none"},
-    )  # fmt: skip
-    prefix = str(directory / "ids")
-    config = gpt_dataset.GPTDatasetConfig(
-        random_seed=options.seed, sequence_length=options.seq_len, tokenizer=tokenizer,
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-        create_attention_mask=False, blend=([prefix], None), split="1",
-    )  # fmt: skip
-    indexed = indexed_dataset.IndexedDataset(prefix)
-    sequences = np.arange(len(indexed), dtype=np.int32)
-    count = (int(indexed.sequence_lengths.sum()) - 1) // options.seq_len
-    dataset = gpt_dataset.GPTDataset(indexed, prefix, sequences, count, utils.Split.train, config)
-    loader = DataLoader(
-        dataset, options.batch_rows, num_workers=options.workers
-    )  # the data set shuffles
-    return ((batch["tokens"], batch["labels"]) for batch in loader)
-
-
 READERS: dict[str, Any] = {
     "zerolm": zerolm,
     "zerolm, blocks of 64 KiB": lambda *arguments: zerolm(*arguments, ("fine",)),
@@ -172,17 +140,13 @@ READERS: dict[str, Any] = {
     "np.memmap, tight": lambda *arguments: memory_map(*arguments, kind=TightMap),
     "mosaicml-streaming": mosaic,
     "litdata": litdata,
-    "megatron": megatron,
-    "megatron, one document": megatron,
 }
 
 
 def read(reader: str, directory: Path, ids: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Read one epoch, or its first batches, and return the measurements."""
     prepare = {"mosaicml-streaming": import_streaming, "litdata": lambda: __import__("litdata")}
-    if reader.startswith("megatron"):
-        import_megatron(options.megatron)
-    elif reader.startswith("zerolm"):
+    if reader.startswith("zerolm"):
         __import__("zerolm.data.loader")
     else:
         prepare.get(reader, lambda: None)()
@@ -217,10 +181,6 @@ def read(reader: str, directory: Path, ids: Path, options: argparse.Namespace) -
         "own_bytes": memory,
         "disk_bytes": disk_bytes() - disk,
         "rows": rows + len(inputs),
-        "cpu_seconds": sum(
-            sum(resource.getrusage(who)[:2])
-            for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        ),
     }
     if options.verify:
         raw = np.fromfile(ids, np.uint16)
@@ -264,7 +224,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=0, help="batches to read; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--verify", action="store_true")
-    parser.add_argument("--megatron", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.action == "write":

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
 import sysconfig
 from pathlib import Path
 
@@ -44,11 +43,3 @@ def write_corpus(directory: Path, text_bytes: int, parts: int) -> tuple[int, int
     for output in outputs:
         output.close()
     return len(texts), size
-
-
-def join_corpus(directory: Path, parts: int) -> None:
-    """Write corpus.jsonl: Megatron's tools read a single file."""
-    with open(directory / "corpus.jsonl", "wb") as joined:
-        for part in range(parts):
-            with open(directory / f"corpus-{part}.jsonl", "rb") as file:
-                shutil.copyfileobj(file, joined, 1 << 22)

@@ -6,20 +6,14 @@ DIRECTORY has corpus-0.jsonl, corpus-1.jsonl, ... (one per worker) and tokenizer
 the token IDs of every document, each followed by an EOS ID; `ids_of` reads them in order.
 """
 
-import importlib.util
 import json
 import multiprocessing
 import os
-import re
-import runpy
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import numpy as np
-import typing_extensions
 
 BATCH_CHARACTERS = 1 << 20
 TEXT_BATCH = 1000
@@ -162,44 +156,11 @@ def litdata(directory: Path, out: Path, workers: int) -> None:
     )
 
 
-def megatron(tool: str, directory: Path, out: Path, workers: int, checkout: str) -> None:
-    """Run Megatron-LM's tool, with `tokenizers` or gigatoken, or its new tool for gigatoken."""
-    script = "preprocess_data_fast.py" if tool == "megatron-fast" else "preprocess_data.py"
-    sys.argv = [
-        *(script, "--append-eod", "--input", str(directory / "corpus.jsonl")),
-        *("--output-prefix", str(out / "ids"), "--tokenizer-type", "HuggingFaceTokenizer"),
-        *("--tokenizer-model", str(directory / "tokenizer")),
-    ]
-    if tool != "megatron-fast":  # the new tool uses all cores in one process
-        sys.argv += ["--workers", str(workers), "--log-interval", "100000"]
-    if tool != "megatron":
-        sys.argv.append("--use-gigatoken")
-    _mock_gpu_kernels(Path(checkout))
-    runpy.run_path(f"{checkout}/tools/{script}", run_name="__main__")
-
-
-def _mock_gpu_kernels(checkout: Path) -> None:
-    """Mock Megatron's GPU kernels, which its tools import but do not use."""
-    if not hasattr(typing, "override"):  # new in Python 3.12
-        typing.override = typing_extensions.override
-    if importlib.util.find_spec("triton") is not None:
-        return
-    for path in (checkout / "megatron").rglob("*.py"):
-        if re.search(r"^(import|from) triton", path.read_text(encoding="utf-8"), re.MULTILINE):
-            name = ".".join(path.relative_to(checkout).with_suffix("").parts)
-            sys.modules[name] = MagicMock()
-
-
 def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
     """Yield the token IDs that a tool wrote, in the order of the documents."""
-    if tool in RAW:
-        for path in sorted(out.glob("*.bin")):
-            yield np.fromfile(path, np.uint16)
-    elif tool.startswith("zerolm"):
-        for path in sorted((out / "shards").glob("*.bin")):
-            yield np.fromfile(path, np.uint16)
-    elif tool == "datatrove":
-        for path in sorted((out / "ids").glob("*.ds")):
+    if tool in RAW or tool.startswith("zerolm") or tool == "datatrove":
+        pattern = "*.bin" if tool in RAW else "ids/*.ds" if tool == "datatrove" else "shards/*.bin"
+        for path in sorted(out.glob(pattern)):
             yield np.fromfile(path, np.uint16)
     elif tool == "datasets.map":
         import pyarrow as pa
@@ -209,7 +170,7 @@ def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
                 for batch in pa.ipc.open_stream(source):
                     column = batch.column(batch.schema.get_field_index("input_ids"))
                     yield column.flatten().to_numpy(zero_copy_only=False).astype(np.uint16)
-    elif tool == "litdata":
+    else:
         chunks = (out / "ids").glob("*.bin")  # chunk-<worker>-<number>.bin
         for path in sorted(chunks, key=lambda path: [*map(int, path.stem.split("-")[1:])]):
             # a header of offsets, then the items
@@ -217,17 +178,12 @@ def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
             count = int.from_bytes(data[:4], "little")
             offsets = np.frombuffer(data, np.uint32, count + 1, 4)
             yield np.frombuffer(data[offsets[0] : offsets[-1]], np.uint16)
-    else:
-        for path in sorted(out.glob("ids*.bin")):
-            yield np.fromfile(path, np.uint16)
 
 
 def main() -> None:
     tool, directory, out, workers = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     if tool in RAW:
         raw(tool, directory, out, int(workers))
-    elif tool.startswith("megatron"):
-        megatron(tool, directory, out, int(workers), sys.argv[5])
     else:
         {"datatrove": datatrove, "datasets.map": datasets_map, "litdata": litdata}[tool](
             directory, out, int(workers)
