@@ -58,7 +58,7 @@ def test_the_wheel_has_what_a_checkout_has(site):
     shipped = {path for path in shipped if not path.parts[0].endswith(".dist-info")}
     wanted = {Path("pretrain.py"), Path("launch/hostfile.example")}
     for path in SOURCES:
-        if path.suffix in (".py", ".json") or path.parent.name == "assets":
+        if path.suffix in (".py", ".json", ".html") or path.parent.name == "assets":
             wanted.add(path.relative_to(ROOT))
     assert shipped == wanted
     (entry_points,) = site.glob("*.dist-info/entry_points.txt")

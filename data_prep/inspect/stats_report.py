@@ -1,22 +1,18 @@
 """Formats statistics of token shards as lines for a terminal, a plot, and an HTML report."""
 
 import base64
-import html
 import io
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from zerolm.common.values import count
+from zerolm.report.page import page
 
 Statistics = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 
-STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;
-color:#222;background:#fff}table{border-collapse:collapse;margin:1rem 0}td,th{text-align:right;
-padding:.2rem .6rem;border-bottom:1px solid #ddd;white-space:nowrap}
-td:first-child,th:first-child{text-align:left;padding-left:0}h2{overflow-wrap:anywhere}
-.scroll{overflow-x:auto}.scroll img{min-width:46rem;max-width:100%}.ids span{white-space:nowrap;
-display:inline-block;margin-right:.7rem}code{background:#f3f3f3;padding:0 .2rem}"""
+TEMPLATE = Path(__file__).with_name("stats.html")
 
 
 def text_lines(sources: Sequence[Statistics]) -> Iterator[str]:
@@ -114,54 +110,16 @@ def html_report(sources: Sequence[Statistics], decoders: Sequence[Decode | None]
     Args:
         decoders: for the ids of each source; None if there is no tokenizer beside its shards.
     """
-    image = base64.b64encode(plot(sources)).decode()
-    columns = ["source", "documents", "tokens", "bytes per token", "mean length", "median",
-               "longest", "unused ids", "EOS inside", "copies"]  # fmt: skip
-    table = "".join(f"<th>{name}</th>" for name in columns)
-    for name, source in zip(_names(sources), sources, strict=True):
-        length, ids, duplicates = source["length"], source["ids"], source["duplicates"]
-        bytes_each = source["bytes_per_token"]
-        cells = [name, f"{source['num_documents']:,}", f"{source['num_tokens']:,}",
-                 f"{bytes_each:.3f}" if bytes_each else "-", f"{length['mean']:,.1f}",
-                 f"{length['quantiles']['0.5']:,}", f"{length['longest']:,}",
-                 f"{ids['unused']:,} of {ids['vocab_size']:,}", f"{ids['eos_inside_documents']:,}",
-                 f"{duplicates['again']:,} ({duplicates['share']:.2%})"]  # fmt: skip
-        table += "</tr><tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-    body = f'<div class=scroll><img alt="histograms" src="data:image/png;base64,{image}"></div>'
-    body += f"<div class=scroll><table><tr>{table}</tr></table></div>" + "".join(
-        _section(name, source, decode)
-        for name, source, decode in zip(_names(sources), sources, decoders, strict=True)
-    )
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Token shards</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{STYLE}</style><h1>Token shards</h1>{body}</html>\n"
-    )
-
-
-def _section(name: str, source: Statistics, decode: Decode | None) -> str:
-    tokens, documents = source["num_tokens"], source["num_documents"]
-    longer = "".join(
-        f"<tr><td>{limit['tokens']:,}</td><td>{limit['documents']:,}</td>"
-        f"<td>{limit['documents'] / documents:.2%}</td><td>{limit['of_tokens'] / tokens:.2%}</td>"
-        for limit in source["length"]["longer_than"]
-    )
-    frequent = " ".join(
-        f"<span><code>{html.escape(_text(each['id'], decode))}</code> "
-        f"{each['times'] / tokens:.2%}</span>"
-        for each in source["ids"]["most_frequent"]
-    )
-    repeats = "".join(
-        f"<tr><td>document {each['document']}</td><td>{each['times']:,} times</td>"
-        for each in source["duplicates"]["most_repeated"]
-    )
-    shown = f"<h3>Most repeated documents</h3><table>{repeats}</table>" if repeats else ""
-    return (
-        f"<h2>{html.escape(name)}</h2>"
-        f"<p>{count(tokens)} tokens in {count(documents)} documents.</p><h3>Long documents</h3>"
-        f"<div class=scroll><table><tr><th>above</th><th>documents</th><th>of documents</th>"
-        f"<th>of tokens</th></tr>"
-        f"{longer}</table></div><h3>Most frequent ids</h3><p class=ids>{frequent}</p>{shown}"
+    texts = [
+        [_text(each["id"], decode) for each in source["ids"]["most_frequent"]]
+        for source, decode in zip(sources, decoders, strict=True)
+    ]
+    return page(
+        TEMPLATE,
+        title="Token shards",
+        image=base64.b64encode(plot(sources)).decode(),
+        sources=list(zip(_names(sources), sources, texts, strict=True)),
+        short=count,
     )
 
 

@@ -3,15 +3,18 @@
 Reads no files. Independent of the command line and of encoders.
 """
 
-import html
 import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from zerolm.report.page import page
+
+TEMPLATE = Path(__file__).with_name("comparison.html")
 MAX_SHOWN_TOKENS = 20
 MAX_WORDS_PER_SCRIPT = 5000  # distinct words; enough for two significant digits
 MIN_WORDS = 20  # of a script; with fewer, the script is not reported
@@ -169,14 +172,8 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 def format_html(rows: Sequence[Sequence[str]]) -> str:
     """Return a table as a self-contained HTML page."""
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    style = "td{padding:2px 14px;border-bottom:1px solid #ddd;font:14px sans-serif;white-space:pre}"
-    return (
-        "<!doctype html><meta charset=utf-8><title>Tokenizers compared</title>"
-        f"<style>{style}</style>\n<table>\n{body}\n</table>\n"
-    )
+    heads, *others = rows
+    return page(TEMPLATE, title="Tokenizers compared", heads=heads, rows=others)
 
 
 def _ratio(sources: Mapping[str, Mapping[str, Any]]) -> float:

@@ -1,13 +1,10 @@
 """`report.html`: one self-contained HTML file about a run, or about several side by side.
 
 `zerolm.report.run_history` reads the run directories, `zerolm.report.report_data` turns them into
-JSON, and the scripts in `assets/` draw it in the browser. The report loads nothing, and its content
-security policy forbids loading. Text from a run is inserted as text, never as markup.
-Standard library only.
+JSON, and the scripts in `assets/` draw it in the browser, where text from a run is inserted as
+text, never as markup.
 """
 
-import base64
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +12,11 @@ from typing import Any
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import write_atomically
 from zerolm.common.run_files import RunFiles
-from zerolm.common.values import strict_json
+from zerolm.report.page import ASSETS, page
 from zerolm.report.report_data import report_data
 from zerolm.report.run_history import read_runs
 
-ASSETS = Path(__file__).parent / "assets"
-STYLES, SCRIPTS = (
-    ("page.css",),
-    ("format.js", "axis.js", "view.js", "elements.js", "chart.js", "sections.js", "page.js"),
-)
+SCRIPTS = ("format.js", "axis.js", "view.js", "elements.js", "chart.js", "sections.js", "page.js")
 
 Json = dict[str, Any]
 
@@ -57,25 +50,4 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path | None = Non
 
 def render(data: Json) -> str:
     """Return the HTML that draws the data of a report."""
-    style = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in STYLES)
-    script = "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    script = f"'use strict';(() => {{\n{script}\n}})();"
-    policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
-        f"base-uri 'none'; form-action 'none'"
-    )
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": json_in_html(data)}
-    template = (ASSETS / "page.html").read_text(encoding="utf-8")
-    pieces = template.split("%%")  # text, NAME, text, NAME, ... text
-    pieces[1::2] = [parts[name] for name in pieces[1::2]]
-    return "".join(pieces)
-
-
-def json_in_html(data: Json) -> str:
-    """Return JSON that cannot close the HTML element it is placed in."""
-    text = strict_json(data, ensure_ascii=True, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _digest(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return page(ASSETS / "run.html", ("run.css",), SCRIPTS, title="Training run", data=data)

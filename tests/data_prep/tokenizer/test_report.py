@@ -107,4 +107,4 @@ def test_commands_train_on_a_sample_and_compare(tmp_path):
 
 
 def test_html_shows_the_escaped_cells():
-    assert "<td>a &lt;b&gt;</td>" in format_html([["a <b>", "1"]])
+    assert ">a &lt;b&gt;</td>" in format_html([["", "mine"], ["a <b>", "1"]])

@@ -284,5 +284,7 @@ def test_the_assets_are_installed(tmp_path) -> None:
         [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build"],
         cwd=tmp_path, check=True, timeout=120, capture_output=True,
     )  # fmt: skip
-    names = {*report.STYLES, *report.SCRIPTS, "page.html"}
-    assert {path.name for path in (tmp_path / "build/lib/zerolm/report/assets").iterdir()} == names
+    for pattern in ("zerolm/report/assets/*", "data_prep/*/*.html"):
+        names = {path.relative_to(ROOT) for path in ROOT.glob(pattern)}
+        built = tmp_path / "build/lib"
+        assert names and {path.relative_to(built) for path in built.glob(pattern)} == names
