@@ -22,13 +22,14 @@ if __name__ == "__main__":
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
+from zerolm import features
 from zerolm.checkpoint import branch
 from zerolm.checkpoint.directory import candidates
 from zerolm.common.command_line import open_standard_streams
@@ -44,6 +45,7 @@ from zerolm.common.secrets import mask_tracebacks
 from zerolm.data.loader import require_complete_files
 from zerolm.distributed import collectives, process_group
 from zerolm.ds_config.profile import Profile
+from zerolm.features.feature import Feature
 from zerolm.optim import custom
 from zerolm.optim.gradient_sums import spare_memory_traffic
 from zerolm.optim.parameter_groups import (
@@ -142,7 +144,8 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
     startup.mark("connection")
     print_rank0 = partial(collectives.print_rank0, rank)
     print_rank0(plan.summary())
-    run = Run(plan, build_engine(plan, device, print_rank0), device, stop)
+    wanted = features.build(plan)
+    run = Run(plan, build_engine(plan, wanted, device, print_rank0), wanted, device, stop)
     startup.mark("model")
     resumed = run.start()
     startup.mark("states")
@@ -161,7 +164,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
             if run.saves:
                 run.save()
             else:
-                run.copy_to_memory()
+                run.between_saves()
             run.uploads.tick()
             run.html_report.tick()
             # A requested stop leaves the evaluation to the resume, so that the run stops sooner.
@@ -180,10 +183,15 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
 # The model and the DeepSpeed engine
 
 
-def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> Any:
+def build_engine(
+    plan: Plan, wanted: Sequence[Feature], device: Any, print_rank0: Callable[..., None]
+) -> Any:
     """Build the model, check its initial weights, and return the DeepSpeed engine that trains it.
 
     Every rank must call.
+
+    Args:
+        wanted: the features of the run, which may change the model and the engine.
 
     Raises:
         ConfigError: the initial weights are not as the model config implies, or the attention
@@ -193,10 +201,8 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
     from deepspeed.utils import logger
 
     from zerolm.distributed import ulysses
-    from zerolm.fp8 import layers
-    from zerolm.model import biased_routers, build, chunked_loss, compile
+    from zerolm.model import build
     from zerolm.pretrained import check as pretrained
-    from zerolm.train import mask_check
 
     settings = plan.settings
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -205,28 +211,19 @@ def build_engine(plan: Plan, device: Any, print_rank0: Callable[..., None]) -> A
     existing = pretrained.verified(plan.initial)
     model = build_checked_model(plan, existing, device, print_rank0)
 
-    # Changes to the model that must precede deepspeed.initialize.
-    if settings.balance_rate:
-        biased_routers.move_biases_to_buffers(model)
+    for feature in wanted:
+        feature.change_model(model)
     buffers = build.float32_buffers(model)
-    if settings.loss_chunk_tokens:
-        chunked_loss.install(model, settings.loss_chunk_tokens, settings.z_loss > 0)
-    if settings.fp8:
-        layers.install(model)
-    if settings.compile:
-        compile.mark_leaf_modules(model, plan.profile.zero_stage)
     mpu = ulysses.register_attention(
         model, plan.layout, settings.micro_batch_size, settings.seq_len
     )
     engine = initialize(plan, model, mpu, existing, print_rank0)
 
-    # Restore the buffers that DeepSpeed has cast, compile the blocks, and test the document mask.
-    build.restore_float32_buffers(engine.module, buffers)
-    if settings.compile:
-        print_rank0(compile.compile_blocks(engine.module))
+    build.restore_float32_buffers(engine.module, buffers)  # which DeepSpeed has cast
     engine.train()
-    if settings.document_mask:
-        print_rank0(mask_check.check(engine, plan, device))
+    for feature in wanted:
+        if line := feature.change_engine(engine):
+            print_rank0(line)
     return engine
 
 

@@ -24,27 +24,28 @@ from tests import ROOT, tracked
 LADDER = {
     "zerolm.common": 0,
     "zerolm.optim": 0,
-    "zerolm.config": 1,
-    "zerolm.distributed": 1,
-    "zerolm.ds_config": 2,
-    "zerolm.integrity": 2,
-    "zerolm.model": 2,
-    "zerolm.shards": 2,
-    "zerolm.watchdog": 2,
-    "zerolm.attention": 3,
-    "zerolm.data": 3,
-    "zerolm.fp8": 3,
-    "zerolm.pretrained": 3,
-    "zerolm.tracking": 3,
-    "zerolm.plan": 4,
-    "zerolm.checkpoint": 5,
-    "zerolm.evaluate": 5,
-    "zerolm.export": 6,
-    "zerolm.report": 6,
-    "zerolm.upload": 6,
-    "zerolm.preflight": 7,
-    "zerolm.train": 8,
-    "zerolm.cli": 9,
+    "zerolm.features": 1,
+    "zerolm.config": 2,
+    "zerolm.distributed": 2,
+    "zerolm.ds_config": 3,
+    "zerolm.integrity": 3,
+    "zerolm.model": 3,
+    "zerolm.shards": 3,
+    "zerolm.watchdog": 3,
+    "zerolm.attention": 4,
+    "zerolm.data": 4,
+    "zerolm.fp8": 4,
+    "zerolm.pretrained": 4,
+    "zerolm.tracking": 4,
+    "zerolm.plan": 5,
+    "zerolm.checkpoint": 6,
+    "zerolm.evaluate": 6,
+    "zerolm.export": 7,
+    "zerolm.report": 7,
+    "zerolm.upload": 7,
+    "zerolm.preflight": 8,
+    "zerolm.train": 9,
+    "zerolm.cli": 10,
     "data_prep.read": 0,
     "data_prep.tasks": 0,
     "data_prep.inspect": 1,
@@ -65,17 +66,23 @@ LADDER = {
     "launch.doctor": 2,
     "launch.render": 2,
 }
-ENTRY_POINTS = 10  # pretrain.py and the modules directly in a package
+ENTRY_POINTS = 11  # pretrain.py and the modules directly in a package
 ALL = ("pretrain", "zerolm.__main__")  # entry points of all three packages
-SHARED = 7  # the highest rung of zerolm that data_prep and launch may import
+SHARED = 8  # the highest rung of zerolm that data_prep and launch may import
+# Imported for their flags, on this rung; what their hooks import is imported when a run is planned
+# or trained, and may be whatever the training loop uses.
+FEATURES, HOOKS = "zerolm.features", "zerolm.train"
 MAX_MODULES = 18  # in one folder
 PACKAGES = ("zerolm", "data_prep", "launch")
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}
 
 
 def modules() -> dict[str, Path]:
-    """Return {dotted name: file} of every module of the project, except `__init__.py` files."""
-    found = {"pretrain": ROOT / "pretrain.py"}
+    """Return {dotted name: file} of every module of the project.
+
+    Of `__init__.py` files only that of the features, which has their list.
+    """
+    found = {"pretrain": ROOT / "pretrain.py", FEATURES: ROOT / "zerolm/features/__init__.py"}
     for package in PACKAGES:
         for path in tracked(f"{package}/**/*.py"):
             parts = path.relative_to(ROOT).with_suffix("").parts
@@ -96,10 +103,14 @@ def rung(name: str) -> int:
     return LADDER.get(room(name), ENTRY_POINTS)
 
 
-def imports_of(name: str) -> set[str]:
-    """Return the project's modules that a module imports anywhere in its source."""
-    named = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+def imports_of(name: str, in_hooks: bool = False) -> set[str]:
+    """Return the project's modules that a module imports anywhere in its source.
+
+    Args:
+        in_hooks: of features, what is imported in hooks too, and not only at once.
+    """
+    named, tree = set(), ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    for node in tree.body if room(name) == FEATURES and not in_hooks else ast.walk(tree):
         if isinstance(node, ast.Import):
             named |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -177,6 +188,12 @@ def test_what_is_imported_at_once_is_installed_without_an_extra():
 
 def test_imports_run_downward():
     assert not upward_imports()
+
+
+def test_hooks_of_features_import_what_the_training_loop_may():
+    for name in (each for each in MODULES if room(each) == FEATURES):
+        for target in imports_of(name, in_hooks=True):
+            assert rung(target) <= LADDER[HOOKS], f"{name} imports {target}"
 
 
 def test_there_is_no_import_cycle():

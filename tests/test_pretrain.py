@@ -36,6 +36,7 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
 
     monkeypatch.setattr(pretrain, "Run", Run)
     monkeypatch.setattr(pretrain, "build_engine", lambda *_: None)
+    monkeypatch.setattr(pretrain.features, "build", lambda plan: [])
     device = SimpleNamespace(type="none")
     monkeypatch.setattr(pretrain.process_group, "init", lambda: (0, 1, device))
     monkeypatch.setattr(pretrain.collectives, "broadcast_object", lambda value: value)

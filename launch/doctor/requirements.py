@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from zerolm.common.errors import ConfigError
 from zerolm.config.settings import Settings
+from zerolm.features import state_bytes
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def checkpoint_bytes(settings: Settings) -> int | None:
     try:
         profile = Profile.read(settings.deepspeed_config)
         shapes = Model.load(config).shapes
-        return memory.checkpoint_bytes(shapes, profile, ema=settings.ema_tokens > 0)
+        return memory.checkpoint_bytes(shapes, profile, kept_bytes=state_bytes(settings))
     except ConfigError:
         return None
 

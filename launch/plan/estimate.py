@@ -10,6 +10,7 @@ from launch.plan.planned_run import PlannedRun
 from launch.plan.reliability import Interruptions, interruptions
 from launch.plan.step_time import StepTime, step_time
 from zerolm.config import defaults
+from zerolm.features import state_bytes
 from zerolm.model.activation_memory import Activations
 from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
 from zerolm.plan import memory
@@ -104,7 +105,7 @@ def estimate(
     rate = run.settings.batch_tokens / step.seconds
     peak = hardware.peak(run.profile.compute_precision)
     assert peak is not None
-    size = memory.checkpoint_bytes(model.shapes, run.profile, ema=settings.ema_tokens > 0)
+    size = memory.checkpoint_bytes(model.shapes, run.profile, kept_bytes=state_bytes(settings))
     write = size / assumed.storage_write_bytes_per_second
     copy = size / run.devices / hardware.host_link
     stall = copy if settings.async_checkpoint else copy + write
@@ -156,8 +157,8 @@ def estimate(
 def device_memory(run: PlannedRun, ratio: float = 1.0) -> DeviceMemory:
     """Return the peak bytes of one device and of its part of host memory, times `ratio`."""
     model, hardware, settings = run.model, run.hardware, run.settings
-    average = settings.ema_tokens > 0
-    states = memory.model_states(model.shapes, run.profile, run.devices, ema=average)
+    kept = state_bytes(settings)
+    states = memory.model_states(model.shapes, run.profile, run.devices, kept_bytes=kept)
     buckets, gathered = memory.buffer_bytes(run.shapes_of_rank[0], run.profile)
     activations = activations_of_rank(run)
     peak = activations.peak(settings.gradient_checkpointing, run.settings.micro_batch_size)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from launch.plan.hardware import Hardware
+from zerolm import features
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
@@ -20,7 +21,6 @@ from zerolm.model.flops import TRAINING_TO_FORWARD, flops_per_token, head_flops_
 from zerolm.model.model import Model
 from zerolm.plan.rank_share import shapes_of_rank
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
-from zerolm.preflight import model_rules
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,9 @@ def plan_run(
         round_batch=True,
     )
     found.problems += model_problems(settings, model.config, profile, devices)
-    found.problems += model_rules.qk_clip_problems(settings, model.config)
-    found.problems += model_rules.fp8_problems(settings, model.config, profile, "absent")
+    found.problems += features.problems(
+        features.Case(settings, model.config, profile, devices, "absent")
+    )
     if found.problems:
         raise ConfigError(list(dict.fromkeys(found.problems)))
     resolved = Resolved.of(settings)

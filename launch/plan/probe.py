@@ -24,6 +24,7 @@ from zerolm.common.shipped import SCRIPT
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import FLAGS, Settings
 from zerolm.ds_config.profile import Profile
+from zerolm.features import state_bytes
 from zerolm.model.activation_checkpointing import command_line_arguments
 from zerolm.model.model import Model
 from zerolm.plan import memory
@@ -102,7 +103,7 @@ def probe(
         directory = Path(name)
         flags = _prepare(model, settings, ds_path, ranks, directory)
         _launch(flags, ranks, directory, timeout_seconds)
-        return _collect(model, directory, ranks)
+        return _collect(model, directory, ranks, state_bytes(settings))
 
 
 def _prepare(
@@ -179,7 +180,7 @@ def _launch(flags: list[str], ranks: int, directory: Path, timeout_seconds: floa
         raise ConfigError(f"command line: --probe: the run failed with exit code {code}:\n{tail}")
 
 
-def _collect(model: Model, directory: Path, ranks: int) -> Probe:
+def _collect(model: Model, directory: Path, ranks: int, kept_bytes: int) -> Probe:
     """Read the figures of a finished run, and predict the same figures."""
     files = RunFiles(directory / "run")
     record = read_json(files.record, "the record of the probe's run")
@@ -189,8 +190,8 @@ def _collect(model: Model, directory: Path, ranks: int) -> Probe:
     rows = [json.loads(line) for line in files.metrics.read_text().splitlines()]
     seconds = [row["throughput/step_seconds"] for row in rows if "throughput/step_seconds" in row]
     peaks = [row["memory/peak_bytes"] for row in rows if row.get("memory/peak_bytes")]
-    average, layout = settings.get("ema_tokens", 0) > 0, profile.layout(ranks)
-    states = memory.model_states(model.shapes, profile, ranks, ema=average)
+    layout = profile.layout(ranks)
+    states = memory.model_states(model.shapes, profile, ranks, kept_bytes=kept_bytes)
     shapes, _ = shapes_of_rank(model.shapes, layout)
     activation_bytes = memory.activation_bytes(
         config_of_rank(model.config, layout),
@@ -219,7 +220,9 @@ def _collect(model: Model, directory: Path, ranks: int) -> Probe:
         batch_tokens=settings["batch_tokens"],
         flops_per_token=flops_per_token(model.config, model.shapes, settings["seq_len"]),
         checkpoint_bytes=sum(path.stat().st_size for path in checkpoints),
-        predicted_checkpoint_bytes=memory.checkpoint_bytes(model.shapes, profile, ema=average),
+        predicted_checkpoint_bytes=memory.checkpoint_bytes(
+            model.shapes, profile, kept_bytes=kept_bytes
+        ),
         device=device,
     )
 

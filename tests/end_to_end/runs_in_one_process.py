@@ -53,6 +53,7 @@ def write_weights(engine, path: Path) -> None:
 
 def train(flags: list[str], until: int, device, weights: str = "") -> None:
     import pretrain
+    from zerolm import features
     from zerolm.distributed import collectives
     from zerolm.preflight import check
     from zerolm.train import stability
@@ -67,8 +68,9 @@ def train(flags: list[str], until: int, device, weights: str = "") -> None:
     collectives.barrier()
     say = partial(collectives.print_rank0, rank)
     say(plan.summary())
-    engine = pretrain.build_engine(plan, device, say)
-    run = Run(plan, engine, device, stability.StopRequest(None))
+    wanted = features.build(plan)
+    engine = pretrain.build_engine(plan, wanted, device, say)
+    run = Run(plan, engine, wanted, device, stability.StopRequest(None))
     run.start()
     batches = run.batches()
     while not run.finished and not run.stopping:

@@ -16,7 +16,13 @@ from typing import Any
 
 from zerolm.checkpoint.checksums import piece_problem
 from zerolm.checkpoint.file_lists import all_entries, pieces, with_lists
-from zerolm.checkpoint.manifest import ListedFile, Progress, manifest_digest, parse_manifest
+from zerolm.checkpoint.manifest import (
+    ListedFile,
+    Progress,
+    SavedProgress,
+    manifest_digest,
+    parse_manifest,
+)
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, write_json
@@ -45,7 +51,7 @@ class Checkpoint:
 
     @property
     def progress(self) -> Progress:
-        return Progress(**self.manifest["progress"])
+        return SavedProgress(**self.manifest["progress"]).read()
 
     @property
     def digest(self) -> str:

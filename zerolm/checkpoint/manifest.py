@@ -30,13 +30,11 @@ class Progress:
         tokens: tokens of the steps that were applied; the learning rate depends on these.
         skipped_steps: steps that were not applied: refused for a spike, or skipped by DeepSpeed.
         spikes: steps that were anomalies, see zerolm/optim/spikes.py.
-        rollbacks: number of rollbacks to a checkpoint.
-        skipped_windows: ranges [start, end) of sequence numbers that are skipped after rollbacks.
-        history: a `zerolm.optim.spikes.History` as JSON, for spike detection.
-        health: a `zerolm.train.health.HealthState` as JSON, for the next metrics.
-        ema_counted: steps counted by the moving average of the weights, see zerolm/optim/ema.py.
-        clipping: gradient-norm statistics, `zerolm.optim.adaptive_clip.NormStatistics` as JSON.
-        routing: loads of experts in the last step, `zerolm.train.routing.Routing.state`.
+        rollbacks: how often the run has rolled back to a checkpoint.
+        skipped_windows: ranges [start, end) of sequence numbers that rollbacks made it skip.
+        history: for spike detection, a `zerolm.optim.spikes.History` as JSON.
+        health: for the next metrics, a `zerolm.train.health.HealthState` as JSON.
+        features: the state of each `zerolm.features.feature.Feature` that has one, by name.
 
     Lists and dicts are replaced, never mutated: a writer thread may hold a shallow copy.
     """
@@ -50,9 +48,27 @@ class Progress:
     skipped_windows: list[Range] = field(default_factory=list)
     history: dict[str, Any] = field(default_factory=dict)
     health: dict[str, Any] = field(default_factory=dict)
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class SavedProgress(Progress):
+    """`Progress` of a manifest. Earlier releases wrote the states of three features beside it."""
+
     clipping: dict[str, Any] = field(default_factory=dict)
     ema_counted: float = 0.0
     routing: dict[str, Any] = field(default_factory=dict)
+
+    def read(self) -> Progress:
+        """Return the progress with the states of all features."""
+        values = dict(vars(self))
+        earlier = {
+            "adaptive_clip": values.pop("clipping"),
+            "ema": {"counted": counted} if (counted := values.pop("ema_counted")) else {},
+            "expert_balance": values.pop("routing"),
+        }
+        found = {name: state for name, state in earlier.items() if state}
+        return Progress(**{**values, "features": found | self.features})
 
 
 class _ListedFile(TypedDict):
@@ -98,7 +114,7 @@ class _Required(TypedDict):
     format: str
     version: int
     digest: str
-    progress: Progress
+    progress: SavedProgress
     files: list[ListedFile]
     world_size: Count
     zero_stage: Count

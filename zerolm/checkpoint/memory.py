@@ -97,42 +97,41 @@ class MemoryCopies:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-def connect(run_dir: Path, rank: int, tensor_rank: int, *, wanted: bool) -> MemoryCopies | None:
-    """Prepare the memory of all hosts for copies, or remove those of an earlier start.
-
-    Every rank must call.
+def connect(run_dir: Path, rank: int, tensor_rank: int) -> MemoryCopies:
+    """Prepare the memory of all hosts for copies; return this rank's part. Every rank must call.
 
     Args:
-        tensor_rank: rank within a tensor-parallel group.
-        wanted: whether this start makes copies.
-
-    Returns:
-        This rank's part of the copies, None if no copies are wanted.
+        tensor_rank: the part of the model that the rank has, with tensor parallelism.
 
     Raises:
         ConfigError: on every rank: a host cannot have the directory.
     """
-    token = None
-    if rank == 0:
-        token = create_token(run_dir) if wanted else read_token(run_dir)
-    token = collectives.broadcast_object(token)
-    if token is None:
-        return None
-    machine = processes.machine_id()
-    places = collectives.gather_objects((machine, tensor_rank))
-    leads = places.index((machine, tensor_rank)) == rank
+    token = collectives.broadcast_object(create_token(run_dir) if rank == 0 else "")
+    places = collectives.gather_objects((processes.machine_id(), tensor_rank))
+    _on_each_host(rank, lambda: create_directory(run_dir, token))
+    return MemoryCopies(directory_of(run_dir, token), rank, places.index(places[rank]) == rank)
+
+
+def forget(run_dir: Path, rank: int) -> None:
+    """Remove the copies of an earlier start from all hosts. Every rank must call.
+
+    Raises:
+        ConfigError: on every rank: a host cannot remove them.
+    """
+    if collectives.broadcast_object(read_token(run_dir) if rank == 0 else None) is not None:
+        _on_each_host(rank, lambda: remove_copies(run_dir))
+
+
+def _on_each_host(rank: int, action: Callable[[], object]) -> None:
+    """Remove abandoned copies and do something on one rank of each host. Every rank must call."""
     problem = ""
-    if [each for each, _ in places].index(machine) == rank:  # one rank of the host
+    if collectives.gather_objects(processes.machine_id()).index(processes.machine_id()) == rank:
         try:
             remove_abandoned()
-            if wanted:
-                create_directory(run_dir, token)
-            else:
-                remove_copies(run_dir)
+            action()
         except OSError as error:
             problem = f"--memory_checkpoint_interval: {user_directory()}: {error}. Remove it."
     collectives.require_on_all_ranks(not problem, problem)
-    return MemoryCopies(directory_of(run_dir, token), rank, leads) if wanted else None
 
 
 def user_directory() -> Path:

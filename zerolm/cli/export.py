@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     checkpoint = verified_checkpoint(arguments.checkpoint)
     run_dir, average = run_of(checkpoint), arguments.ema
-    if average and not checkpoint.progress.ema_counted:
+    if average and "ema" not in checkpoint.progress.features:
         raise ConfigError(
             f"--ema: {checkpoint.directory} has no moving average of the weights. Export a "
             f"checkpoint of a run with --ema_tokens, or average several with zerolm merge."

@@ -1,21 +1,11 @@
-"""The table of metrics: the contents of `metrics.jsonl`, and where each metric is shown.
+"""The metrics that every run may have: the contents of `metrics.jsonl`, and how each is shown.
 
-The tables of docs/metrics.md, the panels of `report.html`, the W&B workspace, the console line and
-the progress bar are derived from `METRICS`. A metric that is not in it is still logged, sent to
-trackers, and drawn in a panel of its own, in the section `OTHER`. Standard library only.
-
-    python -m tests.test_tables    # writes the tables of docs/metrics.md
+Those of a part that may be off are in its module of zerolm/features. The table of all is in
+zerolm/tracking/shown_metrics.py. Standard library only.
 """
 
 import re
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple
-
-from zerolm.common.values import count
-
-OTHER = "Other"  # section of metrics that are not in the table
 
 
 @dataclass(frozen=True)
@@ -72,15 +62,6 @@ class Metric:
         return re.fullmatch(pattern, key) is not None
 
 
-class Chart(NamedTuple):
-    """A panel that has something to draw."""
-
-    section: str
-    panel: Panel
-    unit: str
-    keys: list[str]
-
-
 # fmt: off
 LOSS = Panel("Loss", smooth=True,
     about="Mean cross-entropy of a step's global batch. Marks are evaluations on held-out text. "
@@ -93,15 +74,10 @@ CORE = Panel("CORE", points=True,
     about="Mean centered accuracy of the tasks of CORE: random answers get 0.")
 GRADIENT_NORM = Panel("Gradient norm", smooth=True, log=True,
     about="2-norm before clipping. Above the dashed line the gradient is clipped.")
-ATTENTION_LOGIT = Panel("Largest attention logit", smooth=True,
-    about="Of all heads in a step's batch, before softmax; with `--qk_clip`.")
 NOISE_SCALE = Panel("Gradient noise scale", smooth=True, log=True,
     about="Above this batch size more tokens per step help little (McCandlish et al., 2018). Drawn "
         "with the actual batch size.")
 BATCH = Panel("Batch")  # of a run that does not measure its noise scale
-ROUTER_CHOICE = Panel("Router choice", smooth=True,
-    about="Entropy of the routers' probabilities, divided by the entropy of a uniform choice; and "
-        "the share of experts that got no token in the step.")
 Z_LOSS = Panel("Z-loss", smooth=True,
     about="Weighted mean of the squared logarithm of the sum of exponentials of logits.")
 STEP_TIME = Panel("Step time", smooth=True, log=True,
@@ -114,7 +90,7 @@ CHECKPOINTS = Panel("Checkpoints", points=True,
 REFUSED_STEPS = Panel("Refused steps", about="Since the run began.")
 
 # Sections, metrics and panels are shown in this order.
-METRICS: dict[str, tuple[Metric, ...]] = {
+SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Loss": (
         Metric("train/loss", "nats per token", LOSS, line="loss={:.4f}", bar="loss {:.4f}",
             bar_rank=1,
@@ -129,11 +105,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             "UTF-8 bytes of that text (see below); absent if the tokenizer is not known"),
         Metric("eval/bits_per_byte", "bits per byte", BITS_PER_BYTE,
             "the same for the validation tokens of all `--val_data`"),
-        Metric("eval/ema_loss", "nats per token", LOSS,
-            "with `--ema_tokens`: `eval/loss` with the moving average of the weights"),
-        Metric("eval/ema_perplexity", "", None, "`exp(eval/ema_loss)`"),
-        Metric("eval/ema_bits_per_byte", "bits per byte", BITS_PER_BYTE,
-            "with `--ema_tokens`: `eval/bits_per_byte` with the moving average of the weights"),
         Metric("data/<source>/loss", "nats per token",
             Panel("Loss by source", many=True, smooth=True,
                 about="Training loss of each source's tokens in the step's batch."),
@@ -148,12 +119,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/<source>/bits_per_byte", "bits per byte",
             Panel("Evaluation by source, bits per byte", many=True, points=True),
             "`eval/bits_per_byte` of one source; only if there are several"),
-        Metric("eval/<source>/ema_loss", "nats per token",
-            Panel("Evaluation by source", many=True, points=True),
-            "with `--ema_tokens`: `eval/ema_loss` of one source"),
-        Metric("eval/<source>/ema_bits_per_byte", "bits per byte",
-            Panel("Evaluation by source, bits per byte", many=True, points=True),
-            "with `--ema_tokens`: `eval/ema_bits_per_byte` of one source"),
     ),
     "Evaluation": (
         Metric("eval/hellaswag/acc", "share", TASKS,
@@ -187,21 +152,11 @@ METRICS: dict[str, tuple[Metric, ...]] = {
             bar_rank=5, about="learning rate of the last step"),
         Metric("train/grad_norm", "", GRADIENT_NORM, line="grad_norm={:.3f}", bar="grad {:.3g}",
             bar_rank=4, about="2-norm of the gradient before clipping"),
-        Metric("train/clip_norm", "", GRADIENT_NORM,
-            "with `--adaptive_clip`: upper bound on the last step's gradient norm; absent while "
-            "there is none"),
         Metric("train/clipped_share", "share",
             Panel("Clipped steps", smooth=True,
                 about="Share of the steps since the previous line."),
             "share of the steps since the previous line whose gradient was clipped; absent without "
             "`gradient_clipping` or `--adaptive_clip`"),
-        Metric("train/max_attention_logit", "", ATTENTION_LOGIT,
-            "with `--qk_clip`: largest attention logit of all heads in the last step's batch"),
-        Metric("train/max_attention_logit/<block>", "",
-            Panel("Largest attention logit by block", many=True, ordered=True, smooth=True),
-            "the same for one block"),
-        Metric("train/clipped_heads", "heads", Panel("Clipped heads", smooth=True),
-            "with `--qk_clip`: heads whose query and key weights the last step scaled down"),
         Metric("train/param_norm", "", Panel("Parameter norm", about="2-norm of all weights."),
             "2-norm of all parameters; absent if they are on NVMe"),
         Metric("train/param_norm/<block>", "",
@@ -229,27 +184,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
         Metric("train/auxiliary_loss", "nats", Panel("Router loss", smooth=True),
             "router loss of a mixture of experts, weighted as in the model's config; mean over the "
             "micro-batches of all ranks; not included in `train/loss`"),
-        Metric("train/router_z_loss", "nats", Z_LOSS,
-            "with `--router_z_loss`: the weighted z-loss of the routers; not included in "
-            "`train/loss`"),
-        Metric("train/z_loss", "nats", Z_LOSS,
-            "with `--z_loss`: the weighted z-loss of the output logits; not included in "
-            "`train/loss`"),
-        Metric("router/load_imbalance", "",
-            Panel("Router balance", smooth=True,
-                about="Tokens of the busiest expert, divided by the mean over all experts; "
-                    "averaged over the routers. 1 is balanced."),
-            "mixture of experts: tokens of the busiest expert, divided by the mean over all "
-            "experts; averaged over the routers. 1 is balanced"),
-        Metric("router/load_imbalance/router.<n>", "",
-            Panel("Balance by router", many=True, ordered=True, smooth=True,
-                about="From the first router (blue) to the last (yellow)."),
-            "the same for one router, numbered from 0 in the order of the model"),
-        Metric("router/entropy", "share", ROUTER_CHOICE,
-            "mean entropy of the routers' probabilities for a token, divided by the entropy of a "
-            "uniform choice"),
-        Metric("router/unused_experts", "share", ROUTER_CHOICE,
-            "share of the experts that got no token in the step"),
     ),
     "Speed": (
         Metric("throughput/tokens_per_second", "tokens/s", Panel("Throughput", smooth=True),
@@ -307,8 +241,6 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     "Checkpoints": (
         Metric("checkpoint/stall_seconds", "s", CHECKPOINTS,
             "how long training was paused for a checkpoint"),
-        Metric("checkpoint/memory_seconds", "s", CHECKPOINTS,
-            "how long training was paused to copy the states for `--memory_checkpoint_interval`"),
         Metric("checkpoint/copy_seconds", "s", CHECKPOINTS,
             "part of the pause spent copying states to host memory"),
         Metric("checkpoint/wait_seconds", "s", CHECKPOINTS,
@@ -326,49 +258,3 @@ METRICS: dict[str, tuple[Metric, ...]] = {
     ),
 }
 # fmt: on
-ALL = tuple(metric for section in METRICS.values() for metric in section)
-
-
-@cache
-def metric_of(key: str) -> Metric | None:
-    """Return the metric of a key of `metrics.jsonl`, None if it is not in the table."""
-    exact = [metric for metric in ALL if metric.key == key]
-    return next((metric for metric in exact or ALL if metric.matches(key)), None)
-
-
-def charts(keys: Collection[str]) -> list[Chart]:
-    """Return the panels that show these metrics, in the order of the table, unknown ones last."""
-    ordered = sorted(keys, key=_by_number)
-    found = []
-    for section, metrics in METRICS.items():
-        for panel in dict.fromkeys(metric.panel for metric in metrics):
-            if panel is None:
-                continue
-            members = [metric for metric in metrics if metric.panel == panel]
-            drawn = [key for metric in members for key in ordered if metric_of(key) is metric]
-            if drawn:
-                found.append(Chart(section, panel, members[0].unit, drawn))
-    unknown = [key for key in ordered if metric_of(key) is None]
-    return found + [Chart(OTHER, Panel(key), "", [key]) for key in unknown]
-
-
-def line_figures(row: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of a row that the console line prints, as `key=value`."""
-    return [_figure(metric.line, row[metric.key]) for metric in ALL
-            if metric.line and row.get(metric.key) is not None]  # fmt: skip
-
-
-def bar_figures(row: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of a row that the progress bar shows, the most important first."""
-    shown = [metric for metric in ALL if metric.bar and row.get(metric.key) is not None]
-    shown.sort(key=lambda metric: metric.bar_rank)
-    return [_figure(metric.bar, row[metric.key]) for metric in shown]
-
-
-def _figure(template: str, value: float) -> str:
-    return template.format(value, count=count(value))
-
-
-def _by_number(key: str) -> list[Any]:
-    """Sort layers.2 before layers.10."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]

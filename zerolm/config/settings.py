@@ -1,16 +1,19 @@
 """The settings of a run: one field per flag, with its unit, bounds and help.
 
+Those of a part that may be off are in its module of zerolm/features.
+
 A setting that is not given is None here; resolving the settings replaces it by a default that
 suits the model. Values that belong in DeepSpeed's JSON have no flag. Must not depend on data, the
 model or the DeepSpeed JSON. Standard library only, so that `--help` is instant.
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerolm.common.values import duration, parse_number
+from zerolm.common.values import parse_number
+from zerolm.features import FEATURES
+from zerolm.features.flag import count, flag, real, switch
 from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS
 
 COMMAND_LINE = "command line"
@@ -53,76 +56,14 @@ GROUPS = {
 }
 
 
-def _flag(
-    group: str,
-    kind: str,
-    help: str,
-    *,
-    shows: str = "",
-    default: Any = None,
-    minimum: float | None = None,
-    below: float | None = None,
-    choices: Sequence[str] = (),
-    saved: bool = True,
-    tracker: str = "",
-    changes_curve: bool = False,
-    unchangeable: str = "",
-    follows: bool = False,
-    of_one_run: bool = False,
-    probed: bool = False,
-    no_tensor_parallel: str = "",
-) -> Any:
-    """Describe a field; a default with a value is added to its help.
-
-    Args:
-        group: a key of `GROUPS`.
-        kind: how its value is converted, a key of `zerolm.config.flags.CONVERTERS`.
-        shows: placeholder of its value in the help.
-        minimum, below: inclusive lower and exclusive upper bound.
-        saved: it is saved in run.json.
-        tracker: `module:class` of the `Tracker` that the flag switches on.
-        changes_curve: a resume with another value changes the loss curve. In a run from before the
-            setting existed it had the default value.
-        unchangeable: why no resume may have another value, even with --accept_changes.
-        follows: it follows from other settings or from the machine, so it is derived again in every
-            run.
-        of_one_run: a branch does not take it over from its trunk.
-        probed: it changes the memory or the time of a step, so `plan --probe` runs with it.
-        no_tensor_parallel: why it cannot be combined with tensor parallelism.
-    """
-    if help and kind not in ("switch", "recompute", "list") and default is not None:
-        text = duration(default).removesuffix("00s") if kind == "duration" else default
-        help += f" (default: {text:g})" if isinstance(text, float) else f" (default: {text})"
-    about: dict[str, Any] = {
-        **{"group": group, "kind": kind, "help": help, "shows": shows, "minimum": minimum},
-        **{"below": below, "choices": tuple(choices), "saved": saved, "tracker": tracker},
-        **{"changes_curve": changes_curve, "unchangeable": unchangeable, "follows": follows},
-        **{"of_one_run": of_one_run, "probed": probed, "no_tensor_parallel": no_tensor_parallel},
-    }
-    return field(default=default, metadata=about)
-
-
-def _count(group: str, help: str, shows: str, minimum: int = 1, **more: Any) -> Any:
-    return _flag(group, "count", help, shows=shows, minimum=minimum, **more)
-
-
-def _real(help: str, **more: Any) -> Any:
-    return _flag("budget", "real", help, shows="X", minimum=0.0, changes_curve=True, **more)
-
-
-def _switch(group: str, help: str, default: bool = False, **more: Any) -> Any:
-    help += f" (default: {'on' if default else 'off'})"
-    return _flag(group, "switch", help, default=default, **more)
-
-
 @dataclass(frozen=True)
-class Settings:
-    """The settings as given by the user; None means not given.
+class Core:
+    """The settings that every run has, as given by the user; None means not given.
 
     Each field is a flag of the same name; `--help` shows its unit and default.
     """
 
-    data: tuple[str, ...] = _flag(
+    data: tuple[str, ...] = flag(
         "data",
         "list",
         "token shards, and their relative weight in the mixture; may be repeated (default: weights "
@@ -130,7 +71,7 @@ class Settings:
         shows="PATH[=WEIGHT]",
         default=(),
     )
-    data_stage: tuple[str, ...] = _flag(
+    data_stage: tuple[str, ...] = flag(
         "data",
         "list",
         "change the mixture at a token count, with weights by directory name; sources not "
@@ -138,7 +79,7 @@ class Settings:
         shows="TOKENS:NAME=W[,...]",
         default=(),
     )
-    mixture_temperature: float | None = _flag(
+    mixture_temperature: float | None = flag(
         "data",
         "real",
         "if --data has no weights: weights proportional to tokens^(1/X); X above 1 favors small "
@@ -146,35 +87,35 @@ class Settings:
         shows="X",
         minimum=0.1,
     )
-    max_epochs: tuple[str, ...] = _flag(
+    max_epochs: tuple[str, ...] = flag(
         "data",
         "list",
         "maximum number of epochs over each source, or over the named source; may be repeated",
         shows="[NAME=]N",
         default=(),
     )
-    over_max_epochs: str | None = _flag(
+    over_max_epochs: str | None = flag(
         "data",
         "text",
         "what to do if a source would exceed --max_epochs; redistribute: drop it at "
         "that point and renormalize the other weights (default: refuse)",
         choices=EPOCH_POLICIES,
     )
-    val_data: tuple[str, ...] = _flag(
+    val_data: tuple[str, ...] = flag(
         "data", "list", "token shards for validation; may be repeated", shows="PATH", default=()
     )
-    seq_len: int | None = _count(
+    seq_len: int | None = count(
         "data",
         "tokens per sequence (default: 2048, or the model's maximum if less)",
         "TOKENS",
         changes_curve=True,
     )
-    document_mask: bool = _switch(
+    document_mask: bool = switch(
         "data",
         "let tokens attend only to tokens of their own document",
         changes_curve=True,
     )
-    packing: str = _flag(
+    packing: str = flag(
         "data",
         "text",
         "concat: split concatenated documents into sequences; best_fit: pack complete "
@@ -183,44 +124,44 @@ class Settings:
         choices=(CONCAT, BEST_FIT),
         changes_curve=True,
     )
-    num_workers: int = _count("data", "data loader processes per rank", "N", minimum=0, default=0)
-    data_cache: str | None = _flag(
+    num_workers: int = count("data", "data loader processes per rank", "N", minimum=0, default=0)
+    data_cache: str | None = flag(
         "data",
         "text",
         "directory on each node that caches token shards of an object store (default: in the "
         "system's temporary directory)",
         shows="PATH",
     )
-    data_cache_bytes: int | None = _flag(
+    data_cache_bytes: int | None = flag(
         "data",
         "bytes",
         "maximum size of --data_cache, shared by all ranks of a node (default: 32 GiB)",
         shows="BYTES",
         minimum=1,
     )
-    eval_tokens: int | None = _count(
+    eval_tokens: int | None = count(
         "data", "validation tokens per evaluation (default: 1M, or all if fewer)", "TOKENS"
     )
 
-    batch_tokens: int | None = _count(
+    batch_tokens: int | None = count(
         "batch",
         "tokens per optimizer step, over all devices (default: from the compute budget)",
         "TOKENS",
         changes_curve=True,
     )
-    micro_batch_size: int | None = _count(
+    micro_batch_size: int | None = count(
         "batch",
         "sequences per device and micro-batch; auto: the largest that fits (default: auto)",
         "SEQUENCES|auto",
         follows=True,
     )
-    batch_ramp_start: int | None = _count(
+    batch_ramp_start: int | None = count(
         "batch",
         "batch size ramp: tokens of the first optimizer step",
         "TOKENS",
         changes_curve=True,
     )
-    batch_ramp_tokens: int | None = _count(
+    batch_ramp_tokens: int | None = count(
         "batch",
         "batch size ramp: tokens until the batch reaches --batch_tokens (default: 10%% of the "
         "total)",
@@ -228,55 +169,54 @@ class Settings:
         changes_curve=True,
     )
 
-    total_tokens: int | None = _count(
+    total_tokens: int | None = count(
         "budget",
         "tokens to train on (default: 20 per parameter)",
         "TOKENS",
         changes_curve=True,
     )
-    learning_rate: float | None = _real("peak learning rate (default: from the compute budget)")
-    min_learning_rate: float | None = _real(
+    learning_rate: float | None = real(
+        "budget", "peak learning rate (default: from the compute budget)", changes_curve=True
+    )
+    min_learning_rate: float | None = real(
+        "budget",
         "final learning rate, of a schedule that decays (default: a tenth of the peak)",
         follows=True,
+        changes_curve=True,
     )
-    warmup_tokens: int | None = _count(
+    warmup_tokens: int | None = count(
         "budget",
         "tokens of the warm-up (default: 1%% of the total)",
         "TOKENS",
         minimum=0,
         changes_curve=True,
     )
-    schedule: str | None = _flag(
+    schedule: str | None = flag(
         "budget",
         "text",
         "learning rate schedule (default: cosine)",
         choices=tuple(SCHEDULES),
         changes_curve=True,
     )
-    decay_tokens: int | None = _count(
+    decay_tokens: int | None = count(
         "budget",
         f"tokens of the decay, for {WITH_DECAY_TOKENS} (default: 20%% of the total)",
         "TOKENS",
         changes_curve=True,
     )
-    weight_decay: float | None = _real("weight decay of matrices (default: 0.1)")
-    beta1: float | None = _real("optimizer's beta1 (default: 0.9)", below=1.0)
-    beta2: float | None = _real("optimizer's beta2 (default: 0.95; Lion 0.99)", below=1.0)
-    ema_tokens: int = _count(
-        "budget",
-        "keep an exponential moving average of the weights with this half-life, evaluate it beside "
-        "them, and save it in checkpoints; 0: off",
-        "TOKENS",
-        default=0,
-        minimum=0,
-        changes_curve=True,
-        probed=True,
+    weight_decay: float | None = real(
+        "budget", "weight decay of matrices (default: 0.1)", changes_curve=True
     )
-
-    model_config: str | None = _flag(
+    beta1: float | None = real(
+        "budget", "optimizer's beta1 (default: 0.9)", below=1.0, changes_curve=True
+    )
+    beta2: float | None = real(
+        "budget", "optimizer's beta2 (default: 0.95; Lion 0.99)", below=1.0, changes_curve=True
+    )
+    model_config: str | None = flag(
         "model", "text", "config.json of a Hugging Face causal language model", shows="PATH"
     )
-    init_from: str | None = _flag(
+    init_from: str | None = flag(
         "model",
         "text",
         "existing weights to start a new run from: a Hugging Face model directory or hub id, or "
@@ -285,13 +225,13 @@ class Settings:
         changes_curve=True,
         unchangeable="the run began with the weights of the old one",
     )
-    init_optimizer: bool = _switch(
+    init_optimizer: bool = switch(
         "model",
         "with --init_from RUN: start with the states of that run's optimizer too",
         changes_curve=True,
         unchangeable="the run has begun with the old value",
     )
-    gradient_checkpointing: bool | str = _flag(
+    gradient_checkpointing: bool | str = flag(
         "model",
         "recompute",
         "recompute activations in the backward pass, to save memory; selective keeps the "
@@ -299,7 +239,7 @@ class Settings:
         shows="[full|selective|off]",
         default=False,
     )
-    attn_implementation: str = _flag(
+    attn_implementation: str = flag(
         "model",
         "text",
         f"attention kernel: {', '.join(ATTENTION_IMPLEMENTATIONS)}",
@@ -309,7 +249,7 @@ class Settings:
         follows=True,
         probed=True,
     )
-    precision: str | None = _flag(
+    precision: str | None = flag(
         "model",
         "text",
         'precision of the weights, where the DeepSpeed JSON has "auto" or nothing (default: for '
@@ -318,7 +258,7 @@ class Settings:
         choices=PRECISIONS,
         probed=True,
     )
-    float32_matmul: str = _flag(
+    float32_matmul: str = flag(
         "model",
         "text",
         "precision of float32 matmuls on a GPU; high: TF32, faster, with a 10-bit mantissa",
@@ -326,20 +266,12 @@ class Settings:
         choices=(HIGHEST, HIGH),
         changes_curve=True,
     )
-    fp8: bool = _switch(
-        "model",
-        "multiply in 8-bit floating point in the linear layers of the blocks while training, with "
-        "a scale for each tensor; with --compile",
-        changes_curve=True,
-        probed=True,
-        no_tensor_parallel="DeepSpeed replaces the linear layers",
-    )
-    compile: bool = _switch(
+    compile: bool = switch(
         "model",
         "compile the model's blocks and the loss with torch.compile",
         probed=True,
     )
-    loss_chunk_tokens: int | None = _count(
+    loss_chunk_tokens: int | None = count(
         "model",
         "compute the loss for this many tokens at a time, to save memory; 0: for all of a "
         "micro-batch (default: 0, or chunks of 512 MiB if its logits exceed 16 GiB in float32)",
@@ -349,53 +281,7 @@ class Settings:
         probed=True,
         no_tensor_parallel="DeepSpeed replaces the output head",
     )
-    qk_clip: float = _flag(
-        "model",
-        "real",
-        "after each step scale down the query and key weights of heads whose largest attention "
-        "logit exceeds X; 100 is usual with Muon, 0: off",
-        shows="X",
-        default=0.0,
-        minimum=0.0,
-        changes_curve=True,
-        probed=True,
-    )
-    balance_rate: float = _flag(
-        "model",
-        "real",
-        "mixture of experts: after each step raise the routing bias of experts below the mean load "
-        "by X, and lower the others'; 0.001 is usual, 0: off",
-        shows="X",
-        default=0.0,
-        minimum=0.0,
-        changes_curve=True,
-    )
-    global_router_loss: bool = _switch(
-        "model",
-        "mixture of experts: the router loss balances the global batch instead of each micro-batch",
-        changes_curve=True,
-    )
-    router_z_loss: float = _flag(
-        "model",
-        "real",
-        "mixture of experts: weight of the mean squared log-partition of the routers; 0.001 is "
-        "usual, 0: off",
-        shows="X",
-        default=0.0,
-        minimum=0.0,
-        changes_curve=True,
-    )
-    z_loss: float = _flag(
-        "model",
-        "real",
-        "weight of the mean squared log-partition of the output logits; 0.0001 or less is usual, "
-        "0: off",
-        shows="X",
-        default=0.0,
-        minimum=0.0,
-        changes_curve=True,
-    )
-    seed: int = _flag(
+    seed: int = flag(
         "model",
         "count",
         "seed of the initial weights and of the data order",
@@ -405,28 +291,28 @@ class Settings:
         changes_curve=True,
     )
 
-    run_dir: str | None = _flag(
+    run_dir: str | None = flag(
         "run",
         "text",
         "directory of the run; if it contains a checkpoint, the run resumes from it",
         shows="PATH",
         of_one_run=True,
     )
-    deepspeed_config: str | None = _flag("run", "text", "DeepSpeed JSON file", shows="PATH")
-    nvme_path: str | None = _flag(
+    deepspeed_config: str | None = flag("run", "text", "DeepSpeed JSON file", shows="PATH")
+    nvme_path: str | None = flag(
         "run",
         "text",
         "directory on a local NVMe disk of each host, for a profile that offloads to NVMe",
         shows="PATH",
     )
-    settings: str | None = _flag(
+    settings: str | None = flag(
         "run",
         "text",
         "JSON file with settings, or the run.json of a run; flags take precedence",
         shows="PATH",
         saved=False,
     )
-    branch: str | None = _flag(
+    branch: str | None = flag(
         "run",
         "text",
         "start from a checkpoint of another run (default: its newest), with that run's settings; "
@@ -434,58 +320,50 @@ class Settings:
         shows="RUN[@STEP]",
         of_one_run=True,
     )
-    log_interval: int | None = _count(
+    log_interval: int | None = count(
         "run", "optimizer steps between metrics (default: from the number of steps)", "STEPS"
     )
-    eval_interval: int | None = _count(
+    eval_interval: int | None = count(
         "run", "optimizer steps between evaluations (default: from the number of steps)", "STEPS"
     )
-    checkpoint_interval: int | None = _count(
+    checkpoint_interval: int | None = count(
         "run", "optimizer steps between checkpoints (default: from the number of steps)", "STEPS"
     )
-    memory_checkpoint_interval: int = _count(
-        "run",
-        "also copy the states into the memory of each host (/dev/shm) at this interval, from where "
-        "the same command resumes after the run was killed; 0: never",
-        "STEPS",
-        minimum=0,
-        default=0,
-    )
-    async_checkpoint: bool = _switch(
+    async_checkpoint: bool = switch(
         "run",
         "write checkpoints in the background; with --no-async_checkpoint training waits for each",
         True,
     )
-    checkpoint_keep: int = _count("run", "number of newest checkpoints to keep", "N", default=3)
-    checkpoint_keep_tokens: int | None = _count(
+    checkpoint_keep: int = count("run", "number of newest checkpoints to keep", "N", default=3)
+    checkpoint_keep_tokens: int | None = count(
         "run", "also keep, permanently, one checkpoint per this many tokens", "TOKENS"
     )
-    checkpoint_keep_best: int = _count(
+    checkpoint_keep_best: int = count(
         "run",
         "also keep the N checkpoints with the lowest eval/loss",
         "N",
         minimum=0,
         default=0,
     )
-    checkpoint_read_back: bool = _switch(
+    checkpoint_read_back: bool = switch(
         "run",
         "read each file of a checkpoint from the disk before it counts as written; every resume "
         "compares all checksums",
     )
-    checkpoint_failures: int = _count(
+    checkpoint_failures: int = count(
         "run",
         "intervals in a row without a successful save after which the run ends",
         "N",
         default=3,
     )
-    stop_after: float | None = _flag(
+    stop_after: float | None = flag(
         "run",
         "duration",
         "save and stop with exit code 75 within this time, e.g. 3h50m or 90s",
         shows="DURATION",
         minimum=1.0,
     )
-    hang_timeout: float = _flag(
+    hang_timeout: float = flag(
         "run",
         "duration",
         "time without progress after which the run ends and names the rank at fault; three times "
@@ -494,14 +372,14 @@ class Settings:
         minimum=0.0,
         default=600.0,
     )
-    profile: tuple[int, int] | None = _flag(
+    profile: tuple[int, int] | None = flag(
         "run",
         "steps",
         "record a torch profiler trace of these steps, and on a GPU a memory snapshot",
         shows="FIRST:LAST",
         saved=False,
     )
-    upload_to: str | None = _flag(
+    upload_to: str | None = flag(
         "run",
         "text",
         "object store to copy checkpoints to, e.g. s3://bucket/first, or off; a --run_dir "
@@ -509,14 +387,14 @@ class Settings:
         shows="URL",
         of_one_run=True,
     )
-    upload_keep: int = _count(
+    upload_keep: int = count(
         "run",
         "number of newest checkpoints to keep in the object store; 0: all",
         "N",
         minimum=0,
         default=0,
     )
-    upload_wait: float = _flag(
+    upload_wait: float = flag(
         "run",
         "duration",
         "maximum time to wait for uploads at the end of the run",
@@ -524,7 +402,7 @@ class Settings:
         default=300.0,
         minimum=0.0,
     )
-    report_interval: float = _flag(
+    report_interval: float = flag(
         "run",
         "duration",
         "time between updates of report.html, which is also written at the end; 0: never",
@@ -532,47 +410,47 @@ class Settings:
         default=180.0,
         minimum=0.0,
     )
-    accept_changes: bool = _switch(
+    accept_changes: bool = switch(
         "run",
         "resume even if the data, or settings that shape the loss curve, have changed",
         saved=False,
     )
-    check: bool = _switch(
+    check: bool = switch(
         "run", "check everything, print the plan of the run, and stop", saved=False
     )
-    world_size: int | None = _count(
+    world_size: int | None = count(
         "run", "with --check: number of devices to plan for", "N", saved=False
     )
 
-    hellaswag: str | None = _flag(
+    hellaswag: str | None = flag(
         "evaluation",
         "text",
         "evaluate on HellaSwag, from a JSON lines file or a Hugging Face dataset",
         shows="PATH|ID",
         no_tensor_parallel=OWN_TEXTS,
     )
-    hellaswag_items: int = _count(
+    hellaswag_items: int = count(
         "evaluation",
         "use only the first N items of HellaSwag; 0: all",
         "N",
         minimum=0,
         default=1000,
     )
-    core: str | None = _flag(
+    core: str | None = flag(
         "evaluation",
         "text",
         "evaluate on CORE, the 22 tasks of DCLM; directory of the unpacked eval_bundle",
         shows="DIR",
         no_tensor_parallel=OWN_TEXTS,
     )
-    core_items: int = _count(
+    core_items: int = count(
         "evaluation",
         "use only N items of each task of CORE; 0: all",
         "N",
         minimum=0,
         default=500,
     )
-    eval_tasks: tuple[str, ...] = _flag(
+    eval_tasks: tuple[str, ...] = flag(
         "evaluation",
         "list",
         "lm-eval tasks to evaluate on (needs pip install 'zerolm[lm-eval]'); may be repeated",
@@ -580,36 +458,34 @@ class Settings:
         default=(),
         no_tensor_parallel=OWN_TEXTS,
     )
-    eval_task_path: str | None = _flag(
+    eval_task_path: str | None = flag(
         "evaluation", "text", "directory with additional lm-eval task files (yaml)", shows="PATH"
     )
-    eval_task_items: int | None = _count(
+    eval_task_items: int | None = count(
         "evaluation", "use only the first N documents of each lm-eval task (default: all)", "N"
     )
-    downstream_interval: int | None = _count(
+    downstream_interval: int | None = count(
         "evaluation",
         "optimizer steps between evaluations on HellaSwag, CORE and lm-eval tasks (default: "
         "--eval_interval)",
         "STEPS",
         follows=True,
     )
-    prompts: str | None = _flag(
+    prompts: str | None = flag(
         "evaluation",
         "text",
         "prompts to generate samples from: one per line, or .jsonl with a key `prompt`",
         shows="PATH",
         no_tensor_parallel=OWN_TEXTS,
     )
-    sample_interval: int | None = _count(
+    sample_interval: int | None = count(
         "evaluation",
         "training tokens between samples (default: each time the tokens have doubled, and at the "
         "end)",
         "TOKENS",
     )
-    sample_length: int = _count(
-        "evaluation", "maximum new tokens of a sample", "TOKENS", default=64
-    )
-    temperature: float = _flag(
+    sample_length: int = count("evaluation", "maximum new tokens of a sample", "TOKENS", default=64)
+    temperature: float = flag(
         "evaluation",
         "real",
         "sampling temperature; 0: always the most likely token",
@@ -617,14 +493,14 @@ class Settings:
         default=0.8,
         minimum=0.0,
     )
-    top_k: int = _count(
+    top_k: int = count(
         "evaluation",
         "sample from the N most likely tokens; 0: from all",
         "N",
         0,
         default=50,
     )
-    top_p: float = _flag(
+    top_p: float = flag(
         "evaluation",
         "real",
         "sample from the most likely tokens whose probabilities add up to X; 1: from all",
@@ -633,7 +509,7 @@ class Settings:
         minimum=0.0,
     )
 
-    spike_threshold: float = _flag(
+    spike_threshold: float = flag(
         "stability",
         "real",
         "robust z-score above which a loss or gradient norm counts as a spike; 0: never",
@@ -641,36 +517,26 @@ class Settings:
         default=6.0,
         minimum=0.0,
     )
-    spike_window: int = _count(
+    spike_window: int = count(
         "stability",
         "window: number of accepted steps used as the baseline, and over which spikes are counted",
         "STEPS",
         default=128,
         minimum=4,
     )
-    skip_spikes: bool = _switch(
+    skip_spikes: bool = switch(
         "stability",
         "skip the update of a step with a spike; non-finite steps are always skipped",
         True,
     )
-    adaptive_clip: float = _flag(
-        "stability",
-        "real",
-        "clip gradient norms more than Z standard deviations above their moving mean (ZClip), in "
-        "addition to gradient_clipping; 0: off",
-        shows="Z",
-        default=0.0,
-        minimum=0.0,
-        changes_curve=True,
-    )
-    cooldown_after: int = _count(
+    cooldown_after: int = count(
         "stability",
         "spikes in the window that start a cooldown, with a lower learning rate; 0: never",
         "N",
         default=3,
         minimum=0,
     )
-    cooldown_factor: float = _flag(
+    cooldown_factor: float = flag(
         "stability",
         "real",
         "factor on the learning rate during a cooldown",
@@ -679,29 +545,29 @@ class Settings:
         minimum=0.0,
         below=1.0,
     )
-    cooldown_steps: int = _count("stability", "length of a cooldown", "STEPS", default=100)
-    rollback_after: int = _count(
+    cooldown_steps: int = count("stability", "length of a cooldown", "STEPS", default=100)
+    rollback_after: int = count(
         "stability",
         "spikes in the window that make the run roll back to a checkpoint before them; 0: never",
         "N",
         default=6,
         minimum=0,
     )
-    rollback_margin: int | None = _count(
+    rollback_margin: int | None = count(
         "stability",
         "number of steps before the first spike whose data is also skipped after a rollback "
         "(default: 1%% of the run, at most 100)",
         "STEPS",
         minimum=0,
     )
-    max_rollbacks: int = _count(
+    max_rollbacks: int = count(
         "stability",
         "rollbacks after which the run gives up with exit code 76",
         "N",
         default=5,
         minimum=0,
     )
-    max_skips: int = _count(
+    max_skips: int = count(
         "stability",
         "give up if this many of the last 1000 steps were spikes, skipped or not; 0: no limit",
         "N",
@@ -709,22 +575,7 @@ class Settings:
         minimum=0,
     )
 
-    corruption_checks: bool = _switch(
-        "stability",
-        "compare states between steps, and compute a step with odd gradients again before it is "
-        "applied, to find what hardware has changed without an error; passes over a batch are "
-        "equal in every bit on a CPU, on a GPU as far as its kernels are",
-    )
-    replay_interval: int = _count(
-        "stability",
-        "with --corruption_checks: compute the first step of each start twice, and one step of so "
-        "many, chosen at random; 0: none",
-        "STEPS",
-        default=400,
-        minimum=0,
-    )
-
-    wandb: str = _flag(
+    wandb: str = flag(
         "trackers",
         "text",
         "auto: online if a W&B key is configured, else offline",
@@ -732,28 +583,28 @@ class Settings:
         choices=WANDB_MODES,
         tracker="zerolm.tracking.wandb:WandbTracker",
     )
-    wandb_project: str = _flag("trackers", "text", "W&B project", shows="NAME", default="zerolm")
-    wandb_entity: str | None = _flag(
+    wandb_project: str = flag("trackers", "text", "W&B project", shows="NAME", default="zerolm")
+    wandb_entity: str | None = flag(
         "trackers", "text", "W&B user or team (default: that of the key)", shows="NAME"
     )
-    wandb_group: str | None = _flag(
+    wandb_group: str | None = flag(
         "trackers", "text", "W&B group (default: the name of the W&B run)", shows="NAME"
     )
-    wandb_name: str | None = _flag(
+    wandb_name: str | None = flag(
         "trackers",
         "text",
         "name of the W&B run (default: that of --run_dir)",
         shows="NAME",
         of_one_run=True,
     )
-    wandb_tags: str | None = _flag("trackers", "text", "tags of the W&B run", shows="A,B")
-    tensorboard: bool = _switch(
+    wandb_tags: str | None = flag("trackers", "text", "tags of the W&B run", shows="A,B")
+    tensorboard: bool = switch(
         "trackers",
         "also write TensorBoard event files",
         tracker="zerolm.tracking.tensorboard:TensorboardTracker",
     )
 
-    local_rank: int = _flag("hidden", "count", "", default=0, minimum=0, saved=False)
+    local_rank: int = flag("hidden", "count", "", default=0, minimum=0, saved=False)
 
     explicit: frozenset[str] = frozenset()  # names chosen by a flag, in a file, or for the trunk
     inherited: frozenset[str] = frozenset()  # names whose values --branch took from another run
@@ -775,6 +626,14 @@ class Settings:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
         }
+
+
+_OF_FEATURES = dict.fromkeys(kind.Flags for kind in reversed(FEATURES))
+
+
+@dataclass(frozen=True)
+class Settings(*_OF_FEATURES, Core):  # type: ignore[misc]
+    """The settings of a run: those of the core, and the flags of each feature."""
 
 
 FLAGS: dict[str, Any] = {

@@ -88,26 +88,24 @@ def beta_problems(profile: Profile, settings: Settings) -> list[str]:
     ]
 
 
-def master_problems(profile: Profile, settings: Settings) -> list[str]:
-    """Refuse changes to master weights that are not float32 values in memory."""
-    changes = {"ema_tokens": ("averaged", "an average"), "qk_clip": ("clipped", "clipping")}
-    problems = []
-    for flag, (done, what) in changes.items():
-        if not getattr(settings, flag):
-            continue
-        where = f"{settings.where(flag)}: {getattr(settings, flag)}"
-        problems += [
-            f"{where}, but {profile.name} has zero_optimization.{block} on NVMe, where weights "
-            f'cannot be {done} after each step. Use "device": "cpu", or remove the flag.'
-            for block, device in profile.offloads.items()
-            if device == "nvme"
-        ]
-        if profile.master_bytes < 4:
-            problems.append(
-                f"{where}, but the master weights of {profile.name} have 16 bits, which {what} "
-                f"moves by less than their rounding. Remove bf16_master_weights_and_grads, or the "
-                f"flag."
-            )
+def master_problems(profile: Profile, where: str, done: str, what: str) -> list[str]:
+    """Refuse to change master weights that are not float32 values in memory.
+
+    Args:
+        where: `flag: value`, to start a message.
+        done, what: the change, as in "averaged" and "an average".
+    """
+    problems = [
+        f"{where}, but {profile.name} has zero_optimization.{block} on NVMe, where weights cannot "
+        f'be {done} after each step. Use "device": "cpu", or remove the flag.'
+        for block, device in profile.offloads.items()
+        if device == "nvme"
+    ]
+    if profile.master_bytes < 4:
+        problems.append(
+            f"{where}, but the master weights of {profile.name} have 16 bits, which {what} moves "
+            f"by less than their rounding. Remove bf16_master_weights_and_grads, or the flag."
+        )
     return problems
 
 

@@ -117,6 +117,14 @@ def _shared_problems(profile: Profile, key: str) -> list[str]:
     return [f"{key}: not supported together with {what}, or remove {key}." for what in found]
 
 
+def parallel_key(profile: Profile, world_size: int) -> str | None:
+    """Return the key of the JSON by which ranks share matrices or sequences, None if none do."""
+    layout = profile.layout(world_size)
+    if layout.replica_size == 1:
+        return None
+    return TENSOR_KEY if layout.tensor > 1 else SEQUENCE_KEY
+
+
 def model_problems(
     settings: Settings, config: "PretrainedConfig", profile: Profile, world_size: int
 ) -> list[str]:
@@ -125,10 +133,9 @@ def model_problems(
     Args:
         profile: one that `ds_problems` accepts; for others nothing is found.
     """
-    layout = profile.layout(world_size)
-    if layout.replica_size == 1:
+    layout, key = profile.layout(world_size), parallel_key(profile, world_size)
+    if key is None:
         return []
-    key = TENSOR_KEY if layout.tensor > 1 else SEQUENCE_KEY
     name, size = f"{settings.deepspeed_config}: {key}", layout.replica_size
     if config.model_type not in MODEL_TYPES:
         return [
@@ -144,11 +151,6 @@ def model_problems(
         for what in divided
         if getattr(text, what) % size
     ]
-    if settings.qk_clip:
-        found.append(
-            f"{settings.where('qk_clip')}: {settings.qk_clip:g}, not supported together with "
-            f"{name}: no rank has the logits of all heads and tokens. Remove one of them."
-        )
     if settings.compile:
         found.append(f"{name}: not supported together with --compile. Remove one of them.")
     if settings.gradient_checkpointing == SELECTIVE:

@@ -5,8 +5,8 @@ engine and all random generators unchanged. `Crashes` decides which errors end t
 """
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ from zerolm.evaluate.crashes import Crashes, evaluation_mode
 from zerolm.evaluate.keepalive import receive
 from zerolm.evaluate.likelihood import Ranks, Row, max_batch_tokens
 from zerolm.evaluate.text_coder import TextCoder, prompt_ids
-from zerolm.optim import ema
 from zerolm.plan.plan import Plan
 from zerolm.watchdog.progress import record_progress, with_progress
 
@@ -42,8 +41,10 @@ class Evaluations:
     Args:
         stream_options: shape and shard of this rank's validation batches, for
             `data.ValidationStream`.
-        average: average of the weights, evaluated beside them if it has begun.
-        token_bytes: bytes of text in each token, for `sums_by_source`; None if not known.
+        other_weights: returns contexts in which the model has other weights, which are evaluated
+            beside its own, by name.
+        print_line: prints on rank 0.
+        token_bytes: bytes of text of each token, for `sums_by_source`; None if not known.
 
     Attributes:
         sampled_tokens: the run's tokens when samples were last due.
@@ -55,13 +56,13 @@ class Evaluations:
         engine: Any,
         device: Any,
         stream_options: dict[str, Any],
-        average: ema.Ema,
+        other_weights: Callable[[], Mapping[str, AbstractContextManager[Any]]],
         print_line: Callable[..., None],
         token_bytes: torch.Tensor | None = None,
     ):
         self.plan, self.engine, self.device = plan, engine, device
         self.stream_options, self.print_line = stream_options, print_line
-        self.average = average
+        self.other_weights = other_weights
         self.settings, self.token_bytes = plan.settings, token_bytes
         self.is_rank0 = engine.global_rank == 0
         self.run_dir = plan.run_dir
@@ -168,19 +169,22 @@ class Evaluations:
     # ---- The evaluations
 
     def validate(self, progress: Any, log: Any) -> None:
-        """Log the validation loss of the weights, and of their moving average if there is one."""
+        """Log the validation loss of the weights, and of other weights, such as their average.
+
+        `eval/web/loss` of the weights `ema` is `eval/web/ema_loss`.
+        """
         row = self._validation_row()
-        if progress.ema_counted:
-            with self.average.swapped_in():
-                averaged = self._validation_row()
-            row |= {ema.metric_key(key): value for key, value in averaged.items()}
+        for name, swapped_in in (others := self.other_weights()).items():
+            with swapped_in:
+                found = self._validation_row()
+            parts = [(*key.rpartition("/"), value) for key, value in found.items()]
+            row |= {f"{head}/{name}_{tail}": value for head, _, tail, value in parts}
         log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
         shown = [f"eval_loss={row['eval/loss']:.4f}"]
         shown += [f"eval_perplexity={row['eval/perplexity']:.2f}"]
         if BITS_PER_BYTE in row:
             shown.append(f"eval_bits_per_byte={row[BITS_PER_BYTE]:.4f}")
-        if progress.ema_counted:
-            shown.append(f"eval_ema_loss={row['eval/ema_loss']:.4f}")
+        shown += [f"eval_{name}_loss={row[f'eval/{name}_loss']:.4f}" for name in others]
         self.print_line(f"step={progress.step} {' '.join(shown)}")
 
     def _validation_row(self) -> dict[str, float]:

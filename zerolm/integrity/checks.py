@@ -1,4 +1,4 @@
-"""`Integrity`: detects silent hardware errors before their values reach the weights.
+"""`Checks`: detects silent hardware errors before their values reach the weights.
 
 A step is computed again from the same batch, before it is applied, if its figures are odd, and at
 random steps. States are compared between steps, batches during them. Every rank takes the same
@@ -9,7 +9,6 @@ import hashlib
 import math
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +19,10 @@ from zerolm.distributed.collectives import gather_objects
 from zerolm.integrity.bounds import Bounds
 from zerolm.integrity.passes import Pass, PassRecorder
 from zerolm.integrity.seal import Seal
-from zerolm.integrity.zero_state import MASTERS, Gradients, states
+from zerolm.integrity.zero_state import Gradients
 
 IGNORED = -100  # target of a position without loss, as in zerolm.model.loss
 Batch = dict[str, torch.Tensor]
-Watch = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 # Largest relative difference of a norm between passes that kernels without a fixed order of
 # summation explain. The tolerance is a multiple of the difference that is measured. The first
 # replay of a start ends no run: how far apart its kernels are is not known before.
@@ -51,13 +49,12 @@ class Replayed(NamedTuple):
     tolerance: float | None = None
 
 
-class Integrity:
+class Checks:
     """The checks of one rank. Every rank makes the same calls.
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
         discard: clears the accumulated gradient.
-        enabled: False for no checks.
         interval: number of steps of which one, chosen at random, is computed again; 0: none.
         seed: of that choice.
         replicated: every rank has all weights.
@@ -65,6 +62,7 @@ class Integrity:
 
     Attributes:
         replayed: what the replay of the last step found, if there was one.
+        summed: sums over ranks of the `figures` of the last pass.
     """
 
     def __init__(
@@ -72,36 +70,32 @@ class Integrity:
         engine: Any,
         discard: Callable[[], None],
         *,
-        enabled: bool,
         interval: int,
         seed: int,
         replicated: bool,
         overflows_are_normal: bool,
     ):
-        self._engine, self._discard, self._enabled = engine, discard, enabled
+        self._engine, self._discard = engine, discard
         self._interval, self._seed = interval, seed
         self.replayed: Replayed | None = None
         self._started = False
         self._corrections = 0
         self._tolerance = 0.0  # relative difference of norms; 0: bits are equal
-        if enabled:
-            self._gradients = Gradients(engine)
-            self._recorder = PassRecorder(engine.module, self._gradients)
-            self._seal = Seal(engine, replicated and engine.world_size > 1)
-            self._bounds = Bounds(non_finite_is_odd=not overflows_are_normal)
+        self._watched: tuple[Sequence[Batch], str | None] | None = None  # of a first pass
+        self.summed: Sequence[float] = ()
+        self._gradients = Gradients(engine)
+        self._recorder = PassRecorder(engine.module, self._gradients)
+        self._seal = Seal(engine, replicated and engine.world_size > 1)
+        self._bounds = Bounds(non_finite_is_odd=not overflows_are_normal)
 
     def restart(self) -> None:
         """Forget the states: others have been loaded."""
-        if self._enabled:
-            self._seal.drop()
+        self._seal.drop()
         self._started = False
 
-    def end_step(self, step: int, fault: str | None = None) -> None:
+    def end_step(self, step: int) -> None:
         """Take digests of the states after an optimizer step, whether it was applied or not."""
-        if self._enabled:
-            self._seal.close(step)
-        if fault == FLIP:
-            flip_bit(next(each.values for each in states(self._engine) if each.kind == MASTERS))
+        self._seal.close(step)
 
     # ---- The passes of a step
 
@@ -109,7 +103,7 @@ class Integrity:
         self,
         step: int,
         batches: Sequence[Batch],
-        run: Callable[[Watch | None], Any],
+        run: Callable[[], Any],
         fault: str | None = None,
     ) -> Any:
         """Compute a step with as many passes as it takes to trust it; return the last result.
@@ -118,21 +112,19 @@ class Integrity:
 
         Args:
             batches: this rank's micro-batches.
-            run: makes a pass, given what to call after it with the micro-batches' losses; returns
-                its `StepResult`.
+            run: makes a pass, after which it sums `figures` over ranks; returns its `StepResult`.
             fault: injected fault for this rank's first pass; for tests.
 
         Raises:
             CorruptionError: on every rank: states or the batch have changed, or passes disagree.
         """
         self.replayed = None
-        if not self._enabled:
-            return run(None)
         self._seal.begin_step()
         self._recorder.begin()
-        result = run(partial(self._watch, batches, fault))
+        self._watched = batches, fault
+        result = run()
         self._recorder.end()
-        odd, damaged, *sealed = result.watched
+        odd, damaged, *sealed = self.summed
         changed, unequal = self._seal.agree(sealed)
         if damaged or changed or unequal:
             raise self._state_error(step, batches, changed, unequal)
@@ -149,10 +141,17 @@ class Integrity:
         return not self._started or offset == int.from_bytes(chosen[:8], "little") % self._interval
 
     @torch.no_grad()
-    def _watch(
-        self, batches: Sequence[Batch], fault: str | None, losses: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """Return this rank's figures, to be summed over ranks, (n,) float64 on the device."""
+    def figures(self, losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return this rank's figures, to be summed over ranks, (n,) float64 on the device.
+
+        Only of the first pass of a step; None for others.
+
+        Args:
+            losses: mean of each micro-batch.
+        """
+        if self._watched is None:
+            return None
+        (batches, fault), self._watched = self._watched, None
         device = self._engine.device
         if fault == FLIP:
             flip_bit(max(self._gradients.slices(), key=torch.numel))
@@ -165,7 +164,7 @@ class Integrity:
         head = torch.stack([odd, damaged])
         return torch.cat([head.double(), self._seal.figures()])
 
-    def _replay(self, step: int, why: str, first: Any, run: Callable[[None], Any]) -> Any:
+    def _replay(self, step: int, why: str, first: Any, run: Callable[[], Any]) -> Any:
         passes = [self._recorder.result(first.micro_losses)]
         result = self._another(run, passes)
         if all(gather_objects(self._agree(*passes))):
@@ -195,10 +194,10 @@ class Integrity:
         places = self._places(passes[0], passes[2]) or self._places(passes[1], passes[2])
         raise self._error(step, "three passes over the same batch gave three results", places)
 
-    def _another(self, run: Callable[[None], Any], passes: list[Pass]) -> Any:
+    def _another(self, run: Callable[[], Any], passes: list[Pass]) -> Any:
         self._discard()
         self._recorder.begin()
-        result = run(None)
+        result = run()
         self._recorder.end()
         passes.append(self._recorder.result(result.micro_losses))
         return result

@@ -101,6 +101,16 @@ class _CrossEntropies(torch.autograd.Function):
         ), None
 
 
+def divided(factor: float, targets: torch.Tensor | int) -> torch.Tensor | float:
+    """Return a factor on float32 losses, divided by the number of targets of the global batch.
+
+    A tensor stays on its device, with the same rounding as a number.
+    """
+    if isinstance(targets, int):
+        return factor / targets
+    return (factor / targets.double()).float()
+
+
 def squared_log_partitions(
     model: Any, outputs: Any, batch: dict[str, torch.Tensor], losses_BT: torch.Tensor
 ) -> torch.Tensor:

@@ -17,12 +17,6 @@ PREFIX = "ema_"  # of the last part of the keys of metrics that were measured wi
 CHUNK_VALUES = 1 << 22  # exchanged at once
 
 
-def metric_key(key: str) -> str:
-    """Return the key of a metric of the average: `eval/web/loss` becomes `eval/web/ema_loss`."""
-    head, _, tail = key.rpartition("/")
-    return f"{head}/{PREFIX}{tail}"
-
-
 def is_metric_of_average(key: str) -> bool:
     """Return whether a metric was measured with the average."""
     return key.rpartition("/")[2].startswith(PREFIX)
@@ -38,29 +32,16 @@ class Ema:
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3, with master weights in memory.
-        half_life_tokens: 0 for no average.
     """
 
     def __init__(self, engine: Any, half_life_tokens: int):
         self._engine, self._half_life = engine, half_life_tokens
 
-    def resume(self, counted: float) -> float:
-        """Adopt what a checkpoint had loaded; return the new `counted`.
-
-        An average that is not this run's is dropped: without `--ema_tokens`, or from the optimizer
-        states that a new run took along. Without one the average begins with the next step.
-        """
-        states = [self._states.get(master, {}) for master in master_partitions(self._engine)]
-        if self._half_life and counted:
-            assert all(STATE in state for state in states)
-            return counted
-        for state in states:
-            state.pop(STATE, None)
-        for parameter in self._engine.module.parameters():  # DeepSpeed has views of loaded states
-            fragments = getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None)
-            if fragments:
-                fragments.pop(STATE, None)
-        return 0.0
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is an average of all of this rank's master weights."""
+        masters = master_partitions(self._engine)
+        return all(STATE in self._states.get(master, {}) for master in masters)
 
     @torch.no_grad()
     def update(self, counted: float, tokens: int) -> float:
@@ -69,8 +50,6 @@ class Ema:
         Args:
             tokens: of the step's global batch.
         """
-        if not self._half_life:
-            return 0.0
         weight = -math.expm1(-math.log(2.0) * tokens / self._half_life)
         total = counted + weight * (1.0 - counted)
         for master in master_partitions(self._engine):
@@ -123,6 +102,16 @@ class Ema:
     def _states(self) -> dict[torch.Tensor, dict[str, Any]]:
         """The states of the optimizer that ZeRO wraps."""
         return self._engine.optimizer.optimizer.state
+
+
+def drop(engine: Any) -> None:
+    """Drop an average that was loaded, and is not this run's."""
+    for master in master_partitions(engine):
+        engine.optimizer.optimizer.state.get(master, {}).pop(STATE, None)
+    for parameter in engine.module.parameters():  # DeepSpeed has views of loaded states
+        fragments = getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None)
+        if fragments:
+            fragments.pop(STATE, None)
 
 
 def master_partitions(engine: Any) -> list[torch.Tensor]:

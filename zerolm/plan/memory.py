@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 NUM_MOMENTS = {"adagrad": 1, "lion": 1}
 # On the CPU DeepSpeed's Lion also allocates Adam's second moment, and leaves it zero.
 NUM_MOMENTS_ON_HOST = {"adagrad": 1}
-EMA_BYTES = 4  # per parameter value of the moving average of the weights
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class ModelStates:
 
 
 def model_states(
-    shapes: Shapes, profile: Profile, world_size: int, *, ema: bool = False
+    shapes: Shapes, profile: Profile, world_size: int, *, kept_bytes: int = 0
 ) -> ModelStates:
     """Return the bytes of weights, gradients, moments and master weights of one rank.
 
@@ -73,8 +72,9 @@ def model_states(
     ZeRO-2 also gradients, ZeRO-3 also weights.
 
     Args:
-        profile: resolved or as written.
-        ema: the optimizer also keeps an average of the master weights.
+        shapes: of every parameter, tied ones once.
+        profile: resolved, or as written.
+        kept_bytes: that the optimizer keeps per parameter for features.
 
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is sharded; measurements
     of DeepSpeed 0.19.8's tensors for the rest.
@@ -97,8 +97,7 @@ def model_states(
         device["optimizer"] = muon_memory.state_bytes(shapes, profile, world_size)
         if stage == 2:
             device["gradients"] = muon_memory.gradient_bytes(shapes, profile, world_size)
-    if ema:
-        device["optimizer"] += EMA_BYTES * shard
+    device["optimizer"] += kept_bytes * shard
     if stage == 1 and profile.keeps_micro_batch_gradients:
         device["gradients"] += weight_bytes * total  # beside the fp32 sums
     if stage == 3 and world_size > 1:
@@ -168,11 +167,13 @@ def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
     return bucket_bytes, min(total, max(sizes.max_live, largest) + sizes.prefetch) * value
 
 
-def checkpoint_bytes(shapes: Shapes, profile: Profile, *, ema: bool = False) -> int:
-    """Return the bytes of all ranks' files of a checkpoint: weights, master weights, moments.
+def checkpoint_bytes(shapes: Shapes, profile: Profile, *, kept_bytes: int = 0) -> int:
+    """Return the bytes of a checkpoint of all ranks: weights, master weights, moments.
 
-    Below stage 3 the weights are saved in addition to the master weights. `ema` adds an average of
-    these.
+    Below stage 3 the weights are saved in addition to the master weights.
+
+    Args:
+        kept_bytes: that the optimizer keeps per parameter for features.
     """
     value = profile.master_bytes + (profile.weight_bytes if profile.zero_stage < 3 else 0)
     degree = profile.tensor_parallel
@@ -182,8 +183,7 @@ def checkpoint_bytes(shapes: Shapes, profile: Profile, *, ema: bool = False) -> 
         states = muon_memory.state_bytes(shapes, profile)
     else:
         states = profile.moment_bytes * _num_moments(profile) * total
-    if ema:
-        states += EMA_BYTES * total
+    states += kept_bytes * total
     return degree * (total * value + states)
 
 
@@ -270,7 +270,7 @@ def fitting_micro_batch(
     memory_bytes: int | None,
     checkpointing: Recompute,
     loss_chunk_tokens: int = 0,
-    ema: bool = False,
+    kept_bytes: int = 0,
 ) -> int:
     """Return the largest micro-batch that fits: a power of two that divides `per_rank`.
 
@@ -279,12 +279,12 @@ def fitting_micro_batch(
         seq_len: tokens of a sequence on one rank.
         memory_bytes: the device's; None on a CPU, where a few thousand tokens use all cores.
         loss_chunk_tokens: tokens per chunk of the loss; 0: all at once.
-        ema: the optimizer also keeps an average of the master weights.
+        kept_bytes: that the optimizer keeps per parameter for features.
     """
     if memory_bytes is None:
         return defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)
     free = int(memory_bytes * defaults.MEMORY_SHARE)
-    states = model_states(shapes, profile, world_size, ema=ema)
+    states = model_states(shapes, profile, world_size, kept_bytes=kept_bytes)
     free -= states.device + sum(buffer_bytes(shapes, profile))
     found = activations_of(config, seq_len, profile.precision, chunk_tokens=loss_chunk_tokens)
     sizes = defaults.micro_batch_candidates(per_rank)

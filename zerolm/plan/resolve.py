@@ -12,9 +12,10 @@ from zerolm.config import defaults
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
 from zerolm.ds_config import implied, muon
-from zerolm.ds_config.optimizers import beta_problems, master_problems, takes_betas
+from zerolm.ds_config.optimizers import beta_problems, takes_betas
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
+from zerolm.features import state_bytes
 from zerolm.model import loss_chunks
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
@@ -84,7 +85,6 @@ def _with_schedule(
     found.problems += [f"{profile.name}: {problem}" for problem in problems]
     found.problems += beta_problems(profile, settings)
     found.problems += muon.setting_problems(profile, settings)
-    found.problems += master_problems(profile, settings)
     lion = profile.optimizer.kind == "lion"
     betas = defaults.LION_BETAS if lion else defaults.BETAS
     return budget.fill_remaining(
@@ -126,7 +126,7 @@ def _with_micro_batch(
             memory_bytes=memory_bytes,
             checkpointing=settings.gradient_checkpointing,
             loss_chunk_tokens=settings.loss_chunk_tokens or 0,
-            ema=settings.ema_tokens > 0,
+            kept_bytes=state_bytes(settings),
         )
     if accumulation and micro * accumulation * layout.replicas != batch:
         found.problems.append(

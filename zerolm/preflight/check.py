@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from zerolm import features
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.config.flags import parse_settings
 from zerolm.config.resolved import Resolved
@@ -34,7 +35,6 @@ from zerolm.preflight import (
     existing_run,
     initial_weights,
     inputs,
-    memory_copies,
     model_rules,
     plausibility,
 )
@@ -90,7 +90,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
         plan = replace(plan, token_bytes=_token_bytes(plan, found))
         found.problems += deepspeed_problems(plan.profile)
         found.problems += _profile_problems(plan)
-        memory_copies.check(plan, environment, found)
+        found.problems += features.host_problems(plan, environment)
         found.notices += plausibility.notices(plan)
         found.problems += initial_weights.optimizer_problems(plan)
         existing = existing_run.compare(plan, environment, found, start)
@@ -99,12 +99,9 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     config = given.model.config if given.model is not None else None
     schedule = SCHEDULES.get(settings.schedule or "")
     ignores_minimum = schedule is not None and not schedule.uses_minimum
-    for name, is_idle, reason in (
-        ("min_learning_rate", ignores_minimum, f"with --schedule {settings.schedule}"),
-        ("replay_interval", not settings.corruption_checks, "without --corruption_checks"),
-    ):
-        if is_idle and name in settings.explicit:
-            found.notices.append(f"{settings.where(name)}: has no effect {reason}")
+    if ignores_minimum and "min_learning_rate" in settings.explicit:
+        where = settings.where("min_learning_rate")
+        found.notices.append(f"{where}: has no effect with --schedule {settings.schedule}")
     missing = evaluation_rules.input_problems(settings, given.sources.training, config, environment)
     if existing.resumes:  # a missing package or account for evaluation must not stop a resume
         found.notices += [f"the run resumes without: {line}" for line in missing]
@@ -210,12 +207,13 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     if profile.json:
         precision = profile.compute_precision
         found.problems += model_rules.precision_problems(settings, config, precision)
-        found.problems += model_rules.fp8_problems(settings, config, profile, device)
     found.problems += model_rules.model_problems(settings, config, device)
     found.problems += parallel_rules.model_problems(settings, config, profile, host.world_size)
     found.problems += muon.shape_problems(profile, given.model.shapes)
     found.notices += model_rules.dropout_notices(settings, config)
-    found.notices += model_rules.router_notices(settings, config)
+    case = features.Case(settings, config, profile, host.world_size, device)
+    found.problems += features.problems(case)
+    found.notices += features.notices(case)
     found.notices += model_rules.padding_notices(settings, config, given.sources.training)
     if not settings.document_mask or settings.attn_implementation != "auto":
         return settings

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING
 
 from zerolm.common.errors import ConfigError
 from zerolm.config.settings import HIGHEST, SELECTIVE, VARLEN, Settings
-from zerolm.ds_config.profile import Profile
-from zerolm.model import compile, document_mask, loss_chunks
+from zerolm.model import document_mask
 from zerolm.model.architecture import (
     causal_lm_class,
-    experts_per_token,
     has_padding_position,
     meta_model,
-    router_loss_coefficient,
 )
 from zerolm.model.model import max_positions, position_limit
 from zerolm.pretrained.vocabulary import vocabulary
@@ -72,33 +69,6 @@ def precision_problems(settings: Settings, config: "PretrainedConfig", precision
     ]
 
 
-def fp8_problems(
-    settings: Settings, config: "PretrainedConfig", profile: Profile, device: str
-) -> list[str]:
-    """Refuse `--fp8` for weights that are not bf16, older GPUs, and models without such layers."""
-    if not settings.fp8:
-        return []
-    from zerolm.fp8 import layers, linear  # imports torch
-
-    where = f"{settings.where('fp8')}: true"
-    problems = []
-    if profile.precision != "bf16":
-        problems.append(
-            f"{where}, needs bf16 weights, but those of {settings.deepspeed_config} are "
-            f"{profile.precision}. Enable bf16 in it, or remove the flag."
-        )
-    if why := layers.unsupported_device(device):
-        problems.append(f"{where}, but {why}. Remove the flag.")
-    found = layers.layers_of(config)
-    if not found.chosen:
-        odd = f" whose sizes are multiples of {linear.MULTIPLE}" if found.odd else ""
-        problems.append(
-            f"{where}, but {config.model_type} has no linear layers{odd} in its blocks "
-            f"({settings.model_config}). Use another model, or remove the flag."
-        )
-    return problems
-
-
 def model_problems(
     settings: Settings, config: "PretrainedConfig", device: str = "absent"
 ) -> list[str]:
@@ -117,19 +87,6 @@ def model_problems(
             f"{settings.where('gradient_checkpointing')}: selective, but with --compile the "
             f"compiler chooses what to recompute. Remove one of the flags."
         )
-    if settings.loss_chunk_tokens and (why := loss_chunks.unsupported_reason(config)):
-        problems.append(
-            f"{settings.where('loss_chunk_tokens')}: {settings.loss_chunk_tokens}, but {why} "
-            f"({settings.model_config}). Remove the flag."
-        )
-    if settings.compile and (why := compile.unsupported_reason(config, device)):
-        problems.append(
-            f"{settings.where('compile')}: true, but {why} ({settings.model_config}). Remove the "
-            f"flag."
-        )
-    problems += _balance_problems(settings, config)
-    problems += qk_clip_problems(settings, config)
-    problems += _router_loss_problems(settings, config)
     kernel = settings.attn_implementation
     if kernel == VARLEN:
         problems += _varlen_problems(settings, config)
@@ -175,79 +132,6 @@ def _initialization_problems(settings: Settings, config: "PretrainedConfig") -> 
             line.replace("model config", str(settings.model_config), 1) for line in error.problems
         ]
     return []
-
-
-def _balance_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    if not settings.balance_rate:
-        return []
-    from zerolm.model import biased_routers  # imports torch
-
-    where = f"{settings.where('balance_rate')}: {settings.balance_rate:g}"
-    problems = []
-    if why := biased_routers.unsupported_reason(config):
-        problems.append(
-            f"{where}, but {why} ({settings.model_config}). Remove the flag, or use a model such "
-            f"as deepseek_v3."
-        )
-    if settings.compile:
-        problems.append(
-            f"{where}, not supported together with --compile: a compiled block does not count the "
-            f"tokens of its experts. Remove one of the flags."
-        )
-    return problems
-
-
-def qk_clip_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Refuse `--qk_clip` where logits cannot be measured or the weights not be scaled by head."""
-    if not settings.qk_clip:
-        return []
-    from zerolm.model import attention_logits  # imports torch
-
-    where = f"{settings.where('qk_clip')}: {settings.qk_clip:g}"
-    problems = []
-    if why := attention_logits.unsupported_reason(config):
-        problems.append(f"{where}, but {why} ({settings.model_config}). Remove the flag.")
-    if settings.compile:
-        problems.append(
-            f"{where}, not supported together with --compile: the logits cannot be measured in a "
-            f"compiled block. Remove one of the flags."
-        )
-    if settings.attn_implementation == "flex_attention":
-        problems.append(
-            f"{where}, not supported together with --attn_implementation flex_attention, whose "
-            f"masks cannot be read. Use sdpa or auto."
-        )
-    return problems
-
-
-def _router_loss_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    coefficient, top_k = router_loss_coefficient(config), experts_per_token(config)
-    name, path = config.model_type, settings.model_config
-    problems = []
-    if settings.global_router_loss and not (coefficient and top_k):
-        problems.append(
-            f"{settings.where('global_router_loss')}: true, but {name} computes no router loss: "
-            f"that needs output_router_logits true, a coefficient above 0, and a model type with "
-            f"such a loss ({path}). Correct the model config, or remove the flag."
-        )
-    if settings.router_z_loss and coefficient is None:
-        problems.append(
-            f"{settings.where('router_z_loss')}: {settings.router_z_loss:g}, but {name} returns no "
-            f"router logits: that needs output_router_logits true, and a model type with a router "
-            f"loss ({path}). Correct the model config, or remove the flag."
-        )
-    return problems
-
-
-def router_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Report that the router loss, a product of means over a micro-batch, depends on its size."""
-    if not router_loss_coefficient(config) or settings.global_router_loss:
-        return []
-    return [
-        f"{settings.model_config}: output_router_logits is true: the router loss averages over "
-        f"a micro-batch, so the loss curve depends slightly on --micro_batch_size and the world "
-        f"size (1e-3 in the gradient norm); --global_router_loss ends that"
-    ]
 
 
 def padding_notices(

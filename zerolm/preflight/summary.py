@@ -1,5 +1,6 @@
 """The derived figures that a run prints when it starts and records in run.json."""
 
+from zerolm import features
 from zerolm.common.values import shown_bytes
 from zerolm.config.run_records import lineage
 from zerolm.data.epochs import times
@@ -10,14 +11,13 @@ from zerolm.plan import memory
 from zerolm.plan.peak_flops import TF32
 from zerolm.plan.plan import Plan
 from zerolm.plan.rank_share import config_of_rank
-from zerolm.preflight import memory_copies
 
 
 def figures(plan: Plan) -> dict[str, str]:
     """Return the derived figures of a plan by name."""
     settings, model, profile = plan.settings, plan.model, plan.profile
-    average = settings.ema_tokens > 0
-    states = memory.model_states(model.shapes, profile, plan.world_size, ema=average)
+    kept = features.state_bytes(settings)
+    states = memory.model_states(model.shapes, profile, plan.world_size, kept_bytes=kept)
     chunk = settings.loss_chunk_tokens
     bound = " (uncompiled: an upper bound)" if settings.compile else ""
     activations = memory.activation_bytes(
@@ -53,14 +53,10 @@ def figures(plan: Plan) -> dict[str, str]:
         "data fingerprint": plan.data_fingerprint[:16],
         "checkpoints": f"every {settings.checkpoint_interval} steps, "
         f"{settings.checkpoint_keep} kept",
-        "checkpoint size": shown_bytes(memory.checkpoint_bytes(model.shapes, profile, ema=average)),
+        "checkpoint size": shown_bytes(
+            memory.checkpoint_bytes(model.shapes, profile, kept_bytes=kept)
+        ),
     }
-    if settings.memory_checkpoint_interval:
-        lines["copies in memory"] = memory_copies.figure(plan)
-    if settings.corruption_checks:
-        lines["silent corruption"] = "states are compared between steps, odd steps computed again"
-        if settings.replay_interval:
-            lines["silent corruption"] += f", and one step in {settings.replay_interval} at random"
     if plan.initial is not None:
         taken = ", with the optimizer states" if settings.init_optimizer else ""
         lines["initial weights"] = plan.initial.describe(model.vocab_size) + taken
@@ -75,28 +71,11 @@ def figures(plan: Plan) -> dict[str, str]:
     }
     if all(sizes.values()):
         lines["bytes per token"] = ", ".join(f"{name} {size:.3g}" for name, size in sizes.items())
-    if average:
-        lines["average"] = _average_line(plan)
-    if chunk:
-        lines["loss"] = f"computed for {chunk:,} tokens at a time"
-    losses = {
-        "router loss of the global batch": settings.global_router_loss,
-        f"router z-loss {settings.router_z_loss:g}": settings.router_z_loss,
-        f"z-loss {settings.z_loss:g}": settings.z_loss,
-    }
-    if any(losses.values()):
-        lines["other losses"] = ", ".join(name for name, used in losses.items() if used)
-    if settings.fp8:
-        lines["fp8"] = _fp8_line(plan)
-    if settings.qk_clip:
-        lines["attention logits"] = _qk_clip_line(plan)
-    if settings.balance_rate:
-        lines["experts"] = f"balanced by a bias, {settings.balance_rate:g} a step"
     if settings.batch_ramp_start:
         lines["batch ramp"] = (
             f"from {settings.batch_ramp_start:,} tokens over {settings.batch_ramp_tokens:,}"
         )
-    return lines
+    return lines | features.summary(plan)
 
 
 def _branch_line(plan: Plan) -> str:
@@ -128,44 +107,6 @@ def _learning_rate_line(plan: Plan) -> str:
         line += f" to {plan.learning_rate.minimum:g}"
     line += f", warm-up {settings.warmup_tokens:,} tokens"
     return line + (f", decay {settings.decay_tokens:,}" if settings.decay_tokens else "")
-
-
-def _average_line(plan: Plan) -> str:
-    place = "on the device" if plan.profile.optimizer_offload == "none" else "on the host"
-    count = memory.EMA_BYTES * plan.model.num_parameters / plan.world_size
-    return (
-        f"of the weights, half-life {plan.settings.ema_tokens:,} tokens, about "
-        f"{shown_bytes(count)} per rank {place}"
-    )
-
-
-def _fp8_line(plan: Plan) -> str:
-    from zerolm.fp8 import layers, linear  # imports torch
-
-    found = layers.layers_of(plan.model.config)
-    kinds = dict.fromkeys(name.rpartition(".")[2] for name in found.chosen)
-    share = found.flops_per_token / plan.flops_per_token
-    line = f"{len(found.chosen)} matrices ({', '.join(kinds)}), {share:.0%} of the FLOPs"
-    odd = dict.fromkeys(name.rpartition(".")[2] for name in found.odd)
-    if odd:
-        line += f"; not {', '.join(odd)}: sizes are not multiples of {linear.MULTIPLE}"
-    return line + ("; a CPU emulates it, slowly" if plan.device == "cpu" else "")
-
-
-def _qk_clip_line(plan: Plan) -> str:
-    from zerolm.model import attention_logits  # imports torch
-
-    settings, layers = plan.settings, attention_logits.attention_layers(plan.model.config)
-    extra = attention_logits.flops_per_token(layers, settings.seq_len)
-    values = attention_logits.block_values(
-        layers, settings.micro_batch_size, settings.seq_len, plan.device
-    )
-    held = values * (4 if plan.profile.compute_precision == "fp32" else 2)
-    return (
-        f"at most about {settings.qk_clip:g} in each of {sum(one.num_heads for one in layers):,} "
-        f"heads, by clipping weights; measuring them takes {extra:.3g} FLOPs per token "
-        f"({extra / plan.flops_per_token:.1%} more), {shown_bytes(held)} at a time"
-    )
 
 
 def epochs_of(plan: Plan) -> list[float]:

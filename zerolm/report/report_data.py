@@ -9,13 +9,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zerolm.common import metrics
+from zerolm.common.metrics import BATCH, NOISE_SCALE
 from zerolm.config.run_records import lineage
 from zerolm.report.curves import Curves, rounded, thinned
 from zerolm.report.event_list import event_list
 from zerolm.report.run_history import RunHistory
 from zerolm.report.settings import differences, flatten
 from zerolm.report.summary import facts, figures, findings
+from zerolm.tracking.shown_metrics import charts
 
 TRAIN_LOSS = "train/loss"
 MAX_POINTS = 60_000  # of all curves; at 15 to 25 bytes each they are most of the file
@@ -40,7 +41,7 @@ def report_data(runs: Sequence[RunHistory]) -> Json:
         "panels": [
             panel
             for panel in panels(keys, compared=len(runs) > 1)
-            if panel["title"] != metrics.BATCH.title or _varies(runs, panel["keys"][0])
+            if panel["title"] != BATCH.title or _varies(runs, panel["keys"][0])
         ],
         "settings": settings,
         "differences": differences(settings) if len(runs) > 1 else [],
@@ -56,11 +57,11 @@ def panels(keys: Collection[str], *, compared: bool) -> list[Json]:
         compared: several runs are drawn, one colour per run.
     """
     drawn = []
-    for _, panel, unit, chosen in metrics.charts(keys):
+    for _, panel, unit, chosen in charts(keys):
         if compared and panel.many and len(chosen) > MAX_CURVES_OF_RUNS:
             continue
-        if panel == metrics.NOISE_SCALE and "train/noise_scale_tokens" not in chosen:
-            panel = metrics.BATCH
+        if panel == NOISE_SCALE and "train/noise_scale_tokens" not in chosen:
+            panel = BATCH
         drawn.append({**asdict(panel), "unit": unit, "keys": chosen, "names": _short(chosen)})
     return drawn
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
-from zerolm.common.metrics import bar_figures
 from zerolm.common.values import count, duration
+from zerolm.tracking.shown_metrics import bar_figures
 
 DRAW_SECONDS = 0.2
 MIN_BAR_WIDTH = 8  # characters; figures that leave less room are dropped, the last ones first

@@ -15,11 +15,11 @@ from typing import Any
 from zerolm.common import jsonl
 from zerolm.common.files import write_atomically
 from zerolm.common.jsonl import LineFile, MetricsRow, SampleRow
-from zerolm.common.metrics import line_figures
 from zerolm.common.run_files import RunFiles
 from zerolm.common.values import count, duration
 from zerolm.config.settings import Settings
 from zerolm.distributed.collectives import print_safely
+from zerolm.tracking.shown_metrics import line_figures
 from zerolm.tracking.tracker import enabled_trackers
 from zerolm.tracking.tracker_processes import Trackers
 

@@ -1,17 +1,17 @@
 """`python -m zerolm wandb-workspace RUN`: creates a W&B workspace with the panels of `report.html`.
 
-A metric that is not in the table of `zerolm.common.metrics` gets a separate panel. Needs the
-package wandb-workspaces and, to save the workspace, a W&B account.
+A metric that is not in the table of `zerolm.tracking.shown_metrics` gets a separate panel. Needs
+the package wandb-workspaces and, to save the workspace, a W&B account.
 """
 
 from pathlib import Path
 from typing import Any
 
-from zerolm.common import metrics
 from zerolm.common.errors import ConfigError, reason
 from zerolm.common.jsonl import MetricsRow
 from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import read_run_json
+from zerolm.tracking import shown_metrics as metrics
 from zerolm.tracking.mirror import Tail
 from zerolm.tracking.wandb_identity import has_key, identity
 

@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zerolm.checkpoint import probe
 from zerolm.checkpoint.manifest import Progress
 from zerolm.checkpoint.memory import MemoryCopies
+from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.save_job import Outcome
 from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common.errors import CheckpointWriteError
 from zerolm.common.run_files import checkpoint_name
-from zerolm.config.resolved import Resolved
+from zerolm.ds_config import topology
+from zerolm.plan.plan import Plan
+from zerolm.preflight import run_record
 from zerolm.train.stability import StopRequest
 from zerolm.watchdog.progress import record_progress
 
@@ -27,26 +31,35 @@ class Checkpointing:
     the interval, the run is down to its regular saves; only these count as failures.
 
     Args:
-        writer: a `CheckpointWriter`.
-        settings: resolved settings.
+        engine: the DeepSpeed engine.
+        probe_batches: returns the micro-batches of the fixed probe batch.
         stop: the `StopRequest`, which records how long a save takes.
         print_rank0: prints on rank 0.
-        copies: in the memory of this host; None without `--memory_checkpoint_interval`.
 
     Attributes:
         newest: path of the newest complete checkpoint.
+        record: the run's run.json, from its start on.
     """
+
+    record: dict[str, Any]
 
     def __init__(
         self,
-        writer: CheckpointWriter,
-        settings: Resolved,
+        plan: Plan,
+        engine: Any,
+        probe_batches: Callable[[], Any],
         stop: StopRequest,
         print_rank0: Callable[..., None],
-        copies: MemoryCopies | None = None,
     ):
-        self._writer, self._settings, self._stop = writer, settings, stop
-        self._print_rank0, self._copies = print_rank0, copies
+        self._plan, self._settings, self._stop = plan, plan.settings, stop
+        self._engine, self._probe_batches, self._print_rank0 = engine, probe_batches, print_rank0
+        settings = plan.settings
+        retention = Retention(
+            settings.checkpoint_keep, settings.checkpoint_keep_tokens, settings.checkpoint_keep_best
+        )
+        self._writer = CheckpointWriter(
+            engine, plan.run_dir, retention, read_back=settings.checkpoint_read_back
+        )
         self._consecutive_failures = 0
         self._retry_step: int | None = None
         self._pause = 0  # steps, before the next try
@@ -72,7 +85,6 @@ class Checkpointing:
         log: Any,
         *,
         last: bool,
-        manifest_entries: Callable[[], dict[str, Any]],
     ) -> None:
         """Copy the state to host memory; a checkpoint is written from it in the background.
 
@@ -81,7 +93,6 @@ class Checkpointing:
         Args:
             log: the run's `RunLog`, which is synced to disk first.
             last: whether the run ends after this checkpoint, so that it is waited for.
-            manifest_entries: returns further entries of the manifest.
 
         Raises:
             CheckpointWriteError: on every rank: this checkpoint or the previous one failed, and
@@ -99,24 +110,37 @@ class Checkpointing:
         log.sync()
         ranked = log.ranked_steps("eval/loss") if self._settings.checkpoint_keep_best else []
         names = [checkpoint_name(step) for step in ranked]
-        copied = self._writer.save(progress, ranked=names, **manifest_entries())
+        measured = probe.measure(self._engine, self._probe_batches(), self._plan)
+        copied = self._writer.save(progress, ranked=names, **self._facts(), probe=measured)
         if last or not self._settings.async_checkpoint:
             self.finish(log, last=last)
         row = {"checkpoint/stall_seconds": time.perf_counter() - start}
         row |= {"checkpoint/wait_seconds": waited, "checkpoint/copy_seconds": copied}
         log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
 
-    def copy_to_memory(
-        self, progress: Progress, log: Any, manifest_entries: dict[str, Any]
-    ) -> None:
+    def _facts(self) -> dict[str, Any]:
+        """Return what a manifest says of the run."""
+        plan = self._plan
+        return {
+            "optimizer": topology.optimizer_kind(plan.profile),
+            "data_fingerprint": plan.data_fingerprint,
+            "precision": plan.profile.precision,
+            "cut": topology.sharding(plan.profile),
+            "order": run_record.data_order(plan),
+            "versions": self.record["versions"],
+            "model_config": self.record["model_config"],
+        }
+
+    def copy_to_memory(self, progress: Progress, log: Any, copies: MemoryCopies) -> None:
         """Copy the state to the memory of the hosts, unless a checkpoint is being written.
 
         Every rank must call.
         """
-        if self._copies is None or self._writer.busy:
+        if self._writer.busy:
             return
         record_progress("checkpoint")
-        seconds = self._writer.copy_to_memory(progress, self._copies, **manifest_entries)
+        facts = {**self._facts(), "plan": self._plan.fingerprint()}
+        seconds = self._writer.copy_to_memory(progress, copies, **facts)
         if not self._settings.async_checkpoint:
             self.finish(log, last=False)
         row = {"step": progress.step, "tokens": progress.tokens}

@@ -7,11 +7,16 @@ follows the stages of the mixture. Every rank makes the same calls.
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.profiler import record_function
+
 from zerolm.checkpoint import probe
 from zerolm.checkpoint.manifest import Progress
 from zerolm.data import epochs
 from zerolm.data import loader as data
+from zerolm.distributed import collectives
 from zerolm.plan.plan import Plan
+from zerolm.tracking.run_log import Row
 from zerolm.train import metrics
 
 UNBOUNDED = 1 << 62  # the stream has no end; the token budget ends the run
@@ -37,6 +42,19 @@ class DataFeed:
         self.order: Any = None
         self.traffic: Any = None
         self.stage = 0
+
+    def token_bytes(self) -> torch.Tensor | None:
+        """Return the bytes of each token on the device; None if a rank cannot read them.
+
+        Every rank must call.
+        """
+        table = self.plan.token_bytes
+        known = collectives.gather_objects(table is not None)
+        if table is None or not all(known):
+            if any(known):
+                self.print_rank0("note: no bits per byte: a host lacks the tokenizer of the data")
+            return None
+        return torch.from_numpy(table.rows()).to(self.device)
 
     def stream_options(self, shard: int, num_shards: int) -> dict[str, Any]:
         """Return the keyword arguments of a stream over one of `num_shards` shards of the data."""
@@ -68,6 +86,22 @@ class DataFeed:
         on_gpu = self.device.type != "cpu"
         loader = data.make_loader(stream, self.settings.num_workers, pin_memory=on_gpu)
         return iter(data.prefetch_to_device(loader, self.device))
+
+    def take(self, batches: Any, sequences: int) -> list[dict[str, torch.Tensor]]:
+        """Return this rank's micro-batches of the next global batch."""
+        each = self.settings.micro_batch_size * self.plan.layout.replicas
+        with record_function("data"):
+            return [next(batches) for _ in range(sequences // each)]
+
+    def row(self, progress: Progress) -> Row:
+        """Return what the run has read so far, as metrics."""
+        return metrics.store_row(self.traffic) | metrics.data_row(
+            self.order,
+            self.plan.source_names,
+            progress.position,
+            self.settings.seq_len,
+            progress.skipped_windows,
+        )
 
     def _print_skipped_data_notices(self, progress: Progress) -> None:
         """Print which epoch limits the run will exceed because rollbacks have skipped data."""

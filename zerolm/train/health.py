@@ -17,6 +17,7 @@ from zerolm.model.loss import IGNORED
 from zerolm.train.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
 from zerolm.train.norms import Blocks, UpdateMeter, is_counted_here, parameter_norm, weight_squares
 from zerolm.train.step import AUXILIARY, StepResult
+from zerolm.train.step_gate import StepGate
 
 Row = dict[str, Any]
 NUM_FIGURES = 5  # of SmallBatchSums
@@ -48,7 +49,7 @@ class Health:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
         device: on which this run's collectives work.
         interval: steps between two measurements.
-        clips: whether gradients are clipped at all.
+        gate: knows whether gradients are clipped at all.
         norm_is_of_gradient: False for optimizers that report another norm (Muon).
         layout: which ranks share sequences and matrices.
     """
@@ -59,13 +60,13 @@ class Health:
         device: torch.device,
         *,
         interval: int,
-        clips: bool,
+        gate: StepGate,
         norm_is_of_gradient: bool,
         layout: Layout,
     ):
         self.blocks = Blocks(engine.module)
         self._engine, self._device = engine, device
-        self._interval, self._clips = interval, clips
+        self._interval, self._gate = interval, gate
         self._layout, self._rank = layout, engine.global_rank
         # With sharded sequences no rank has the gradient of a complete micro-batch.
         self._noise = norm_is_of_gradient and layout.sequence == 1
@@ -140,7 +141,7 @@ class Health:
             row |= self._norms("train/param_norm", found[:count])
             if changes is not None:
                 row |= self._ratios(found[count : 2 * count], found[:count])
-        if self._clips and old.steps:
+        if self._gate.clips and old.steps:
             row["train/clipped_share"] = old.clipped / old.steps
         averages = Estimate(old.noise, old.signal)
         new = self._estimate(found[-NUM_FIGURES:], result) if self._sampling else None

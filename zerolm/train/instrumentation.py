@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from zerolm.common.faults import FLIP, fault_point
 from zerolm.common.files import write_json
 
 MEMORY_VARIABLE, LEDGER_VARIABLE = "ZEROLM_MEMORY_PROBE", "ZEROLM_LEDGER"
@@ -146,3 +147,13 @@ def _last_lines(directory: str | Path) -> dict[int, list[dict[str, Any]]]:
             entry = json.loads(line)
             steps.setdefault(entry["step"], {})[path.name] = entry
     return {step: list(ranks.values()) for step, ranks in sorted(steps.items())}
+
+
+def fault_after_step(engine: Any, step: int) -> None:
+    """Trigger the faults after an optimizer step; a flip is one of this rank's master weights."""
+    if fault_point("step.end", step) == FLIP:
+        from zerolm.integrity.checks import flip_bit
+        from zerolm.integrity.zero_state import MASTERS as KIND
+        from zerolm.integrity.zero_state import states
+
+        flip_bit(next(each.values for each in states(engine) if each.kind == KIND))

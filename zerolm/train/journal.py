@@ -14,7 +14,6 @@ from zerolm.common import processes
 from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import Rollback
 from zerolm.data import mixture
-from zerolm.integrity.checks import Replayed, shown
 from zerolm.model import compile
 from zerolm.optim.spikes import SpikeGuard
 from zerolm.plan import duration
@@ -26,8 +25,6 @@ from zerolm.tracking.tracker_processes import Trackers
 from zerolm.train import stability, throughput
 from zerolm.train.step import StepResult
 from zerolm.watchdog import startup
-
-MAX_PARAMETERS = 16  # in an event
 
 
 class Journal:
@@ -158,21 +155,6 @@ class Journal:
             self.print_rank0(f"step={progress.step} spike: {guard.reason}")
         if not result.applied:
             self.log.event("step_skipped", progress.step, **fields)
-
-    def log_replay(self, step: int, found: Replayed) -> None:
-        """Log that a step was computed again, and what that showed."""
-        if found.wrong is not None:
-            places = [dict(each) for each in found.places]
-            self.log.event(
-                "corrupt_step", step, why=found.why, problem=found.wrong, places=places,
-                parameters=list(found.parameters)[:MAX_PARAMETERS],
-            )  # fmt: skip
-            where = "; ".join(map(shown, found.places))
-            self.print_rank0(f"step={step} silent corruption: {found.wrong}: {where}; corrected")
-        elif found.tolerance is not None:
-            self.log.event("nondeterministic", step, tolerance=found.tolerance)
-        else:
-            self.log.event("replayed", step, why=found.why)
 
     def log_cooldown(self, step: int, reason: str | None) -> None:
         """Log that the learning rate is lowered for some steps."""

@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerolm.data import skips
-from zerolm.model.attention_logits import AttentionLayer
 from zerolm.model.loss import bits_per_byte
 from zerolm.tracking.run_log import Row
-from zerolm.train.norms import block_of
 from zerolm.train.step import StepResult
 
 
@@ -39,27 +37,6 @@ def training_row(result: StepResult, source_names: Sequence[str]) -> Row:
         if num_bytes:
             row[f"data/{name}/bits_per_byte"] = bits_per_byte(nats, num_bytes)
     return row
-
-
-def attention_row(result: StepResult, layers: Sequence[AttentionLayer], threshold: float) -> Row:
-    """Return the metrics of attention logits; none if they were not measured.
-
-    Args:
-        threshold: above which the weights of a head are clipped.
-    """
-    of_blocks: dict[str, float] = {}
-    for layer, logits in zip(layers, result.attention_logits, strict=True):
-        block = block_of(layer.name)
-        of_blocks[block] = max(of_blocks.get(block, -math.inf), *logits)
-    if not of_blocks:
-        return {}
-    clipped = sum(each > threshold for logits in result.attention_logits for each in logits)
-    key = "train/max_attention_logit"
-    return {
-        key: max(of_blocks.values()),
-        **{f"{key}/{block}": each for block, each in of_blocks.items()},
-        "train/clipped_heads": clipped if result.applied else 0,
-    }
 
 
 def data_row(

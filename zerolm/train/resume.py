@@ -3,7 +3,7 @@
 Connects rollback, load, reshard and probe of zerolm/checkpoint, which do not know each other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from zerolm.checkpoint import load, probe, reshard, rollback
 from zerolm.checkpoint.directory import Checkpoint, read
 from zerolm.checkpoint.manifest import Progress
-from zerolm.checkpoint.memory import MemoryCopies
 from zerolm.common.run_files import MANIFEST
 from zerolm.config.run_records import Rollback, read_rollbacks
 from zerolm.distributed import collectives
+from zerolm.features.feature import Feature
 from zerolm.optim import parameter_groups
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
@@ -45,7 +45,7 @@ def load_newest(
     progress: Progress,
     probe_batches: Callable[[], Any],
     print_rank0: Callable[..., None],
-    copies: MemoryCopies | None = None,
+    features: Sequence[Feature] = (),
 ) -> ResumePoint:
     """Finish interrupted rollbacks, and load the newest complete checkpoint or copy, if any.
 
@@ -56,7 +56,7 @@ def load_newest(
         progress: of a new run.
         probe_batches: returns the micro-batches of the fixed probe batch.
         print_rank0: prints on rank 0.
-        copies: in the memory of this host; None if the run makes none.
+        features: those that may have a checkpoint that is newer than those on disk.
 
     Raises:
         CheckpointError: on every rank: there are checkpoints, but the run can resume from none.
@@ -71,10 +71,9 @@ def load_newest(
     found: Checkpoint | None = None
     damage: list[load.DamagedCheckpoint] = []
     in_memory = False
-    if copies is not None:
-        usable = partial(_is_usable, plan, rollbacks)
-        found, problems = load.newest_copy(copies, run_dir, usable)
-        in_memory = found is not None
+    for feature in features:
+        newer, problems = feature.find_checkpoint(partial(_is_usable, plan, rollbacks))
+        found, in_memory = newer or found, in_memory or newer is not None
         for problem in problems:
             print_rank0(f"note: a copy in memory is damaged, the run resumes from disk: {problem}")
     if found is None:
@@ -110,6 +109,11 @@ def continued(found: Checkpoint, rollbacks: list[Rollback], new: Mapping[str, An
             progress = rollback.with_rollbacks(progress, [entry])
             order = then
     return run_record.carry_over(progress, order, new)
+
+
+def position_after(plan: Plan, found: Checkpoint) -> int:
+    """Return the position from which a run would continue after loading a checkpoint."""
+    return continued(found, read_rollbacks(plan.run_dir), run_record.data_order(plan)).position
 
 
 def _is_usable(plan: Plan, rollbacks: list[Rollback], copy: Checkpoint) -> bool:

@@ -8,9 +8,10 @@ the accumulation boundary is set by hand, so that the batch size may change duri
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,14 +20,13 @@ from torch.profiler import record_function
 from zerolm.common.errors import GaveUp
 from zerolm.distributed.collectives import sum_over_ranks
 from zerolm.distributed.layout import Layout
-from zerolm.model.loss import IGNORED, squared_log_partitions, sums_by_source, token_losses
-from zerolm.train.routing import Routing
-from zerolm.train.step_gate import ClipRule, RefusalRule, StepGate
+from zerolm.features.feature import Feature, Forward
+from zerolm.model.loss import IGNORED, divided, sums_by_source, token_losses
+from zerolm.train.step_gate import RefusalRule, StepGate
 from zerolm.watchdog.progress import record_progress
 
 Batch = dict[str, torch.Tensor]
 AUXILIARY = "train/auxiliary_loss"  # of routers
-PENALTIES = (AUXILIARY, "train/router_z_loss", "train/z_loss")
 DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # factor on a loss, by fault name
 
 
@@ -41,14 +41,11 @@ class StepResult:
             that text; empty if the bytes of tokens are not known.
         penalties: weighted losses that are minimized with the loss, by metric: the router loss of
             a mixture of experts, and z-losses.
-        router: router metrics, if they were measured in this step.
-        attention_logits: of each layer, the largest of each head, if they were measured.
         grad_norm: 2-norm of the gradient before clipping; infinite if it is not finite.
         clipped_to: clipping norm of this step; 0 for no clipping.
         learning_rate: of this step.
         applied: False if the optimizer step was refused, or skipped by DeepSpeed.
         flags: sums over ranks of the flags that each passed in.
-        watched: sums over ranks of what `watch` returned.
         micro_losses: of this rank only: the mean loss of each of its micro-batches.
     """
 
@@ -58,14 +55,11 @@ class StepResult:
     text_losses: list[float] = field(default_factory=list)
     text_bytes: list[float] = field(default_factory=list)
     penalties: dict[str, float] = field(default_factory=dict)
-    router: dict[str, float] = field(default_factory=dict)
-    attention_logits: list[list[float]] = field(default_factory=list)
     grad_norm: float = 0.0
     clipped_to: float = 0.0
     learning_rate: float = 0.0
     applied: bool = True
     flags: list[float] = field(default_factory=list)
-    watched: list[float] = field(default_factory=list)
     micro_losses: list[torch.Tensor] = field(default_factory=list)
 
 
@@ -86,12 +80,9 @@ def forward_backward(
     rows_differ: bool = False,
     fault: str | None = None,
     timing_forward: Callable[[], AbstractContextManager[None]] = nullcontext,
-    observing_forward: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
     observing_backward: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
     token_bytes: torch.Tensor | None = None,
-    routing: Routing | None = None,
-    z_loss: float = 0.0,
-    watch: Callable[[Sequence[torch.Tensor]], torch.Tensor] | None = None,
+    features: Sequence[Feature] = (),
 ) -> StepResult:
     """Accumulate the gradient of one global batch, without taking the step. Every rank must call.
 
@@ -105,12 +96,9 @@ def forward_backward(
         rows_differ: whether sequences may differ in their number of targets.
         fault: injected fault for this rank, from `fault_point`; for tests.
         timing_forward: context manager for each forward pass.
-        observing_forward, observing_backward: context managers for each forward and backward pass,
-            given its micro-batch.
+        observing_backward: context manager for each backward pass, given its micro-batch.
         token_bytes: bytes of text of each token, for `sums_by_source`.
-        routing: observes the routers of the model.
-        z_loss: weight of the mean squared log-partition of the output logits.
-        watch: called after the last backward pass with `micro_losses`; returns figures to sum.
+        features: with contexts of forward passes, losses and figures of their own.
     """
     device, contributes = engine.device, layout.contributes(engine.global_rank)
     rows = len(batches) * len(batches[0]["targets"]) * layout.replicas
@@ -118,41 +106,37 @@ def forward_backward(
     if rows_differ:
         counted = torch.stack([(batch["targets"] != IGNORED).sum() for batch in batches]).sum()
         targets = sum_over_ranks(counted * contributes)
-    # One reduction for all: sums by source, auxiliary and other losses, flags, router metrics.
     num_sums = 2 if token_bytes is None else 4
-    auxiliary_at = num_sums * num_sources
-    flags_at = auxiliary_at + len(PENALTIES)
-    router_at = flags_at + len(flags)
-    sums = torch.zeros(router_at, dtype=torch.float64, device=device)
-    by_source = sums[:auxiliary_at].view(num_sums, num_sources)
-    measured: set[str] = set()
+    by_source = torch.zeros(num_sums, num_sources, dtype=torch.float64, device=device)
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    penalties_summed: dict[str, torch.Tensor] = {}  # the same keys on every rank
     micro_losses: list[torch.Tensor] = []
     for number, batch in enumerate(batches):
         record_progress("forward")
         engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
-        with timing_forward(), observing_forward(batch), record_function("forward"):
+        with timing_forward(), ExitStack() as contexts:
+            for feature in features:
+                contexts.enter_context(feature.forward(batch))
+            contexts.enter_context(record_function("forward"))
             outputs: list[Any] = []
             losses_BT, auxiliary = token_losses(engine, batch, outputs.append)
-            penalties = {}
-            if routing is not None:
-                routing.observe(outputs[0])
-                penalties = routing.losses(rows * seq_len)
-            if z_loss:
-                squares_BT = squared_log_partitions(engine, outputs[0], batch, losses_BT)
-                penalties["train/z_loss"] = squares_BT.sum() * _divided(z_loss, targets)
-            outputs.clear()  # frees the logits
+            forward = Forward(batch, outputs.pop(), losses_BT, rows * seq_len, targets)
+            penalties = {
+                name: part for feature in features for name, part in feature.losses(forward).items()
+            }
+            del forward  # frees the logits
         if fault in DISTORTIONS:
             losses_BT = losses_BT * DISTORTIONS[fault]
-        loss = losses_BT.sum() * _divided(layout.gradient_divisor, targets)
+        loss = losses_BT.sum() * divided(layout.gradient_divisor, targets)
         micro_losses.append(losses_BT.detach().mean())
         by_source += sums_by_source(losses_BT, batch, num_sources, token_bytes)
         if auxiliary is not None and AUXILIARY not in penalties:  # of a micro-batch
-            measured.add(AUXILIARY)
-            sums[auxiliary_at] += auxiliary.detach().double() / (len(batches) * layout.replicas)
+            part = auxiliary.detach().double() / (len(batches) * layout.replicas)
+            penalties_summed[AUXILIARY] = penalties_summed.get(AUXILIARY, zero) + part
             loss = loss + auxiliary / len(batches)
         for name, part in penalties.items():
-            measured.add(name)
-            sums[auxiliary_at + PENALTIES.index(name)] += part.detach().double()
+            summed = penalties_summed.get(name, zero)
+            penalties_summed[name] = summed + part.detach().double()
             loss = loss + part * layout.gradient_divisor
         if fault == "inf":
             loss = loss * torch.inf  # an infinite gradient; the logged loss stays finite
@@ -160,38 +144,33 @@ def forward_backward(
         with observing_backward(batch), record_function("backward"):
             engine.backward(loss, scale_wrt_gas=False)
     record_progress("reduce")
-    sums *= contributes
+    # One reduction for all: sums by source, weighted losses, flags, and figures of features.
+    of_features = [feature.sums(micro_losses) for feature in features]
+    parts = [
+        by_source.flatten() * contributes,
+        torch.stack([zero, *penalties_summed.values()])[1:] * contributes,
+        torch.zeros(len(flags), dtype=torch.float64, device=device),
+        *(zero[None][:0] if each is None else each for each in of_features),
+    ]
     for number, flag in enumerate(flags):
-        sums[flags_at + number].fill_(flag)  # a copy of a tensor would wait for the device
-    if routing is not None:
-        sums = torch.cat([sums, routing.sums(device) * contributes])
-    watched_at = len(sums)
-    if watch is not None:
-        sums = torch.cat([sums, watch(micro_losses)])
-    figures = sum_over_ranks(sums).tolist()
+        parts[2][number].fill_(flag)  # a copy of a tensor would wait for the device
+    figures = iter(sum_over_ranks(torch.cat(parts)).tolist())
+    by_part = [[*islice(figures, len(part))] for part in parts]
+    for feature, received in zip(features, by_part[3:], strict=True):
+        feature.summed(received)
     losses, tokens, *text = (
-        figures[start : start + num_sources] for start in range(0, auxiliary_at, num_sources)
+        by_part[0][start : start + num_sources] for start in range(0, len(parts[0]), num_sources)
     )
-    penalty_sums = dict(zip(PENALTIES, figures[auxiliary_at:flags_at], strict=True))
     return StepResult(
         loss=sum(losses) / sum(tokens),
         source_losses=losses,
         source_tokens=tokens,
         text_losses=text[0] if text else [],
         text_bytes=text[1] if text else [],
-        penalties={name: penalty_sums[name] for name in PENALTIES if name in measured},
-        router=routing.row(figures[router_at:watched_at]) if routing is not None else {},
-        flags=figures[flags_at:router_at],
-        watched=figures[watched_at:],
+        penalties=dict(zip(penalties_summed, by_part[1], strict=True)),
+        flags=by_part[2],
         micro_losses=micro_losses,
     )
-
-
-def _divided(factor: float, targets: torch.Tensor | int) -> torch.Tensor | float:
-    """Return a factor on float32 losses. A tensor stays on its device, with the same rounding."""
-    if isinstance(targets, int):
-        return factor / targets
-    return (factor / targets.double()).float()
 
 
 def learning_rate_ratios(engine: Any, peak: float) -> list[float]:
@@ -216,7 +195,6 @@ def apply_step(
     factor: float = 1.0,
     refused: bool = False,
     should_refuse: RefusalRule,
-    clip_norm: ClipRule | None = None,
 ) -> None:
     """Take the optimizer step and complete `result`. Every rank must call.
 
@@ -226,7 +204,6 @@ def apply_step(
         factor: on the learning rate, whichever sets it.
         refused: do not take the step, only clear the gradients.
         should_refuse: given the gradient norm, returns whether to refuse the step.
-        clip_norm: given the gradient norm, returns the norm to clip to; None: as in the ds config.
 
     Raises:
         GaveUp: fp16 found no loss scale at which the gradients are finite.
@@ -243,7 +220,7 @@ def apply_step(
     record_progress("optimizer")
     try:
         with record_function("optimizer step"):
-            gate.step(engine, refused, should_refuse, clip_norm)
+            gate.step(engine, refused, should_refuse)
     except Exception as error:
         if "loss scale already at minimum" in str(error):  # DeepSpeed raises a bare Exception
             raise GaveUp(f"fp16: {error}") from error
@@ -255,8 +232,3 @@ def apply_step(
     result.clipped_to = gate.clipped_to
     # None: DeepSpeed found an overflow before it computed the norm.
     result.grad_norm = float("inf") if gate.grad_norm is None else gate.grad_norm
-
-
-def take_micro_batches(batches: Iterator[Batch], count: int) -> list[Batch]:
-    """Return the next `count` micro-batches."""
-    return [next(batches) for _ in range(count)]

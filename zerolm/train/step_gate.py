@@ -41,6 +41,8 @@ class StepGate:
         grad_norm: of the last step, unscaled; None if DeepSpeed found an overflow before it.
         refused: whether the gate refused the last step.
         clipped_to: clipping norm of the last step; 0 for no clipping.
+        clip_norm: given the gradient norm, returns the norm to clip to; by default that of the ds
+            config.
     """
 
     def __init__(self, engine: Any):
@@ -50,7 +52,7 @@ class StepGate:
         self.refused = False
         self.clipped_to = 0.0
         self._should_refuse: RefusalRule = _never
-        self._clip_norm: ClipRule = self._as_configured
+        self.clip_norm: ClipRule = self._as_configured
         if engine.zero_optimization_stage() == 3:
             self._wrap("_get_norm_groups", self._norm)
         elif hasattr(self._optimizer, "scaled_global_norm"):
@@ -66,7 +68,6 @@ class StepGate:
         engine: Any,
         refused: bool,
         should_refuse: RefusalRule,
-        clip_norm: ClipRule | None = None,
     ) -> None:
         """Take the optimizer step, or only clear the gradients. Every rank must call.
 
@@ -74,11 +75,8 @@ class StepGate:
             refused: do not take the step, whatever its norm.
             should_refuse: given the norm, which is the same on all ranks, returns whether to
                 refuse the step.
-            clip_norm: given the norm, returns the norm to clip to, 0 for no clipping; None: as in
-                the ds config.
         """
         self.grad_norm, self.refused, self._should_refuse = None, refused, should_refuse
-        self._clip_norm = clip_norm or self._as_configured
         self.clipped_to = 0.0
         try:
             engine.step()
@@ -87,6 +85,11 @@ class StepGate:
         if not engine.was_step_applied():
             self._clear_offloaded_sums()
         assert not (self.refused and engine.was_step_applied()), "DeepSpeed took a refused step"
+
+    @property
+    def clips(self) -> bool:
+        """Whether there is any clipping."""
+        return self.clip_norm != self._as_configured or self._configured_clip_norm > 0.0
 
     def discard(self, engine: Any) -> None:
         """Clear the accumulated gradient, as if its passes had not been made.
@@ -152,7 +155,7 @@ class StepGate:
         if math.isfinite(scaled_norm) and not self.refused:
             self.refused = self._should_refuse(self.grad_norm)
             if not self.refused:
-                self.clipped_to = self._optimizer.clip_grad = self._clip_norm(self.grad_norm)
+                self.clipped_to = self._optimizer.clip_grad = self.clip_norm(self.grad_norm)
         return self.refused
 
     def _as_configured(self, grad_norm: float) -> float:

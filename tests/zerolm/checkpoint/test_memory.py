@@ -37,8 +37,8 @@ def shared(tmp_path, monkeypatch) -> Path:
 
 
 def connect(run_dir: Path) -> memory.MemoryCopies:
-    copies = memory.connect(run_dir, 0, 0, wanted=True)
-    assert copies is not None and copies.leads
+    copies = memory.connect(run_dir, 0, 0)
+    assert copies.leads
     return copies
 
 
@@ -77,11 +77,12 @@ def test_of_the_ranks_of_a_host_with_parts_of_the_model_only_one_creates_the_dir
     token, machine = memory.create_token(run_dir), processes.machine_id()
     places = [(machine, 0), (machine, 1)]
     monkeypatch.setattr(memory.collectives, "broadcast_object", lambda value: token)
-    monkeypatch.setattr(memory.collectives, "gather_objects", lambda value: places)
+    gathered = {str: [machine, machine], tuple: places}
+    monkeypatch.setattr(memory.collectives, "gather_objects", lambda value: gathered[type(value)])
     monkeypatch.setattr(memory.collectives, "require_on_all_ranks", lambda *values: None)
-    second = memory.connect(run_dir, 1, 1, wanted=True)
+    second = memory.connect(run_dir, 1, 1)
     assert second is not None and second.leads and not second.directory.exists()
-    first = memory.connect(run_dir, 0, 0, wanted=True)
+    first = memory.connect(run_dir, 0, 0)
     assert first is not None and first.leads and first.directory.is_dir()
 
 
@@ -120,7 +121,7 @@ def test_a_start_without_the_flag_and_the_end_of_a_run_leave_nothing(run_dir, sh
     writer, copies = CheckpointWriter(MemoryEngine(), run_dir, Retention(last=1)), connect(run_dir)
     copy(writer, copies, 3)
     assert memory.bytes_on_host(run_dir) > 0
-    assert memory.connect(run_dir, 0, 0, wanted=False) is None
+    memory.forget(run_dir, 0)
     assert list(shared.iterdir()) == [] and not (run_dir / "memory.json").exists()
     connect(run_dir)
     memory.remove_copies(run_dir)

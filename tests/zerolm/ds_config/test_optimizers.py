@@ -13,6 +13,9 @@ from tests.zerolm.model.initialization_families import COMMON, FAMILIES
 from zerolm.config.settings import Settings
 from zerolm.ds_config import muon, optimizers
 from zerolm.ds_config.profile import Profile
+from zerolm.features.ema import Ema
+from zerolm.features.feature import Case
+from zerolm.features.qk_clip import QkClip
 from zerolm.optim import custom
 
 OTHER_KINDS = {"LBFGS", "SparseAdam", "Muon"}  # they refuse flat shards, or dense gradients
@@ -161,9 +164,13 @@ def test_adaptive_clipping_is_refused_with_muon():
 @pytest.mark.parametrize("flag", [{"ema_tokens": 1000}, {"qk_clip": 100.0}], ids=str)
 def test_changes_of_masters_are_refused_unless_these_are_float32_in_memory(more, why, flag):
     profile = Profile.parse({"optimizer": {"type": "AdamW"}, **more}, "the JSON")
-    problems = optimizers.master_problems(profile, Settings(**flag))
-    assert [why in problem for problem in problems] == [True] * bool(why)
-    assert not optimizers.master_problems(profile, Settings())
+
+    def found(settings):
+        case = Case(settings, AutoConfig.for_model("llama"), profile, 1, "cpu")
+        return [*Ema.problems(case), *QkClip.problems(case)]
+
+    assert [why in problem for problem in found(Settings(**flag))] == [True] * bool(why)
+    assert not found(Settings())
 
 
 def test_stacked_experts_are_refused_where_muon_supports_only_2d_tensors():

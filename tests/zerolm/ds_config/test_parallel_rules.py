@@ -12,6 +12,8 @@ from zerolm.ds_config import topology
 from zerolm.ds_config.parallel_rules import ds_problems, model_problems
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.rules import rule_problems
+from zerolm.features.feature import Case
+from zerolm.features.qk_clip import QkClip
 from zerolm.plan import memory
 from zerolm.plan.rank_share import shapes_of_rank
 
@@ -154,9 +156,14 @@ def test_refusing_a_model_or_a_flag_takes_one_line(form, model, flags, part):
     settings = dict(model)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     given = dataclasses.replace(Settings(deepspeed_config="ds.json", seq_len=32), **flags)
-    [problem] = model_problems(given, config, Profile.parse(form), 4)
+
+    def found(profile):
+        own = QkClip.problems(Case(given, config, profile, 4, "cpu"))
+        return [*model_problems(given, config, profile, 4), *own]
+
+    [problem] = found(Profile.parse(form))
     assert part in problem and "\n" not in problem and problem.endswith(".")
     assert (
         "tensor_parallel.autotp_size" if form is TENSOR else "sequence_parallel_size"
     ) in problem
-    assert model_problems(given, config, Profile.parse({}), 4) == []
+    assert found(Profile.parse({})) == []

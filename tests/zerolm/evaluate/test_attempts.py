@@ -7,7 +7,6 @@ import torch
 
 from zerolm.evaluate.attempts import EvaluationAttempts
 from zerolm.evaluate.evaluator import LOSS, Evaluations
-from zerolm.optim.ema import Ema
 
 
 def test_every_later_launch_knows_the_attempts_that_crashed(tmp_path) -> None:
@@ -68,7 +67,7 @@ def evaluations(run_dir, zero_stage: int) -> Evaluations:
     )  # fmt: skip
     profile = SimpleNamespace(zero_stage=zero_stage)
     plan = SimpleNamespace(settings=settings, run_dir=run_dir, profile=profile, val_sources=[1])
-    created = Evaluations(plan, engine, "cpu", {}, Ema(engine, 0), lambda *_: None)
+    created = Evaluations(plan, engine, "cpu", {}, dict, lambda *_: None)
 
     def fail(progress, log) -> None:
         raise MemoryError("a forward pass")

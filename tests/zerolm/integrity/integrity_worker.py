@@ -40,6 +40,7 @@ def flip(run, place: str, step: int) -> None:
 
 def train(job: dict, device) -> dict:
     import pretrain
+    from zerolm import features
     from zerolm.common.errors import CorruptionError
     from zerolm.distributed import collectives
     from zerolm.integrity import seal
@@ -55,8 +56,9 @@ def train(job: dict, device) -> dict:
     if RANK == 0:
         Path(plan.settings.run_dir, "checkpoints").mkdir(parents=True, exist_ok=True)
     collectives.barrier()
-    engine = pretrain.build_engine(plan, device, partial(collectives.print_rank0, RANK))
-    run = Run(plan, engine, device, stability.StopRequest(None))
+    wanted = features.build(plan)
+    engine = pretrain.build_engine(plan, wanted, device, partial(collectives.print_rank0, RANK))
+    run = Run(plan, engine, wanted, device, stability.StopRequest(None))
     run.start()
     batches, error = run.batches(), None
     place, rank, step = job["flip"] or ("", -1, 0)

@@ -99,7 +99,7 @@ def test_replays_change_no_bit_at_any_stage_precision_and_offload(tmp_path) -> N
 def test_kernels_without_a_fixed_order_do_not_end_a_run_at_its_first_replay(apart, monkeypatch):
     """The norm of a key's bias is noise; and no norm is known to be until a pass is repeated."""
     monkeypatch.setattr(checks, "gather_objects", lambda value: [value])
-    integrity = object.__new__(checks.Integrity)
+    integrity = object.__new__(checks.Checks)
     integrity._engine = SimpleNamespace(global_rank=0, device=torch.device("cpu"))
     integrity._discard, integrity._corrections = lambda: None, 0
     result = SimpleNamespace(micro_losses=None)
@@ -110,7 +110,7 @@ def test_kernels_without_a_fixed_order_do_not_end_a_run_at_its_first_replay(apar
         integrity._recorder = SimpleNamespace(
             begin=lambda: None, end=lambda: None, result=lambda losses: next(passes)
         )
-        integrity._replay(1, checks.SPOT, result, lambda watch: result)
+        integrity._replay(1, checks.SPOT, result, lambda: result)
         return integrity._tolerance
 
     noise = [[1.0, 1e-9], [1.0, 3e-9], [1.0, 2e-9]]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.feature_problems import problems_of
 from tests.launching import LLAMA
 from tests.model_families.sweep import FAMILIES
 from tests.model_families.toy_configs import toy_config
@@ -18,7 +19,6 @@ from zerolm.model.attention_logits import (
     largest_logits,
     unsupported_reason,
 )
-from zerolm.preflight.model_rules import model_problems
 
 # Queries and keys in one projection, of all heads or of each; latent attention; biases; ...
 USUAL = ("llama", "gpt2", "gpt_neox", "phi3", "deepseek_v3", "qwen2", "opt", "gemma2", "gpt_oss")
@@ -90,11 +90,11 @@ def test_models_whose_queries_and_keys_cannot_be_scaled_are_refused_with_the_rea
         qk_clip=100.0, compile=True, model_config="m.json", attn_implementation="flex_attention",
         origins={"qk_clip": "command line: --qk_clip"},
     )  # fmt: skip
-    problems = "\n".join(model_problems(settings, config_of("qwen3"), "cuda"))
+    problems = "\n".join(problems_of(settings, config_of("qwen3"), "cuda"))
     assert "--qk_clip: 100, but qwen3 normalizes queries and keys (q_norm)" in problems
     assert "--qk_clip: 100, not supported together with --compile" in problems
     assert "--qk_clip: 100, not supported together with --attn_implementation flex" in problems
-    assert not model_problems(Settings(qk_clip=100.0), config_of("qwen2"), "cpu")
+    assert not problems_of(Settings(qk_clip=100.0), config_of("qwen2"), "cpu")
 
 
 @pytest.mark.parametrize("block", [1, 100, 1 << 20])

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
+from tests.feature_problems import problems_of
 from tests.model_families.toy_configs import toy_config
 from zerolm.config.settings import Settings
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
@@ -19,7 +20,6 @@ from zerolm.model.biased_routers import (
     unsupported_reason,
     update_biases,
 )
-from zerolm.preflight.model_rules import model_problems
 
 TOKENS = 32
 USUAL = ("deepseek_v3", "hy_v3", "laguna", "lfm2_moe")  # a bias in the router, the block, ...
@@ -82,10 +82,10 @@ def test_experts_without_weights_and_routers_without_a_bias_are_refused() -> Non
         balance_rate=0.001, compile=True, model_config="m.json",
         origins={"balance_rate": "command line: --balance_rate"},
     )  # fmt: skip
-    problems = "\n".join(model_problems(settings, config_of("mixtral"), "cpu"))
+    problems = "\n".join(problems_of(settings, config_of("mixtral"), "cpu"))
     assert "--balance_rate: 0.001, but mixtral has no router with a bias" in problems
     assert "--balance_rate: 0.001, not supported together with --compile" in problems
-    assert not model_problems(Settings(balance_rate=0.001), config_of("deepseek_v3"), "cpu")
+    assert not problems_of(Settings(balance_rate=0.001), config_of("deepseek_v3"), "cpu")
 
 
 @pytest.mark.parametrize("recompute", [True, "selective"])

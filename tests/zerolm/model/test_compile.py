@@ -7,11 +7,12 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.feature_problems import problems_of
 from zerolm.common import machine
 from zerolm.config.flags import parse_settings
 from zerolm.model import compile
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
-from zerolm.preflight.model_rules import matmul_problems, model_problems
+from zerolm.preflight.model_rules import matmul_problems
 
 SIZES = {
     "hidden_size": 32,
@@ -115,11 +116,11 @@ def test_models_that_cannot_be_compiled_are_refused_with_the_reason(monkeypatch)
     config = AutoConfig.for_model("llama", **SIZES, **FAMILIES["llama"])
     settings, problems = parse_settings(["--compile", "--gradient_checkpointing", "selective"])
     assert problems == []
-    (problem,) = model_problems(settings, config)
+    (problem,) = problems_of(settings, config)
     assert "selective" in problem and "Remove one" in problem
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     settings, _ = parse_settings(["--compile"])
-    (problem,) = model_problems(settings, config, "cpu")
+    (problem,) = problems_of(settings, config, "cpu")
     assert "needs a C++ compiler" in problem and "--compile" in problem
     monkeypatch.setitem(sys.modules, "triton", None)  # installed or not
     assert "triton on a GPU, which cannot" in str(compile.unsupported_reason(config, "cuda"))

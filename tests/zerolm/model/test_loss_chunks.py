@@ -3,11 +3,11 @@
 import pytest
 from transformers import AutoConfig
 
+from tests.feature_problems import problems_of
 from tests.launching import write_json
 from zerolm.config.flags import parse_settings
 from zerolm.model import activation_memory, loss_chunks
 from zerolm.model.config_file import load_model_config
-from zerolm.preflight.model_rules import model_problems
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
 PLAIN = ("llama", "gpt2", "gpt_neox", "mistral", "qwen3", "mixtral", "olmoe", "gemma", "phi")
@@ -46,7 +46,7 @@ def test_chunks_are_refused_for_a_model_that_does_not_support_them(tmp_path) -> 
     words = ["--model_config", str(file), "--loss_chunk_tokens", "512"]
     settings, problems = parse_settings(words)
     assert not problems
-    (problem,) = model_problems(settings, load_model_config(file))
+    (problem,) = problems_of(settings, load_model_config(file))
     assert problem == (
         "command line: --loss_chunk_tokens: 512, but GraniteForCausalLM changes the logits after "
         f"its output head ({file}). Remove the flag."

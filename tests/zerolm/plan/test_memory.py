@@ -71,12 +71,12 @@ def test_a_moving_average_adds_four_bytes_per_value_where_the_moments_are(stage,
     shapes = parameter_shapes(MODELS["llama"])
     shard = num_parameters(shapes) / 2
     profile = Profile.parse(config(stage, offload, "bf16+fp32", 2, 2))
-    without, states = (memory.model_states(shapes, profile, 2, ema=ema) for ema in (False, True))
+    without, states = (memory.model_states(shapes, profile, 2, kept_bytes=kept) for kept in (0, 4))
     added = states.device - without.device, states.host - without.host
     expected = (4 * shard, 0) if offload == "none" else (0, 4 * shard)
     assert added == pytest.approx(expected, rel=0.01)
     assert states.optimizer + states.host_optimizer == pytest.approx(12 * shard, rel=0.01)
-    sizes = [memory.checkpoint_bytes(shapes, profile, ema=ema) for ema in (False, True)]
+    sizes = [memory.checkpoint_bytes(shapes, profile, kept_bytes=kept) for kept in (0, 4)]
     assert sizes[1] - sizes[0] == 4 * num_parameters(shapes)
 
 

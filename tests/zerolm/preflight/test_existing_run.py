@@ -54,7 +54,7 @@ def test_disk_too_small_for_one_checkpoint_is_refused_and_for_all_reported(input
 def test_a_branch_on_another_file_system_needs_room_for_its_copy(inputs, a_run, monkeypatch):
     plan = check.check(command(inputs), {})
     trunk = SimpleNamespace(directory=a_run, size_bytes=1)
-    size = memory.checkpoint_bytes(plan.model.shapes, plan.profile, ema=False)
+    size = memory.checkpoint_bytes(plan.model.shapes, plan.profile)
     monkeypatch.setattr(existing_run, "checkpoint_room", lambda *_: (size, 0))
     for copied, refused in ((False, 0), (True, 1)):
         monkeypatch.setattr(machine, "same_file_system", lambda *_, same=not copied: same)

@@ -12,15 +12,16 @@ from tests.model_families.toy_configs import toy_config
 from zerolm.config.flags import parse_settings
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
+from zerolm.features.expert_balance import ExpertBalance
+from zerolm.features.feature import Case
+from zerolm.features.fp8 import Fp8
 from zerolm.model.document_mask import chunks_restart_at_documents
 from zerolm.model.model import max_positions
 from zerolm.preflight.model_rules import (
     attention_problems,
-    fp8_problems,
     model_problems,
     padding_notices,
     precision_problems,
-    router_notices,
 )
 
 
@@ -165,23 +166,28 @@ def test_a_class_that_gives_a_parameter_no_initial_value_is_refused(monkeypatch)
 def test_a_router_loss_is_noticed_only_where_the_model_computes_one(family, noticed):
     """deepseek_v3 and others have the config key, but no code that reads it."""
     config = CONFIG_MAPPING[family]()
-    assert router_notices(Settings(), config) == []
+    case = Case(Settings(), config, Profile.parse({}), 1, "cpu")
+    assert list(ExpertBalance.notices(case)) == []
     config.output_router_logits = True
-    assert bool(router_notices(Settings(), config)) == noticed
+    assert bool(list(ExpertBalance.notices(case))) == noticed
 
 
 def test_losses_of_routers_are_refused_for_models_without_router_logits():
     settings = Settings(global_router_loss=True, router_z_loss=0.001, z_loss=1e-4)
-    problems = model_problems(settings, CONFIG_MAPPING["deepseek_v3"]())
+
+    def found(config):
+        return list(ExpertBalance.problems(Case(settings, config, Profile.parse({}), 1, "cpu")))
+
+    problems = found(CONFIG_MAPPING["deepseek_v3"]())
     assert len(problems) == 2
     assert "deepseek_v3 computes no router loss" in problems[0]
     assert "0.001, but deepseek_v3 returns no router logits" in problems[1]
     config = CONFIG_MAPPING["mixtral"]()
-    assert len(model_problems(settings, config)) == 2
+    assert len(found(config)) == 2
     config.output_router_logits = True
-    assert not model_problems(settings, config)
+    assert not found(config)
     config.router_aux_loss_coef = 0.0
-    [problem] = model_problems(settings, config)
+    [problem] = found(config)
     assert "a coefficient above 0" in problem
 
 
@@ -201,18 +207,22 @@ def test_fp8_is_refused_without_bf16_on_older_gpus_and_without_linear_layers(mon
     bf16, fp32 = (Profile.parse({"bf16": {"enabled": enabled}}) for enabled in (True, False))
     autocast = Profile.parse({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+
+    def found(settings, config, profile, device):
+        return list(Fp8.problems(Case(settings, config, profile, 1, device)))
+
     gpt2 = layers("gpt2")  # its Conv1D is no linear layer
-    precision, device, model = fp8_problems(settings, gpt2, fp32, "cuda")
+    precision, device, model = found(settings, gpt2, fp32, "cuda")
     assert "--fp8: true, needs bf16 weights, but those of d.json are fp32" in precision
     assert "this GPU has compute capability 8.6, and fp8 needs 8.9" in device
     assert "gpt2 has no linear layers in its blocks (m)" in model
     llama = layers("llama", intermediate_size=96)
-    assert fp8_problems(settings, llama, autocast, "cpu") == [precision]
-    assert fp8_problems(settings, llama, bf16, "cuda") == [device]
-    assert len(fp8_problems(settings, llama, bf16, "xpu")) == 1
+    assert found(settings, llama, autocast, "cpu") == [precision]
+    assert found(settings, llama, bf16, "cuda") == [device]
+    assert len(found(settings, llama, bf16, "xpu")) == 1
     odd = CONFIG_MAPPING["llama"](hidden_size=36, intermediate_size=90, num_attention_heads=3)
-    (problem,) = fp8_problems(settings, odd, bf16, "absent")
+    (problem,) = found(settings, odd, bf16, "absent")
     assert "no linear layers whose sizes are multiples of 16" in problem
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert fp8_problems(settings, llama, bf16, "cuda") == []
-    assert fp8_problems(parse_settings([])[0], gpt2, fp32, "cuda") == []
+    assert found(settings, llama, bf16, "cuda") == []
+    assert found(parse_settings([])[0], gpt2, fp32, "cuda") == []

@@ -25,7 +25,7 @@ def main(model: str, path: str) -> None:
     expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for flags in json.loads(Path(path).read_text()):
         plan = check.check([str(flag) for flag in flags], environment)
-        engine = pretrain.build_engine(plan, device, lambda *_: None)
+        engine = pretrain.build_engine(plan, [], device, lambda *_: None)
         masters = weights = 0
         for name, parameter in engine.module.named_parameters():
             value = expected.get_parameter(name).detach()

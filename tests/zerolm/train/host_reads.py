@@ -110,6 +110,7 @@ def _count(found: Places, what: str) -> None:
 def count_ours(flags: list[str], steps: int) -> Places:
     """Train with pretrain.py's own parts; return the counts of `steps` steps, after two others."""
     import pretrain
+    from zerolm import features
     from zerolm.distributed import collectives
     from zerolm.preflight import check
     from zerolm.train import stability
@@ -120,8 +121,9 @@ def count_ours(flags: list[str], steps: int) -> Places:
     plan = check.check(flags, environment)
     Path(plan.settings.run_dir, "checkpoints").mkdir(parents=True)
     device = torch.device("cpu")
-    engine = pretrain.build_engine(plan, device, partial(collectives.print_rank0, 0))
-    run = Run(plan, engine, device, stability.StopRequest(None))
+    wanted = features.build(plan)
+    engine = pretrain.build_engine(plan, wanted, device, partial(collectives.print_rank0, 0))
+    run = Run(plan, engine, wanted, device, stability.StopRequest(None))
     run.start()
     batches = run.batches()
     for _ in range(2):

@@ -29,13 +29,14 @@ def test_a_step_is_timed_to_the_end_of_its_update_where_something_reads_the_devi
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(TAIL_SECONDS))
     settings = {
         "seq_len": 8, "total_tokens": 1000, "log_interval": 10, "checkpoint_interval": 100,
-        "eval_interval": 0, "downstream_interval": 0, "memory_checkpoint_interval": 0,
+        "eval_interval": 0, "downstream_interval": 0,
     }  # fmt: skip
     run = MagicMock(settings=SimpleNamespace(**settings | more))
     run.progress.step, run.progress.position, run.progress.tokens = step - 1, 0, 32
     run.plan.batch_schedule.return_value = 4
-    run._train.return_value = [], MagicMock(flags=[0.0])
-    run._reads_device_after = partial(Run._reads_device_after, run)
+    run.passes.return_value = lambda: MagicMock(flags=[0.0])
+    run.features = []
+    run.waits_for_device = partial(Run.waits_for_device, run)
     run.journal.stopwatch = Stopwatch(torch.device("cuda"))
     Run.step(run, None)
     assert (run.journal.stopwatch.seconds >= TAIL_SECONDS) == waits

@@ -8,9 +8,9 @@ from tests.launching import LLAMA
 from tests.zerolm.preflight.preflight_inputs import PROFILES, command, refusal, write_inputs
 from zerolm.checkpoint import memory
 from zerolm.common import machine
-from zerolm.common.errors import Findings
 from zerolm.common.values import shown_bytes
-from zerolm.preflight import check, memory_copies
+from zerolm.features import memory_copies
+from zerolm.preflight import check
 
 FLAG = "--memory_checkpoint_interval 5"
 
@@ -60,7 +60,7 @@ def test_the_limit_of_a_container_counts(monkeypatch, tmp_path) -> None:
 
 def test_states_on_nvme_are_refused(base) -> None:
     plan = check.check(command(base, FLAG), {})
-    found = Findings([], [])
+
     on_disk = replace(plan, profile=replace(plan.profile, optimizer_offload="nvme"))
-    memory_copies.check(on_disk, {}, found)
-    assert "states on NVMe cannot be copied to memory" in found.problems[0]
+    [line] = memory_copies.MemoryCopies.host_problems(on_disk, {})
+    assert "states on NVMe cannot be copied to memory" in line

@@ -1,0 +1,60 @@
+"""`--adaptive_clip`: clip gradient norms that stand out from those of recent steps."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from zerolm.common.metrics import GRADIENT_NORM, Metric
+from zerolm.features.feature import Feature, Row, Step
+from zerolm.features.flag import real
+
+
+class AdaptiveClip(Feature):
+    """Bounds the norm of each step by the statistics of zerolm/optim/adaptive_clip.py."""
+
+    name = "adaptive_clip"
+    SECTION = "Optimization"
+    METRICS = (
+        Metric(
+            "train/clip_norm",
+            "",
+            GRADIENT_NORM,
+            "with `--adaptive_clip`: upper bound on the last step's gradient norm; absent "
+            "while there is none",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Flags:
+        adaptive_clip: float = real(
+            "stability",
+            "clip gradient norms more than Z standard deviations above their moving mean (ZClip), "
+            "in addition to gradient_clipping; 0: off",
+            shows="Z",
+            default=0.0,
+            changes_curve=True,
+        )
+
+    @classmethod
+    def wanted(cls, plan: Any) -> bool:
+        return bool(plan.settings.adaptive_clip)
+
+    def attach(self, run: Any) -> None:
+        from zerolm.optim.adaptive_clip import Clipping
+
+        max_norm = self.plan.profile.gradient_clipping or 0.0
+        self.clipping = Clipping(max_norm, self.settings.adaptive_clip)
+        run.gate.clip_norm = self.clipping.bound
+
+    def loaded(self, state: dict[str, Any]) -> None:
+        from zerolm.optim.adaptive_clip import NormStatistics
+
+        self.clipping.statistics = NormStatistics(**state)
+        self.state = state
+
+    def after(self, step: Step, result: Any) -> None:
+        if result.applied:
+            self.clipping.end_step(result.grad_norm)
+            self.state = vars(self.clipping.statistics)
+
+    def row(self, result: Any) -> Row:
+        return self.clipping.metrics(result.clipped_to)

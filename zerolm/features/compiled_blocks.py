@@ -1,0 +1,40 @@
+"""`--compile`: compile the blocks of the model."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from zerolm.features.feature import Case, Feature
+
+
+class CompiledBlocks(Feature):
+    """Compiles the blocks as zerolm/model/compile.py describes.
+
+    The flag is one of the core: other features, the kernels and the plan depend on it.
+    """
+
+    name = "compiled_blocks"
+
+    @classmethod
+    def problems(cls, case: Case) -> Iterable[str]:
+        from zerolm.model import compile
+
+        settings = case.settings
+        if settings.compile and (why := compile.unsupported_reason(case.config, case.device)):
+            yield (
+                f"{settings.where('compile')}: true, but {why} ({settings.model_config}). Remove "
+                f"the flag."
+            )
+
+    @classmethod
+    def wanted(cls, plan: Any) -> bool:
+        return bool(plan.settings.compile)
+
+    def change_model(self, model: Any) -> None:
+        from zerolm.model import compile
+
+        compile.mark_leaf_modules(model, self.plan.profile.zero_stage)
+
+    def change_engine(self, engine: Any) -> str:
+        from zerolm.model import compile
+
+        return compile.compile_blocks(engine.module)

@@ -1,0 +1,23 @@
+"""`--document_mask`: test before training that the attention kernel keeps documents apart."""
+
+from typing import Any
+
+from zerolm.features.feature import Feature
+
+
+class DocumentMask(Feature):
+    """Refuses to train with a kernel that ignores the mask.
+
+    The flag is one of the core: the data, the kernels and the loss depend on it.
+    """
+
+    name = "document_mask"
+
+    @classmethod
+    def wanted(cls, plan: Any) -> bool:
+        return bool(plan.settings.document_mask)
+
+    def change_engine(self, engine: Any) -> str:
+        from zerolm.train import mask_check
+
+        return mask_check.check(engine, self.plan, engine.device)

@@ -1,0 +1,216 @@
+"""`Feature`: a part of training that may be off, with everything that only this part knows.
+
+It has flags, refusals, lines of the plan, metrics, a state in the checkpoint, and hooks, which are
+named here in the order in which they are called. `FEATURES` in `zerolm/features/__init__.py` lists
+all of them. In a run without a feature it is not built, and none of its hooks exists.
+
+The settings are made of the flags of all features, so a module of a feature imports little at its
+top, and what its hooks need inside them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from zerolm.common.metrics import Metric
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+    from zerolm.checkpoint.directory import Checkpoint
+    from zerolm.ds_config.profile import Profile
+    from zerolm.plan.plan import Plan
+    from zerolm.train.run import Run
+    from zerolm.train.step import StepResult
+
+Batch = dict[str, "torch.Tensor"]
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class NoFlags:
+    """A feature that is on or off by flags which other code reads too."""
+
+
+class Case(NamedTuple):
+    """What a feature may refuse to be combined with.
+
+    Attributes:
+        device: kind of the ranks' devices, `absent` if they are not on this machine.
+    """
+
+    settings: Any
+    config: "PretrainedConfig"
+    profile: "Profile"
+    world_size: int
+    device: str
+
+
+class Step(NamedTuple):
+    """A step, on one rank.
+
+    Attributes:
+        batches: this rank's micro-batches.
+        tokens: of the global batch.
+        fault: injected fault for this rank's passes, from `fault_point`; for tests.
+    """
+
+    number: int
+    batches: Sequence[Batch]
+    tokens: int
+    fault: str | None
+
+
+class Forward(NamedTuple):
+    """A forward pass over a micro-batch, on one rank.
+
+    Attributes:
+        outputs: of the model.
+        losses_BT: of each target token, 0 where there is none.
+        tokens, targets: of the global batch.
+    """
+
+    batch: Batch
+    outputs: Any
+    losses_BT: "torch.Tensor"
+    tokens: int
+    targets: "torch.Tensor | int"
+
+
+class Feature:
+    """A part of training that may be off. Every rank makes the same calls.
+
+    Contexts and wrappers are entered in the order of `FEATURES`, and what follows the update is
+    called in the reverse order: the first feature is the outermost.
+
+    Attributes:
+        name: key of its state in checkpoints.
+        Flags: dataclass with its flags.
+        METRICS, SECTION: its metrics, and their section in `zerolm.common.metrics.SECTIONS`.
+        interval: steps between two times at which it waits for the device after a step; 0: never.
+        state: as JSON, for the next checkpoint: replaced, never mutated.
+    """
+
+    name: ClassVar[str]
+    Flags: ClassVar[type] = NoFlags
+    SECTION: ClassVar[str] = ""
+    METRICS: ClassVar[tuple[Metric, ...]] = ()
+    interval = 0
+
+    # ---- Before the run: nothing is built
+
+    @classmethod
+    def problems(cls, case: Case) -> Iterable[str]:
+        """Return why the run cannot have the feature; nothing if it is off."""
+        return ()
+
+    @classmethod
+    def notices(cls, case: Case) -> Iterable[str]:
+        """Return what the user should know, whether the feature is on or off."""
+        return ()
+
+    @classmethod
+    def host_problems(cls, plan: "Plan", environment: Mapping[str, str]) -> Iterable[str]:
+        """Return what this host lacks for the feature of a run without other problems."""
+        return ()
+
+    @classmethod
+    def state_bytes(cls, settings: Any) -> int:
+        """Return the bytes that the optimizer keeps for it, per parameter."""
+        return 0
+
+    @classmethod
+    def summary(cls, plan: "Plan") -> Mapping[str, str]:
+        """Return its lines of the plan; nothing if it is off."""
+        return {}
+
+    @classmethod
+    def wanted(cls, plan: "Plan") -> bool:
+        """Return whether the run has the feature."""
+        raise NotImplementedError
+
+    @classmethod
+    def absent(cls, run: "Run") -> None:
+        """After each load in a run without the feature: remove what earlier starts have left."""
+
+    # ---- The start of a run
+
+    def __init__(self, plan: "Plan"):
+        self.plan, self.settings = plan, plan.settings
+        self.state: dict[str, Any] = {}
+
+    def change_model(self, model: Any) -> None:
+        """Change the model before `deepspeed.initialize`."""
+
+    def change_engine(self, engine: Any) -> str:
+        """Change or test the engine after `deepspeed.initialize`; return a line to print."""
+        return ""
+
+    def attach(self, run: "Run") -> None:
+        """Prepare for the engine and the other parts of the run."""
+
+    def find_checkpoint(
+        self, usable: Callable[["Checkpoint"], bool]
+    ) -> tuple["Checkpoint | None", Sequence[str]]:
+        """Return a checkpoint that is newer than those on disk, and why others are damaged."""
+        return None, ()
+
+    def loaded(self, state: dict[str, Any]) -> None:
+        """Adopt the state that the loaded checkpoint has of the feature, empty if it has none."""
+        self.state = state
+
+    # ---- A step
+
+    def passes(self, compute: Callable[[], "StepResult"], step: Step) -> "StepResult":
+        """Make the passes over a batch; `compute` accumulates its gradient."""
+        return compute()
+
+    def begin(self, step: Step) -> None:
+        """Start each pass over a batch."""
+
+    def forward(self, batch: Batch) -> AbstractContextManager[Any]:
+        """Return a context for the forward pass over a micro-batch."""
+        return nullcontext()
+
+    def losses(self, forward: Forward) -> Mapping[str, "torch.Tensor"]:
+        """Observe a micro-batch; return its part of weighted losses to minimize, by metric."""
+        return {}
+
+    def sums(self, losses: Sequence["torch.Tensor"]) -> "torch.Tensor | None":
+        """Return this rank's figures, which are summed over ranks with those of the step.
+
+        Args:
+            losses: of this rank's micro-batches, their means.
+
+        Returns:
+            (n,) float64 on the device, with the same n on all ranks.
+        """
+        return None
+
+    def summed(self, figures: Sequence[float]) -> None:
+        """Receive the sums over ranks; empty if there were none."""
+
+    def update(self, result: "StepResult") -> AbstractContextManager[Any]:
+        """Return a context for the optimizer step."""
+        return nullcontext()
+
+    def after(self, step: Step, result: "StepResult") -> None:
+        """Act after the optimizer step, whether it was applied or not."""
+
+    # ---- Between two steps
+
+    def row(self, result: "StepResult") -> Row:
+        """Return the metrics of the last step, which is reported."""
+        return {}
+
+    def between_saves(self) -> None:
+        """Act after a step without a checkpoint, once it is clear that it stays."""
+
+    def weights(self) -> Mapping[str, AbstractContextManager[Any]]:
+        """Return contexts in which the model has other weights, to evaluate them too, by name."""
+        return {}
+
+    def close(self) -> None:
+        """End: the run is done, stopped, or has given up."""

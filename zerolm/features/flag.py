@@ -1,0 +1,72 @@
+"""What a field of the settings says: how a flag is given, and what other code makes of it.
+
+Standard library only, so that `--help` is instant.
+"""
+
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any
+
+from zerolm.common.values import duration
+
+
+def flag(
+    group: str,
+    kind: str,
+    help: str,
+    *,
+    shows: str = "",
+    default: Any = None,
+    minimum: float | None = None,
+    below: float | None = None,
+    choices: Sequence[str] = (),
+    saved: bool = True,
+    tracker: str = "",
+    changes_curve: bool = False,
+    unchangeable: str = "",
+    follows: bool = False,
+    of_one_run: bool = False,
+    probed: bool = False,
+    no_tensor_parallel: str = "",
+) -> Any:
+    """Describe a field; a default with a value is added to its help.
+
+    Args:
+        group: a key of `zerolm.config.settings.GROUPS`.
+        kind: how its value is converted, a key of `zerolm.config.flags.CONVERTERS`.
+        shows: placeholder of its value in the help.
+        minimum, below: inclusive lower and exclusive upper bound.
+        saved: it is saved in run.json.
+        tracker: `module:class` of the `Tracker` that the flag switches on.
+        changes_curve: a resume with another value changes the loss curve. In a run from before the
+            setting existed it had the default value.
+        unchangeable: why no resume may have another value, even with --accept_changes.
+        follows: it follows from other settings or from the machine, so it is derived again in every
+            run.
+        of_one_run: a branch does not take it over from its trunk.
+        probed: it changes the memory or the time of a step, so `plan --probe` runs with it.
+        no_tensor_parallel: why it cannot be combined with tensor parallelism.
+    """
+    if help and kind not in ("switch", "recompute", "list") and default is not None:
+        text = duration(default).removesuffix("00s") if kind == "duration" else default
+        help += f" (default: {text:g})" if isinstance(text, float) else f" (default: {text})"
+    about: dict[str, Any] = {
+        **{"group": group, "kind": kind, "help": help, "shows": shows, "minimum": minimum},
+        **{"below": below, "choices": tuple(choices), "saved": saved, "tracker": tracker},
+        **{"changes_curve": changes_curve, "unchangeable": unchangeable, "follows": follows},
+        **{"of_one_run": of_one_run, "probed": probed, "no_tensor_parallel": no_tensor_parallel},
+    }
+    return field(default=default, metadata=about)
+
+
+def count(group: str, help: str, shows: str, minimum: int = 1, **more: Any) -> Any:
+    return flag(group, "count", help, shows=shows, minimum=minimum, **more)
+
+
+def real(group: str, help: str, shows: str = "X", **more: Any) -> Any:
+    return flag(group, "real", help, shows=shows, minimum=0.0, **more)
+
+
+def switch(group: str, help: str, default: bool = False, **more: Any) -> Any:
+    help += f" (default: {'on' if default else 'off'})"
+    return flag(group, "switch", help, default=default, **more)

@@ -1,0 +1,104 @@
+"""`--corruption_checks`: find what hardware has changed without an error, before it is applied."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from zerolm.features.feature import Case, Feature, Step
+from zerolm.features.flag import count, switch
+
+MAX_PARAMETERS = 16  # in an event
+
+
+class Integrity(Feature):
+    """Makes the passes of a step as often as the checks of zerolm/integrity ask for."""
+
+    name = "integrity"
+
+    @dataclass(frozen=True)
+    class Flags:
+        corruption_checks: bool = switch(
+            "stability",
+            "compare states between steps, and compute a step with odd gradients again before it "
+            "is applied, to find what hardware has changed without an error; passes over a batch "
+            "are equal in every bit on a CPU, on a GPU as far as its kernels are",
+        )
+        replay_interval: int = count(
+            "stability",
+            "with --corruption_checks: compute the first step of each start twice, and one step of "
+            "so many, chosen at random; 0: none",
+            "STEPS",
+            default=400,
+            minimum=0,
+        )
+
+    @classmethod
+    def notices(cls, case: Case) -> Iterable[str]:
+        settings = case.settings
+        if "replay_interval" in settings.explicit and not settings.corruption_checks:
+            yield f"{settings.where('replay_interval')}: has no effect without --corruption_checks"
+
+    @classmethod
+    def summary(cls, plan: Any) -> Mapping[str, str]:
+        settings = plan.settings
+        if not settings.corruption_checks:
+            return {}
+        line = "states are compared between steps, odd steps computed again"
+        if settings.replay_interval:
+            line += f", and one step in {settings.replay_interval} at random"
+        return {"silent corruption": line}
+
+    @classmethod
+    def wanted(cls, plan: Any) -> bool:
+        return bool(plan.settings.corruption_checks)
+
+    def attach(self, run: Any) -> None:
+        from zerolm.integrity.checks import Checks
+
+        self.journal, profile = run.journal, self.plan.profile
+        self.checks = Checks(
+            run.engine,
+            partial(run.gate.discard, run.engine),
+            interval=self.settings.replay_interval,
+            seed=self.settings.seed,
+            replicated=profile.zero_stage < 3 and run.layout.tensor == 1,
+            overflows_are_normal=profile.precision == "fp16",
+        )
+
+    def loaded(self, state: dict[str, Any]) -> None:
+        self.checks.restart()
+
+    def passes(self, compute: Callable[[], Any], step: Step) -> Any:
+        return self.checks.checked(step.number, step.batches, compute, step.fault)
+
+    def sums(self, losses: Sequence[Any]) -> Any:
+        return self.checks.figures(losses)
+
+    def summed(self, figures: Sequence[float]) -> None:
+        self.checks.summed = figures
+
+    def after(self, step: Step, result: Any) -> None:
+        self.checks.end_step(step.number)
+        if self.checks.replayed is not None:
+            self._log(step.number, self.checks.replayed)
+
+    def _log(self, step: int, found: Any) -> None:
+        """Log that a step was computed again, and what that showed."""
+        from zerolm.integrity.checks import shown
+
+        log = self.journal.log
+        if found.wrong is not None:
+            places = [dict(each) for each in found.places]
+            log.event(
+                "corrupt_step", step, why=found.why, problem=found.wrong, places=places,
+                parameters=list(found.parameters)[:MAX_PARAMETERS],
+            )  # fmt: skip
+            where = "; ".join(map(shown, found.places))
+            self.journal.print_rank0(
+                f"step={step} silent corruption: {found.wrong}: {where}; corrected"
+            )
+        elif found.tolerance is not None:
+            log.event("nondeterministic", step, tolerance=found.tolerance)
+        else:
+            log.event("replayed", step, why=found.why)

@@ -1,0 +1,152 @@
+"""`--memory_checkpoint_interval`: copies of the states in the memory of the hosts."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zerolm.common.metrics import CHECKPOINTS, Metric
+from zerolm.common.values import shown_bytes
+from zerolm.features.feature import Feature
+from zerolm.features.flag import count
+
+if TYPE_CHECKING:
+    from zerolm.checkpoint.directory import Checkpoint
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+class MemoryCopies(Feature):
+    """Copies the states between two checkpoints, and resumes from the copy if it is newer.
+
+    zerolm/checkpoint/memory.py has their layout; `launch supervise` removes them too.
+    """
+
+    name = "memory_copies"
+    SECTION = "Checkpoints"
+    METRICS = (
+        Metric(
+            "checkpoint/memory_seconds",
+            "s",
+            CHECKPOINTS,
+            "how long training was paused to copy the states for `--memory_checkpoint_interval`",
+        ),
+    )
+
+    @dataclass(frozen=True)
+    class Flags:
+        memory_checkpoint_interval: int = count(
+            "run",
+            "also copy the states into the memory of each host (/dev/shm) at this interval, from "
+            "where the same command resumes after the run was killed; 0: never",
+            "STEPS",
+            minimum=0,
+            default=0,
+        )
+
+    @classmethod
+    def host_problems(cls, plan: Any, environment: Mapping[str, str]) -> Iterable[str]:
+        """Compare the size of the copies with shared memory and free memory of this host."""
+        settings = plan.settings
+        if not settings.memory_checkpoint_interval:
+            return
+        from zerolm.checkpoint import memory
+        from zerolm.common import machine
+
+        interval = settings.memory_checkpoint_interval
+        where = f"{settings.where('memory_checkpoint_interval')}: {interval}"
+        if "nvme" in (plan.profile.optimizer_offload, plan.profile.param_offload):
+            yield (
+                f"{where}, states on NVMe cannot be copied to memory. Remove the flag, or use a "
+                f"profile without NVMe."
+            )
+        if plan.device == "absent":
+            return
+        ranks, (rank, host) = machine.ranks_of_host(environment), sizes(plan)
+        required = memory.KEPT * (ranks * rank + host)
+        needed = max(0, required - memory.bytes_on_host(plan.run_dir))
+        places = {
+            str(memory.SHARED_MEMORY): machine.free_bytes(memory.SHARED_MEMORY),
+            "memory of this host": free_memory(),
+        }
+        for place, free in places.items():
+            if free is not None and free < needed:
+                yield (
+                    f"{where}, {memory.KEPT} copies of {ranks} rank(s) need "
+                    f"{shown_bytes(needed)}, but {place} has {shown_bytes(free)} free. Remove the "
+                    f"flag, use more hosts, or make it larger (docker run --shm-size, mount -o "
+                    f"remount,size=)."
+                )
+
+    @classmethod
+    def summary(cls, plan: Any) -> Mapping[str, str]:
+        if not plan.settings.memory_checkpoint_interval:
+            return {}
+        from zerolm.checkpoint import memory
+
+        rank, host = sizes(plan)
+        line = f"every {plan.settings.memory_checkpoint_interval} steps, {memory.SHARED_MEMORY}: "
+        line += f"{memory.KEPT} x {shown_bytes(rank)} per rank"
+        line += f" and {memory.KEPT} x {shown_bytes(host)} per host" if host else ""
+        return {"copies in memory": line}
+
+    @classmethod
+    def wanted(cls, plan: Any) -> bool:
+        return bool(plan.settings.memory_checkpoint_interval)
+
+    @classmethod
+    def absent(cls, run: Any) -> None:
+        from zerolm.checkpoint import memory
+
+        memory.forget(run.run_dir, run.rank)
+
+    def attach(self, run: Any) -> None:
+        from zerolm.checkpoint import memory
+
+        self.run, self.interval = run, self.settings.memory_checkpoint_interval
+        self.copies = memory.connect(run.run_dir, run.rank, run.engine.checkpoint_mp_rank)
+
+    def find_checkpoint(
+        self, usable: Callable[["Checkpoint"], bool]
+    ) -> tuple["Checkpoint | None", Sequence[str]]:
+        from zerolm.checkpoint import load
+
+        return load.newest_copy(self.copies, self.run.run_dir, usable)
+
+    def between_saves(self) -> None:
+        run = self.run
+        if run.progress.step % self.interval == 0:
+            run.checkpointing.copy_to_memory(run.progress, run.journal.log, self.copies)
+
+    def close(self) -> None:
+        """Remove the copies: the checkpoint of the run's end is on disk."""
+        from zerolm.checkpoint import memory
+
+        if self.copies.leads:
+            memory.remove_copies(self.run.run_dir)
+
+
+def sizes(plan: Any) -> tuple[int, int]:
+    """Return the bytes of one copy: of each rank, and of each host besides (weights below ZeRO-3).
+
+    All ranks of a host load the same weights, so one of them writes these.
+    """
+    from zerolm.features import state_bytes
+    from zerolm.plan import memory
+
+    shapes, profile = plan.model.shapes, plan.profile
+    total = memory.checkpoint_bytes(shapes, profile, kept_bytes=state_bytes(plan.settings))
+    weights = memory.weight_file_bytes(shapes, profile)
+    return -(-(total - weights) // plan.world_size), weights
+
+
+def free_memory() -> int | None:
+    """Return the free memory of this host or container, None if it is not known."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+        limit = int((CGROUP / "memory.max").read_text())
+        free = min(free, limit - int((CGROUP / "memory.current").read_text()))
+    return free

@@ -1,0 +1,78 @@
+"""The table of all metrics, and what of it the report, the trackers and the console show.
+
+The tables of docs/metrics.md, the panels of `report.html`, the W&B workspace, the console line and
+the progress bar are derived from `METRICS`. A metric that is not in it is still logged, sent to
+trackers, and drawn in a panel of its own, in the section `OTHER`. Standard library only.
+
+    python -m tests.test_tables    # writes the tables of docs/metrics.md
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+from zerolm.common.metrics import SECTIONS, Metric, Panel
+from zerolm.common.values import count
+from zerolm.features import FEATURES
+
+OTHER = "Other"  # section of metrics that are not in the table
+METRICS: dict[str, tuple[Metric, ...]] = {
+    section: (*metrics, *(m for each in FEATURES if section == each.SECTION for m in each.METRICS))
+    for section, metrics in SECTIONS.items()
+}
+ALL = tuple(metric for section in METRICS.values() for metric in section)
+
+
+class Chart(NamedTuple):
+    """A panel that has something to draw."""
+
+    section: str
+    panel: Panel
+    unit: str
+    keys: list[str]
+
+
+@cache
+def metric_of(key: str) -> Metric | None:
+    """Return the metric of a key of `metrics.jsonl`, None if it is not in the table."""
+    exact = [metric for metric in ALL if metric.key == key]
+    return next((metric for metric in exact or ALL if metric.matches(key)), None)
+
+
+def charts(keys: Collection[str]) -> list[Chart]:
+    """Return the panels that show these metrics, in the order of the table, unknown ones last."""
+    ordered = sorted(keys, key=_by_number)
+    found = []
+    for section, metrics in METRICS.items():
+        for panel in dict.fromkeys(metric.panel for metric in metrics):
+            if panel is None:
+                continue
+            members = [metric for metric in metrics if metric.panel == panel]
+            drawn = [key for metric in members for key in ordered if metric_of(key) is metric]
+            if drawn:
+                found.append(Chart(section, panel, members[0].unit, drawn))
+    unknown = [key for key in ordered if metric_of(key) is None]
+    return found + [Chart(OTHER, Panel(key), "", [key]) for key in unknown]
+
+
+def line_figures(row: Mapping[str, Any]) -> list[str]:
+    """Return the metrics of a row that the console line prints, as `key=value`."""
+    return [_figure(metric.line, row[metric.key]) for metric in ALL
+            if metric.line and row.get(metric.key) is not None]  # fmt: skip
+
+
+def bar_figures(row: Mapping[str, Any]) -> list[str]:
+    """Return the metrics of a row that the progress bar shows, the most important first."""
+    shown = [metric for metric in ALL if metric.bar and row.get(metric.key) is not None]
+    shown.sort(key=lambda metric: metric.bar_rank)
+    return [_figure(metric.bar, row[metric.key]) for metric in shown]
+
+
+def _figure(template: str, value: float) -> str:
+    return template.format(value, count=count(value))
+
+
+def _by_number(key: str) -> list[Any]:
+    """Sort layers.2 before layers.10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)]
