@@ -4,8 +4,7 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from zerolm.common.command_line import count, count_from_zero
-from zerolm.common.values import parse_number
+from zerolm.common.command_line import count, count_from_zero, number_from_zero, share
 
 DEFAULT_TOKENS = 256
 
@@ -28,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--num_samples", type=count, default=1, metavar="N", help="texts per prompt (default: 1)")
     add(
         "--temperature",
-        type=_temperature,
+        type=number_from_zero,
         default=0.8,
         metavar="X",
         help="sampling temperature; 0: always the most likely token (default: 0.8)",
@@ -42,7 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--top_p",
-        type=_share,
+        type=share,
         default=1.0,
         metavar="X",
         help="sample from the most likely tokens whose probabilities add up to X (default: 1)",
@@ -79,17 +78,3 @@ def run(arguments: argparse.Namespace) -> None:
         for piece in streamed_text(loaded.model, coder, prompt):
             print(piece, end="", flush=True)
         print()
-
-
-def _temperature(text: str) -> float:
-    value = float(parse_number(text))
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must not be negative. Give 0 or more.")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(parse_number(text))
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1.")
-    return value

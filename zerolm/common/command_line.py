@@ -325,6 +325,22 @@ def number(text: str) -> float:
     return value
 
 
+def number_from_zero(text: str) -> float:
+    """Parse a number that is not negative."""
+    value = float(_read(parse_number, text))
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: must not be negative. Give 0 or more.")
+    return value
+
+
+def share(text: str) -> float:
+    """Parse a number above 0 and at most 1."""
+    value = float(_read(parse_number, text))
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1.")
+    return value
+
+
 def size_bytes(text: str) -> int:
     """Parse a positive number of bytes."""
     value = _read(parse_bytes, text)
