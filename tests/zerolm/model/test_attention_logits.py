@@ -36,7 +36,8 @@ def scores(model, input_ids) -> dict[str, torch.Tensor]:
 
     def observe(module, query, key, *others):
         key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        found[names[module]] = query @ key.transpose(2, 3)
+        # A recurrent model calls a module again, with inputs that its own scores have changed.
+        found.setdefault(names[module], query @ key.transpose(2, 3))
 
     with torch.no_grad(), intercepted_attention(model, observe):
         model(input_ids=input_ids, use_cache=False)
