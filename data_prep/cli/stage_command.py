@@ -49,7 +49,7 @@ def run_stage(
     problems.lines += output_problems(options.output)
     problems.lines += overlap_problems(options.output, options.input)
     rules = input_rules(options, problems)
-    documents = problems.collect(_open, options.input, rules, options.output)
+    given = problems.collect(_open, options.input, rules, options.output)
     problems.refuse()
     start = time.monotonic()
     shown = set()
@@ -59,11 +59,11 @@ def run_stage(
             shown.add(phase.name)
             print(f"{phase.name}: {phase.num_tasks} tasks", file=sys.stderr, flush=True)
 
-    manifest = run(chosen, *documents, options.output, LocalExecutor(workers, show))
+    manifest = run(chosen, given, options.output, LocalExecutor(workers, show))
     return manifest, time.monotonic() - start
 
 
-def _open(arguments: list[str], rules: InputRules, output: Path) -> tuple[Any, str, Json]:
+def _open(arguments: list[str], rules: InputRules, output: Path) -> Any:
     """Open a stage or other inputs; large ones that cannot be split are first read into a stage."""
     from data_prep.filters.clean import CleanOptions, run_clean
     from data_prep.read.discovery import find_inputs

@@ -16,6 +16,9 @@ import numpy as np
 
 from zerolm.common.files import write_atomically
 
+# Peak memory per entry of a hash range, with sorting: 101 bytes with 2 million entries (growth of
+# the resident set in BucketTask, 2026-11-21), plus copies.
+BYTES_PER_ENTRY = 120
 UNIT_BITS = 32  # a unit has at most 2^32 documents
 NUMBER_MASK = np.uint64((1 << UNIT_BITS) - 1)
 BAND = np.dtype([("hash", "<u8"), ("text", "<u8"), ("document", "<u4")])
@@ -62,6 +65,11 @@ class Units:
             unit -= count
         return array_path(self.hashes if kind in ("exact", "bands") else self.work, kind, unit)
 
+    def decisions(self, task: int) -> np.ndarray:
+        """Return which documents of a new unit are dropped: DECISION, sorted."""
+        path = array_path(self.work, "decisions", 0)
+        return rows_of_unit([path], "dropped", self.num_old + task)[0]
+
     def read_partition(
         self, kind: str, partition: int, num_partitions: int
     ) -> tuple[list[np.ndarray], np.ndarray]:
@@ -92,6 +100,11 @@ class Units:
 
     def _entries(self, kind: str, unit: int, low: int, high: int) -> np.ndarray:
         return np.array(find_range(load_array(self.path(kind, unit)), "hash", low, high))
+
+
+def num_partitions(num_entries: int, memory_bytes: int) -> int:
+    """Return the number of ranges of hashes of which a task sorts one in that memory."""
+    return max(1, -(-num_entries * BYTES_PER_ENTRY // memory_bytes))
 
 
 def array_path(directory: Path, kind: str, task: int) -> Path:

@@ -13,9 +13,9 @@ from typing import Any
 from data_prep.dedup.evaluation_items import Item, read_items, split_evaluation
 from data_prep.dedup.ngram_index import build_index, load_index
 from data_prep.read.bad_input import Tally
-from data_prep.stages.documents import Documents, batch_rows
-from data_prep.stages.stage_output import WORK, publish_output, reuse_or_reset_stage, task_output
-from data_prep.tasks.phases import Executor, Phase, Record, fingerprint, run_phase
+from data_prep.stages.documents import Documents, StageInput, batch_rows
+from data_prep.stages.stage_output import StageRun, task_output
+from data_prep.tasks.phases import Executor, Record
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
 
@@ -100,46 +100,21 @@ def decontaminate_identity(options: DecontaminateOptions) -> dict[str, Any]:
 
 
 def run_decontaminate(
-    options: DecontaminateOptions,
-    documents: Documents,
-    inputs: str,
-    provenance: dict[str, Any],
-    output: Path,
-    executor: Executor,
+    options: DecontaminateOptions, given: StageInput, output: Path, executor: Executor
 ) -> dict[str, Any]:
-    """Write a stage without the contaminated documents; resumes an interrupted run.
-
-    Args:
-        inputs: fingerprint of the documents.
-        provenance: of the documents, for `stage.json`.
-
-    Returns:
-        `stage.json`, published.
-    """
+    """Write a stage without the contaminated documents, and return its `stage.json`."""
     items = options.read_items()
     identity = decontaminate_identity(options)
-    key = fingerprint([inputs, identity])
-    if (published := reuse_or_reset_stage(output, "decontaminate", key)) is not None:
-        return published
-    work = output / WORK
-    documents = documents.bounded(work / "read", executor)
-    work.mkdir(parents=True, exist_ok=True)
+    run = StageRun("decontaminate", asdict(options), identity, given, output, executor)
+    if run.published is not None:
+        return run.published
+    documents, index_path = run.documents, run.work / f"index-{run.key}.npz"
     index = build_index(items, options.ngram_words, options.min_item_words)
-    index_path = work / f"index-{key}.npz"
     index.save(index_path)
-    task = ScanTask(documents, output, index_path, options.min_overlap)
-    num_tasks = documents.num_tasks
-    phase = Phase("decontaminate.scan", output, num_tasks, task, key, documents.labels)
-    records = run_phase(phase, executor)
-    return publish_output(
-        output,
-        "decontaminate",
-        documents,
-        records,
-        notes=CONTAMINATED,
-        inputs=key,
-        options=asdict(options),
-        provenance=provenance,
+    return run.write(
+        "scan",
+        ScanTask(documents, output, index_path, options.min_overlap),
+        CONTAMINATED,
         evaluation=[{"file": each, "sha256": digest} for each, digest in identity["files"]],
         items=len(items),
         texts=len(index.texts),

@@ -11,21 +11,12 @@ over the documents of all stages.
 """
 
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from data_prep.dedup.arrays import (
-    NUMBER_MASK,
-    UNIT_BITS,
-    Units,
-    array_path,
-    find_range,
-    load_array,
-)
+from data_prep.dedup.arrays import NUMBER_MASK, Units, num_partitions
 from data_prep.dedup.find_candidates import BucketTask, ExactTask, SignatureTask
 from data_prep.dedup.members import MembersTask, find_names
 from data_prep.dedup.minhash import MAX_PERMUTATIONS, BandLayout, choose_bands, load_rensa
@@ -41,17 +32,13 @@ from data_prep.dedup.signatures import (
 )
 from data_prep.dedup.verify_candidates import DecideTask, VerifyTask
 from data_prep.read.bad_input import Tally
-from data_prep.read.stage_files import STAGE_MANIFEST
-from data_prep.stages.documents import Documents
-from data_prep.stages.stage_output import WORK, publish_output, reuse_or_reset_stage, task_output
-from data_prep.tasks.phases import Executor, Phase, Record, fingerprint, run_phase
+from data_prep.stages.documents import Documents, StageInput
+from data_prep.stages.stage_output import StageRun, task_output
+from data_prep.tasks.phases import Executor, Record
 
 DUPLICATES = "duplicates.jsonl.zst"
 ALGORITHM = 1  # increment it when the same input gives different results
 MIN_PARTITIONS = 16  # or the number of work units, if that is smaller
-# Peak memory per entry of a hash range, with sorting: 101 bytes with 2 million entries (growth of
-# the resident set in BucketTask, 2026-11-21), plus copies.
-BYTES_PER_ENTRY = 120
 
 
 @dataclass(frozen=True)
@@ -106,11 +93,7 @@ class WriteTask:
     stores: tuple[str, ...]  # names of the signatures that documents are compared with
 
     def __call__(self, task: int) -> Record:
-        work = self.output / WORK
-        unit = self.units.num_old + task
-        low, high = unit << UNIT_BITS, (unit + 1) << UNIT_BITS
-        decisions = load_array(array_path(work, "decisions", 0))
-        decisions = np.array(find_range(decisions, "dropped", low, high))
+        decisions = self.units.decisions(task)
         names = find_names(self.units, self.stores, decisions["kept"])
         numbers = (decisions["dropped"] & NUMBER_MASK).tolist()
         dropped = dict(zip(numbers, zip(decisions.tolist(), names, strict=True), strict=True))
@@ -157,99 +140,61 @@ def dedup_identity(options: DedupOptions, against: Sequence[str]) -> dict[str, A
 
 
 def run_dedup(
-    options: DedupOptions,
-    documents: Documents,
-    inputs: str,
-    provenance: dict[str, Any],
-    output: Path,
-    executor: Executor,
+    options: DedupOptions, given: StageInput, output: Path, executor: Executor
 ) -> dict[str, Any]:
-    """Deduplicate documents into a stage; resumes an interrupted run.
-
-    Args:
-        inputs: fingerprint of the documents.
-        provenance: of the documents, for `stage.json`.
-
-    Returns:
-        `stage.json`, published.
-    """
+    """Deduplicate documents into a stage, and return its `stage.json`."""
     against = options.open_signatures()
-    key = fingerprint([inputs, dedup_identity(options, [each.id for each in against])])
-    if (published := reuse_or_reset_stage(output, "dedup", key)) is not None:
+    identity = dedup_identity(options, [each.id for each in against])
+    shown = {**asdict(options), "against": list(options.against)}
+    run = StageRun("dedup", shown, identity, given, output, executor)
+    if run.published is not None:
         if not options.keep_signatures or signatures_manifest(output).is_file():
-            return published
-        (output / STAGE_MANIFEST).unlink()
+            return run.published
+        run.withdraw()
     withdraw_signatures(output, options.keep_signatures)
-    work = output / WORK
-    documents = documents.bounded(work / "read", executor)
+    documents, work = run.documents, run.work
     old = tuple((each.directory.absolute(), each.num_units) for each in against)
     hashes = output / SIGNATURES if options.keep_signatures else work
     units = Units(old, work, hashes, documents.num_tasks)
     stores = tuple(each.name for each in against)
-
-    def run(name: str, num_tasks: int, task: Callable[[int], Record]) -> list[Record]:
-        directory = output if name == "dedup.write" else work
-        labels = documents.labels if num_tasks == documents.num_tasks else ()
-        inputs = fingerprint([key, num_tasks, getattr(task, "num_partitions", 0)])
-        return run_phase(Phase(name, directory, num_tasks, task, inputs, labels), executor)
-
     if old:
-        run("dedup.check", units.num_old, CheckTask(old, work))
-    counts: dict[str, Any] = dict(_find_duplicates(options, documents, units, run))
+        run.phase("check", units.num_old, CheckTask(old, work))
+    counts: dict[str, Any] = dict(_find_duplicates(options, units, run))
     if options.keep_signatures:
         near = options.near
         keep = KeepTask(documents, units, stores, work, options.shingle_words, near)
-        records = run("dedup.keep", documents.num_tasks, keep)
+        records = run.phase("keep", documents.num_tasks, keep)
         settings = comparison_settings(options)
-        counts["signatures"] = publish_signatures(output, key, settings, against, records)
+        counts["signatures"] = publish_signatures(output, run.key, settings, against, records)
     if against:
         counts["against"] = [each.record() for each in against]
-    write = WriteTask(documents, output, units, stores)
-    records = run("dedup.write", documents.num_tasks, write)
-    return publish_output(
-        output,
-        "dedup",
-        documents,
-        records,
-        notes=DUPLICATES,
-        inputs=key,
-        options={**asdict(options), "against": list(options.against)},
-        provenance=provenance,
-        bands=options.band_layout._asdict() if options.band_layout else None,
-        **counts,
-    )
+    bands = options.band_layout._asdict() if options.band_layout else None
+    task = WriteTask(documents, output, units, stores)
+    return run.write("write", task, DUPLICATES, bands=bands, **counts)
 
 
-def _find_duplicates(
-    options: DedupOptions,
-    documents: Documents,
-    units: Units,
-    run: Callable[[str, int, Callable[[int], Record]], list[Record]],
-) -> dict[str, int]:
-    """Run all phases except the last, and return counts for `stage.json`.
-
-    Args:
-        run: runs a phase, given its name, number of tasks and task.
-    """
+def _find_duplicates(options: DedupOptions, units: Units, run: StageRun) -> dict[str, int]:
+    """Run all phases except the last, and return counts for `stage.json`."""
+    documents = run.documents
     layout, num_units, work = options.band_layout, documents.num_tasks, units.work
     exact, shingle_words = options.exact, options.shingle_words
     signatures = SignatureTask(documents, work, units.hashes, exact, shingle_words, layout)
-    records = run("dedup.signatures", num_units, signatures)
+    records = run.phase("signatures", num_units, signatures)
     num_short = sum(record["short"] for record in records)
     num_documents = sum(record["documents_in"] for record in records)
     num_entries = num_documents + (num_documents - num_short) * (layout.bands if layout else 0)
-    partitions = -(-num_entries * BYTES_PER_ENTRY // options.memory_bytes)
-    partitions = max(1, partitions, min(num_units, MIN_PARTITIONS))
-    copies = run("dedup.copies", partitions, ExactTask(units, partitions))
+    partitions = num_partitions(num_entries, options.memory_bytes)
+    partitions = max(partitions, min(num_units, MIN_PARTITIONS))
+    copies = run.phase("copies", partitions, ExactTask(units, partitions))
     if layout is not None:
-        run("dedup.buckets", partitions, BucketTask(units, partitions))
+        run.phase("buckets", partitions, BucketTask(units, partitions))
     near = layout is not None
     members = MembersTask(documents, units, partitions, shingle_words, near)
-    run("dedup.members", num_units, members)
+    run.phase("members", num_units, members)
     pairs: list[Record] = []
     if layout is not None:
-        pairs = run("dedup.verify", units.total, VerifyTask(units, partitions, options.threshold))
-    run("dedup.decide", 1, DecideTask(units, partitions, near))
+        pairs = run.phase("verify", units.total, VerifyTask(units, partitions, options.threshold))
+    run.phase("decide", 1, DecideTask(units, partitions, near))
     return {
         "copies": sum(record["copies"] for record in copies),
         "candidate_pairs": sum(record["pairs"] for record in pairs),

@@ -28,7 +28,7 @@ from data_prep.dedup.arrays import (
     to_ids,
 )
 from data_prep.dedup.word_hashes import SECOND_BASE, hash_ngrams, hash_spans, hash_words, mix
-from data_prep.stages.documents import Documents, batch_rows
+from data_prep.stages.documents import Documents, batch_rows, chosen_batches
 
 PLACE = np.dtype([("hash", "<u8"), ("low", "<u8"), ("position", "<u4"), ("document", "<u4")])
 ANCHOR = np.dtype([("hash", "<u8"), ("position", "<u4"), ("document", "<u4")])
@@ -130,20 +130,11 @@ def _characters(
         numbers: of the documents to read, sorted; None for all.
     """
     chosen = None if numbers is None else set(numbers.tolist())
-    places: list[int] = []
-
-    def read() -> Iterator:
-        for number, row in enumerate(documents.read(task)):
-            if chosen is None or number in chosen:
-                places.append(number)
-                yield row
-
-    for rows in batch_rows(read()):
+    for places, rows in chosen_batches(documents, task, chosen):
         ends = np.cumsum(np.fromiter((len(row.text) for row in rows), np.int64, len(rows)))
         text = "".join(row.text for row in rows).encode("utf-32-le", "surrogatepass")
         codes = np.frombuffer(text, "<u4").astype(np.uint64)
-        yield np.array(places[: len(rows)]), mix(codes + np.uint64(1)), ends
-        del places[: len(rows)]
+        yield np.array(places), mix(codes + np.uint64(1)), ends
 
 
 @dataclass(frozen=True)

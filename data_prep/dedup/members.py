@@ -5,7 +5,7 @@ possible duplicate take disk space; of kept signatures (`signatures.py`) all kep
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +24,7 @@ from data_prep.dedup.arrays import (
     task_record,
 )
 from data_prep.dedup.word_hashes import hash_ngrams, hash_words
-from data_prep.stages.documents import DocumentRow, Documents, batch_rows
+from data_prep.stages.documents import DocumentRow, Documents, chosen_batches
 from zerolm.common.files import write_atomically
 
 
@@ -76,7 +76,8 @@ def write_members(
 
     def write_shingles(file: BinaryIO) -> None:
         end = 0
-        for numbers, rows in _member_batches(documents, task, members):
+        chosen = set(members.tolist())
+        for numbers, rows in chosen_batches(documents, task, chosen) if chosen else ():
             names.extend(row.id for row in rows)
             is_paired = np.isin(numbers, paired).tolist()
             for number, part, has_pair in zip(
@@ -98,26 +99,6 @@ def _shingles(rows: list[DocumentRow], shingle_words: int) -> list[np.ndarray]:
     words, ends = hash_words([row.text for row in rows])
     shingles, ends = hash_ngrams(words, ends, shingle_words)
     return np.split(shingles, ends[:-1])
-
-
-def _member_batches(
-    documents: Documents, task: int, members: np.ndarray
-) -> Iterator[tuple[list[int], list[DocumentRow]]]:
-    """Yield the numbers and the documents of the members, in batches."""
-    if not len(members):
-        return
-    member_numbers = set(members.tolist())
-    numbers: list[int] = []
-
-    def member_rows() -> Iterator[DocumentRow]:
-        for number, row in enumerate(documents.read(task)):
-            if number in member_numbers:
-                numbers.append(number)
-                yield row
-
-    for rows in batch_rows(member_rows()):
-        yield numbers[: len(rows)], rows
-        del numbers[: len(rows)]
 
 
 def names_path(path: Path) -> Path:

@@ -8,14 +8,15 @@ the tasks.
 
 import json
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_prep.dedup.arrays import NUMBER_MASK
+from data_prep.dedup.arrays import NUMBER_MASK, num_partitions
 from data_prep.dedup.find_repeats import (
     SEPARATORS,
     AnchorTask,
@@ -30,20 +31,13 @@ from data_prep.dedup.find_repeats import (
 from data_prep.read.bad_input import Tally
 from data_prep.read.parse import replace_text
 from data_prep.read.stage_files import json_line
-from data_prep.stages.documents import DocumentRow, Documents
-from data_prep.stages.stage_output import (
-    WORK,
-    StageOutput,
-    publish_output,
-    reuse_or_reset_stage,
-    task_output,
-)
-from data_prep.tasks.phases import Executor, Phase, Record, fingerprint, run_phase
+from data_prep.stages.documents import DocumentRow, Documents, StageInput
+from data_prep.stages.stage_output import WORK, StageOutput, StageRun, task_output
+from data_prep.tasks.phases import Executor, Record
 
 NOTES = "repeats.jsonl.zst"
 ALGORITHM = 1  # increment it when the same input gives different results
 UNITS = (*SEPARATORS, "substrings")
-BYTES_PER_ENTRY = 120  # peak memory per entry of a hash range, with sorting
 SHOWN_CHARACTERS = 200
 MAX_WORD = 64  # a removed substring is shortened by at most this to end between words
 
@@ -178,67 +172,40 @@ def repeats_identity(options: RepeatsOptions) -> dict[str, Any]:
 
 
 def run_repeats(
-    options: RepeatsOptions,
-    documents: Documents,
-    inputs: str,
-    provenance: dict[str, Any],
-    output: Path,
-    executor: Executor,
+    options: RepeatsOptions, given: StageInput, output: Path, executor: Executor
 ) -> dict[str, Any]:
-    """Write a stage of documents without their repeats; resumes an interrupted run.
-
-    Args:
-        inputs: fingerprint of the documents.
-        provenance: of the documents, for `stage.json`.
-
-    Returns:
-        `stage.json`, published.
-    """
-    key = fingerprint([inputs, repeats_identity(options)])
-    if (published := reuse_or_reset_stage(output, "repeats", key)) is not None:
-        return published
-    work = output / WORK
-    documents = documents.bounded(work / "read", executor)
+    """Write a stage of documents without their repeats, and return its `stage.json`."""
+    identity = repeats_identity(options)
+    run = StageRun("repeats", asdict(options), identity, given, output, executor)
+    if run.published is not None:
+        return run.published
+    documents, work = run.documents, run.work
     num_units = documents.num_tasks
 
-    def run(name: str, num_tasks: int, task: Callable[[int], Record]) -> list[Record]:
-        directory = output if name == "repeats.write" else work
-        labels = documents.labels if num_tasks == num_units else ()
-        inputs = fingerprint([key, num_tasks, getattr(task, "num_partitions", 0)])
-        return run_phase(Phase(name, directory, num_tasks, task, inputs, labels), executor)
-
     def partitions(records: list[Record]) -> int:
-        entries = sum(record["entries"] for record in records)
-        return max(1, -(-entries * BYTES_PER_ENTRY // options.memory_bytes))
+        return num_partitions(_total(records, "entries"), options.memory_bytes)
 
     counts = {}
     if options.unit == "substrings":
         length = options.min_characters
-        anchors = run("repeats.anchors", num_units, AnchorTask(documents, work, length))
+        anchors = run.phase("anchors", num_units, AnchorTask(documents, work, length))
         count = partitions(anchors)
         find = RepeatedAnchorTask(runs_of(work, anchors), work, count)
-        found = run("repeats.repeated", count, find)
-        places = run("repeats.windows", num_units, WindowTask(documents, work, length, count))
-        counts["anchors"] = sum(record["entries"] for record in anchors)
-        counts["repeated_anchors"] = sum(record["found"] for record in found)
+        found = run.phase("repeated", count, find)
+        places = run.phase("windows", num_units, WindowTask(documents, work, length, count))
+        counts["anchors"] = _total(anchors, "entries")
+        counts["repeated_anchors"] = _total(found, "found")
     else:
         pieces = PieceTask(documents, work, options.unit, options.min_words)
-        places = run("repeats.pieces", num_units, pieces)
-    counts["places"] = sum(record["entries"] for record in places)
+        places = run.phase("pieces", num_units, pieces)
+    counts["places"] = _total(places, "entries")
     count = partitions(places)
     distance = options.min_characters if options.unit == "substrings" else 1
-    task = RepeatTask(runs_of(work, places), work, count, distance)
-    run("repeats.find", count, task)
-    records = run("repeats.write", num_units, WriteTask(documents, output, options, count))
-    return publish_output(
-        output,
-        "repeats",
-        documents,
-        records,
-        notes=NOTES,
-        inputs=key,
-        options=asdict(options),
-        provenance=provenance,
-        removed_bytes=sum(record["removed_bytes"] for record in records),
-        **counts,
-    )
+    run.phase("find", count, RepeatTask(runs_of(work, places), work, count, distance))
+    task = WriteTask(documents, output, options, count)
+    removed = partial(_total, key="removed_bytes")
+    return run.write("write", task, NOTES, removed_bytes=removed, **counts)
+
+
+def _total(records: list[Record], key: str) -> int:
+    return sum(record[key] for record in records)

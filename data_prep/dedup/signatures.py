@@ -19,10 +19,8 @@ import numpy as np
 from data_prep.dedup.arrays import (
     DROPPED,
     NUMBER_MASK,
-    UNIT_BITS,
     Units,
     array_path,
-    find_range,
     load_array,
     save_array,
     structured_array,
@@ -237,12 +235,9 @@ class KeepTask:
     near: bool
 
     def __call__(self, task: int) -> Json:
-        unit = self.units.num_old + task
-        decisions = load_array(array_path(self.units.work, "decisions", 0))
-        low, high = unit << UNIT_BITS, (unit + 1) << UNIT_BITS
-        decisions = np.array(find_range(decisions, "dropped", low, high))
+        decisions = self.units.decisions(task)
         numbers = decisions["dropped"] & NUMBER_MASK
-        total = len(load_array(self.units.path("exact", unit)))
+        total = len(load_array(array_path(self.units.hashes, "exact", task)))
         kept = np.setdiff1d(np.arange(total, dtype=np.uint64), numbers)
         members = array_path(self.units.hashes, "members", task)
         paired = kept if self.near else kept[:0]

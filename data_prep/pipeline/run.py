@@ -29,7 +29,7 @@ from data_prep.pipeline.state import lock_output, make_directory, read_state, wr
 from data_prep.read.bad_input import describe_changes
 from data_prep.read.discovery import find_inputs
 from data_prep.read.stage_files import provenance_of, read_stage
-from data_prep.stages.documents import stage_documents
+from data_prep.stages.documents import StageInput, stage_documents
 from data_prep.tokenize.options import TokenizeOptions
 from data_prep.tokenize.pack import pack
 from data_prep.tokenize.run import run_tokenization
@@ -164,7 +164,7 @@ class Pipeline:
         run_clean(options, inputs, output, self.executor, provenance_of(stage))
 
     def _run_dedup(self, output: Path, before: Path | None) -> None:
-        run_dedup(self._dedup_options(), *_documents(before), output, self.executor)
+        run_dedup(self._dedup_options(), _documents(before), output, self.executor)
 
     def _dedup_options(self) -> DedupOptions:
         earlier = self.recipe.sources_before(self.source)
@@ -172,10 +172,10 @@ class Pipeline:
         return self.recipe.dedup.of_stage(outputs)
 
     def _run_repeats(self, output: Path, before: Path | None) -> None:
-        run_repeats(self.recipe.repeats, *_documents(before), output, self.executor)
+        run_repeats(self.recipe.repeats, _documents(before), output, self.executor)
 
     def _run_decontaminate(self, output: Path, before: Path | None) -> None:
-        run_decontaminate(self.recipe.decontaminate, *_documents(before), output, self.executor)
+        run_decontaminate(self.recipe.decontaminate, _documents(before), output, self.executor)
 
     def _run_shards(self, output: Path, before: Path | None) -> None:
         assert before is not None
@@ -305,7 +305,7 @@ class Training:
             )
 
 
-def _documents(before: Path | None) -> tuple[Any, str, Json]:
+def _documents(before: Path | None) -> StageInput:
     assert before is not None
     return stage_documents(read_stage(before))
 

@@ -1,7 +1,7 @@
 """`Documents`: the input of a stage's tasks, from the previous stage or from raw inputs."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -153,19 +153,27 @@ def _to_line(record: Json) -> bytes:
         return json.dumps(record, separators=(",", ":"), default=str).encode()
 
 
-def stage_documents(stage: Stage) -> tuple[StageDocuments, str, Json]:
-    """Return the documents of a stage, their fingerprint and their provenance."""
+class StageInput(NamedTuple):
+    """The input of a stage."""
+
+    documents: Documents
+    fingerprint: str
+    provenance: Json  # for `stage.json`
+
+
+def stage_documents(stage: Stage) -> StageInput:
+    """Return the documents of a stage, as the input of the next one."""
     files = [(entry["file"], entry["sha256"]) for entry in stage.manifest["files"]]
     key = fingerprint([stage.text_field, files])
-    return StageDocuments.of(stage), key, provenance_of(stage)
+    return StageInput(StageDocuments.of(stage), key, provenance_of(stage))
 
 
 def input_documents(
     inputs: Sequence[Input],
     rules: InputRules,
     write_stage: Callable[[InputRules, Path, Executor], Stage] | None = None,
-) -> tuple[InputDocuments, str, Json]:
-    """Return the documents of inputs, their fingerprint and their provenance.
+) -> StageInput:
+    """Return the documents of inputs, as the input of a stage.
 
     Args:
         write_stage: reads the inputs into a stage; called if one of them is large and cannot be
@@ -180,7 +188,25 @@ def input_documents(
     labels = tuple(each.name for each in first)
     documents = InputDocuments(rules.text_field, labels, tuple(inputs), units, rules, write)
     names = [{"file": each.name, "size_bytes": each.size_bytes} for each in inputs]
-    return documents, inputs_fingerprint(inputs, rules), {"stage": "inputs", "inputs": names}
+    provenance = {"stage": "inputs", "inputs": names}
+    return StageInput(documents, inputs_fingerprint(inputs, rules), provenance)
+
+
+def chosen_batches(
+    documents: Documents, task: int, numbers: Collection[int] | None = None
+) -> Iterator[tuple[list[int], list[DocumentRow]]]:
+    """Yield the numbers and the documents of a task in batches, those in `numbers` if given."""
+    places: list[int] = []
+
+    def read() -> Iterator[DocumentRow]:
+        for number, row in enumerate(documents.read(task)):
+            if numbers is None or number in numbers:
+                places.append(number)
+                yield row
+
+    for rows in batch_rows(read()):
+        yield places[: len(rows)], rows
+        del places[: len(rows)]
 
 
 def batch_rows(rows: Iterable[DocumentRow]) -> Iterator[list[DocumentRow]]:

@@ -6,7 +6,8 @@ share, from a task's first file to `stage.json`.
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from data_prep.read.stage_files import (
     stage_file,
 )
 from data_prep.stages.counts import Counts, merge_counts
-from data_prep.stages.documents import Documents
-from data_prep.tasks.phases import RECORDS
+from data_prep.stages.documents import Documents, StageInput
+from data_prep.tasks.phases import RECORDS, Executor, Phase, Record, fingerprint, run_phase
 from zerolm.common.errors import ConfigError
 
 WORK = "work"  # of an unfinished stage; removed when the stage is published
@@ -91,68 +92,100 @@ class StageOutput:
 
 
 def task_output(output: Path, task: int) -> StageOutput:
-    """Return the output of a task; `publish_output` takes the records of all tasks."""
+    """Return the output of a task; `StageRun.write` takes the records of all tasks."""
     name = stage_file(task)
     return StageOutput(output, output / name, output / WORK / DROPPED_NOTES / name)
 
 
-def reuse_or_reset_stage(output: Path, stage: str, inputs: str) -> Json | None:
-    """Return `stage.json` if the stage is published already.
+class StageRun:
+    """A run of a stage that reads documents in tasks; resumes an interrupted one.
 
-    A stage of the same name from other inputs or options is no longer published after this call.
+    Attributes:
+        key: fingerprint of everything that determines the result.
+        published: `stage.json`, if the stage is published already. A stage of the same name from
+            other inputs or options is no longer published from here on.
+        documents: the input, in tasks of bounded size.
     """
-    if not is_stage(output):
+
+    def __init__(
+        self,
+        name: str,
+        options: Json,
+        identity: Json,
+        given: StageInput,
+        output: Path,
+        executor: Executor,
+    ):
+        self.name, self.options, self.given = name, options, given
+        self.output, self.work, self.executor = output, output / WORK, executor
+        self.key = fingerprint([given.fingerprint, identity])
+        self.published = self._published()
+
+    @cached_property
+    def documents(self) -> Documents:
+        documents = self.given.documents.bounded(self.work / "read", self.executor)
+        self.work.mkdir(parents=True, exist_ok=True)
+        return documents
+
+    def _published(self) -> Json | None:
+        if not is_stage(self.output):
+            return None
+        manifest = read_stage(self.output).manifest
+        if manifest["stage"] != self.name:
+            raise ConfigError(
+                f"{self.output}: is the stage {manifest['stage']!r}, not {self.name!r}. Give "
+                f"another directory."
+            )
+        if manifest["inputs"] == self.key:
+            shutil.rmtree(self.work, ignore_errors=True)
+            return manifest
+        self.withdraw()
         return None
-    manifest = read_stage(output).manifest
-    if manifest["stage"] == stage and manifest["inputs"] == inputs:
-        shutil.rmtree(output / WORK, ignore_errors=True)
-        return manifest
-    if manifest["stage"] != stage:
-        raise ConfigError(
-            f"{output}: is the stage {manifest['stage']!r}, not {stage!r}. Give another directory."
+
+    def withdraw(self) -> None:
+        """Make the output an unfinished stage."""
+        (self.output / STAGE_MANIFEST).unlink()
+
+    def phase(
+        self, name: str, num_tasks: int, task: Callable[[int], Record], is_last: bool = False
+    ) -> list[Record]:
+        """Run a phase; only the last one, which writes the documents, has its files in `output`."""
+        labels = self.documents.labels if num_tasks == self.documents.num_tasks else ()
+        inputs = fingerprint([self.key, num_tasks, getattr(task, "num_partitions", 0)])
+        directory = self.output if is_last else self.work
+        phase = Phase(f"{self.name}.{name}", directory, num_tasks, task, inputs, labels)
+        return run_phase(phase, self.executor)
+
+    def write(self, name: str, task: Callable[[int], Record], notes: str, **more: Any) -> Json:
+        """Run the last phase, join the notes on dropped documents, and publish the stage.
+
+        Args:
+            task: returns what `StageOutput.close` returned, and a `tally`.
+            notes: name of the file of the notes.
+            more: further keys of `stage.json`; a function gets the records of the tasks.
+        """
+        records = self.phase(name, self.documents.num_tasks, task, is_last=True)
+        tally = self.documents.total_tally(records)
+        directory = self.work / DROPPED_NOTES
+        published = publish_stage(
+            self.output,
+            self.name,
+            [record["entry"] for record in records],
+            inputs=self.key,
+            text_field=self.documents.text_field,
+            counts=merge_counts(records),
+            options=self.options,
+            provenance=self.given.provenance,
+            skipped_documents=dict(tally.skipped),
+            bad_documents=dict(tally.bad),
+            left_out=_join_files(
+                [directory / stage_file(task) for task in range(len(records))], self.output / notes
+            ),
+            **{key: value(records) if callable(value) else value for key, value in more.items()},
         )
-    (output / STAGE_MANIFEST).unlink()
-    return None
-
-
-def publish_output(
-    output: Path,
-    stage: str,
-    documents: Documents,
-    records: Sequence[Json],
-    *,
-    notes: str,
-    inputs: str,
-    options: Json,
-    provenance: Json,
-    **more: Any,
-) -> Json:
-    """Join the notes on dropped documents, publish a stage, and return its `stage.json`.
-
-    Args:
-        documents: the input of the stage.
-        records: of the tasks: what `StageOutput.close` returned, and a `tally`.
-        notes: name of the file of the notes.
-    """
-    tally = documents.total_tally(records)
-    task_notes = [output / WORK / DROPPED_NOTES / stage_file(task) for task in range(len(records))]
-    published = publish_stage(
-        output,
-        stage,
-        [record["entry"] for record in records],
-        inputs=inputs,
-        text_field=documents.text_field,
-        counts=merge_counts(records),
-        options=options,
-        provenance=provenance,
-        skipped_documents=dict(tally.skipped),
-        bad_documents=dict(tally.bad),
-        left_out=_join_files(task_notes, output / notes),
-        **more,
-    )
-    _keep_records(output)
-    shutil.rmtree(output / WORK, ignore_errors=True)
-    return published
+        _keep_records(self.output)
+        shutil.rmtree(self.work, ignore_errors=True)
+        return published
 
 
 def _join_files(paths: Iterable[Path], target: Path) -> Json:

@@ -81,9 +81,9 @@ def corpus(hellaswag) -> list[tuple[str, bool]]:
 
 
 def run(source: Path, output: Path, workers: int = 1, **options) -> tuple[dict, list, list]:
-    documents, inputs, before = stage_documents(read_stage(source))
+    documents = stage_documents(read_stage(source))
     manifest = run_decontaminate(
-        DecontaminateOptions(**options), documents, inputs, before, output, LocalExecutor(workers)
+        DecontaminateOptions(**options), documents, output, LocalExecutor(workers)
     )
     return manifest, documents_of(output), list(read_records(output / "contaminated.jsonl.zst"))
 

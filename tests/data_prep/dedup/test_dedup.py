@@ -40,9 +40,9 @@ def pairs(texts) -> dict[tuple[int, int], float]:
 
 
 def run(source: Path, output: Path, workers: int = 1, **options) -> tuple[dict, list, list]:
-    documents, inputs, before = stage_documents(read_stage(source))
+    documents = stage_documents(read_stage(source))
     chosen = DedupOptions(**options)
-    manifest = run_dedup(chosen, documents, inputs, before, output, LocalExecutor(workers))
+    manifest = run_dedup(chosen, documents, output, LocalExecutor(workers))
     return manifest, documents_of(output), list(read_records(output / "duplicates.jsonl.zst"))
 
 
@@ -116,7 +116,7 @@ from data_prep.tasks.phases import LocalExecutor
 from data_prep.stages.documents import stage_documents
 from data_prep.stages.options import parse_options
 from data_prep.read.stage_files import read_stage
-run_dedup(DedupOptions(), *stage_documents(read_stage(sys.argv[1])), Path(sys.argv[2]),
+run_dedup(DedupOptions(), stage_documents(read_stage(sys.argv[1])), Path(sys.argv[2]),
           LocalExecutor(1))
 """
 

@@ -50,7 +50,7 @@ def source(texts, tmp_path_factory) -> Path:
 
 def run(source: Path, output: Path, **options) -> tuple[dict, dict[str, str], list[dict]]:
     documents = stage_documents(read_stage(source))
-    manifest = run_repeats(RepeatsOptions(**options), *documents, output, LocalExecutor(1))
+    manifest = run_repeats(RepeatsOptions(**options), documents, output, LocalExecutor(1))
     kept = {record["id"]: record["text"] for record in documents_of(output)}
     return manifest, kept, list(read_records(output / "repeats.jsonl.zst"))
 

@@ -52,7 +52,7 @@ def dedup(source: Path, output: Path, *against: Path, **options):
     documents = stage_documents(read_stage(source))
     keep = {"keep_signatures": True, **options}
     chosen = DedupOptions(against=tuple(map(str, against)), **keep)
-    manifest = run_dedup(chosen, *documents, output, LocalExecutor(1))
+    manifest = run_dedup(chosen, documents, output, LocalExecutor(1))
     return manifest, documents_of(output), list(read_records(output / "duplicates.jsonl.zst"))
 
 
