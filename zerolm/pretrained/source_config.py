@@ -1,7 +1,8 @@
 """Compares a model config with that of existing weights: may a run with it start from them?
 
 A value that changes the model's function is the source's, or the weights would mean something else.
-Choices of training may differ, and the vocabulary may grow.
+Choices of training may differ, the vocabulary may grow, and rotary positions may be others: a stage
+of longer sequences trains the weights for them.
 """
 
 from collections.abc import Mapping
@@ -33,14 +34,28 @@ TRAINING_CHOICES = frozenset(
         "initializer_factor", "embedding_initializer_range",
     }
 )  # fmt: skip
+# Keys of rotary positions, and what another value does; those of `rope_type` by the new kind.
+LIMIT = "max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
+EFFECTS = {
+    "rope_theta": "the larger this base, the slower all rotary frequencies but the highest",
+    LIMIT: "the longest --seq_len, and the context that an export declares",
+    "default": "frequencies of rope_theta alone",
+    "linear": "divides all frequencies by factor",
+    "dynamic": f"has no effect up to {LIMIT}, so none in training; longer inputs get a larger base",
+    "yarn": "divides low frequencies by factor, keeps high ones, and scales the attention logits",
+    "llama3": f"divides by factor all frequencies slower than {ORIGINAL} / low_freq_factor",
+    "longrope": "divides each frequency by a factor of its own, and scales the attention logits: "
+    f"long_factor for inputs above {ORIGINAL}, otherwise short_factor",
+}
 
 
 class Comparison(NamedTuple):
     """The differences between two configs.
 
     Attributes:
-        problems: keys that must agree.
-        notices: choices of training that differ.
+        problems: keys that must agree, and rotary positions that contradict themselves.
+        notices: choices of training that differ, and rotary positions.
     """
 
     problems: list[str]
@@ -71,11 +86,52 @@ def compare(
             continue
         if leaf in TRAINING_CHOICES or "dropout" in leaf or leaf.endswith("pdrop"):
             notices.append(f"{line}: the run uses {shown(new.get(key))}")
+        elif is_position(key) and _has_rope(new) and _has_rope(old):
+            notices.append(f"{line}: {_effect(key, new)}")
         elif leaf != VOCABULARY or not _is_larger(new.get(key), old.get(key)):
             problems.append(
                 f"{line}. Give the source's value, or remove --model_config to use its config."
             )
-    return Comparison(problems, notices)
+    return Comparison(problems + _rope_problems(new, old, path), notices)
+
+
+def is_position(key: str) -> bool:
+    """Return whether a dotted key of a config is of rotary positions, and changes no shape."""
+    *parts, leaf = key.split(".")
+    return leaf == LIMIT or ("rope_parameters" in parts and leaf != "partial_rotary_factor")
+
+
+def _has_rope(values: Mapping[str, Any]) -> bool:
+    return any("rope_parameters." in key for key in values)
+
+
+def _effect(key: str, values: Mapping[str, Any]) -> str:
+    part, _, leaf = key.rpartition(".")
+    kind = values.get(f"{part}.rope_type", "default")
+    if leaf == "rope_type":
+        return EFFECTS.get(kind, f"frequencies of {kind}")
+    return EFFECTS.get(leaf, f"a value of rope_type {shown(kind)}")
+
+
+def _rope_problems(new: Mapping[str, Any], old: Mapping[str, Any], path: str) -> list[str]:
+    """Return what transformers replaces by a guess, or finds only in a forward pass."""
+    problems = []
+    for key, value in new.items():
+        part, _, leaf = key.rpartition(".")
+        if "rope_parameters" not in part or value == old.get(key):
+            continue
+        limit = part.partition("rope_parameters")[0] + LIMIT
+        longest, before = new.get(limit) or 0, old.get(limit) or 0
+        if leaf == ORIGINAL and value >= longest > before:
+            problems.append(
+                f"{path}: {key}: {value}, must be below {limit} {longest}; transformers takes that "
+                f"where the key is missing. Give the length that the weights were trained at, "
+                f"{before}."
+            )
+        other = new.get(f"{part}.short_factor")
+        if leaf == "long_factor" and len(value) != len(other or ()):
+            problems.append(f"{path}: {key}: must be as long as short_factor. Correct it.")
+    return problems
 
 
 def _is_larger(new: Any, old: Any) -> bool:
