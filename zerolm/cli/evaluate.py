@@ -72,6 +72,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="concat",
         help="for --val_data: how documents form sequences (default: concat)",
     )
+    add(
+        "--loss_by_position",
+        action="store_true",
+        help="for --val_data: also the loss of the first, middle and last quarter of a sequence",
+    )
     add("--device", help="torch device (default: a GPU if there is one)")
     add(
         "--output",
@@ -92,6 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.eval_tokens,
         arguments.document_mask,
         arguments.packing,
+        arguments.loss_by_position,
     )
     results = evaluate_export(
         arguments.model,

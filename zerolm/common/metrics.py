@@ -112,6 +112,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/<source>/loss", "nats per token",
             Panel("Evaluation by source", many=True, points=True),
             "validation loss of one source; only if there are several"),
+        Metric("eval/loss_at_<part>_quarter", "nats per token",
+            Panel("Evaluation by position", points=True,
+                about="Of the first, middle and last quarter of the window: a model that uses its "
+                    "context has less loss where it has more."),
+            pattern=r"eval/([a-z]+_)?loss_at_[a-z]+_quarter",
+            about="with `--loss_by_position`: validation loss of the window's `first`, `middle` or "
+                "`last` quarter; with `--ema_tokens` also `eval/ema_loss_at_...`"),
+        Metric("eval/<source>/loss_at_<part>_quarter", "nats per token",
+            Panel("Evaluation by source and position", many=True, points=True),
+            "the same of one source; only if there are several"),
         Metric("data/<source>/bits_per_byte", "bits per byte",
             Panel("Bits per byte by source", many=True, smooth=True,
                 about="Of each source's tokens in the step's batch."),

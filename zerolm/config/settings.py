@@ -142,6 +142,9 @@ class Core:
     eval_tokens: int | None = count(
         "data", "validation tokens per evaluation (default: 1M, or all if fewer)", "TOKENS"
     )
+    loss_by_position: bool = switch(
+        "data", "also log the validation loss of the window's first, middle and last quarter"
+    )
 
     batch_tokens: int | None = count(
         "batch",

@@ -196,7 +196,11 @@ class Evaluations:
         loader = data.make_loader(held_out, 0, False)
         batches = with_progress("evaluate", data.prefetch_to_device(loader, self.device))
         row = validation.validation_loss(
-            self.engine, batches, plan.val_source_names, self.token_bytes
+            self.engine,
+            batches,
+            plan.val_source_names,
+            self.token_bytes,
+            by_position=self.settings.loss_by_position,
         )
         self.engine.eval()
         return row

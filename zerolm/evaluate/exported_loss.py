@@ -30,6 +30,7 @@ class HeldOut(NamedTuple):
     Attributes:
         seq_len: tokens in a sequence; None for `DEFAULT_SEQ_LEN`.
         eval_tokens: total over all shards; None for the default of a run.
+        by_position: also for three quarters of a sequence.
     """
 
     paths: Sequence[str]
@@ -37,6 +38,7 @@ class HeldOut(NamedTuple):
     eval_tokens: int | None = None
     document_mask: bool = False
     packing: str = "concat"
+    by_position: bool = False
 
 
 def open_held_out(directory: Path, given: HeldOut) -> tuple[list[Source], HeldOut]:
@@ -99,7 +101,7 @@ def _problems(
 def held_out_figures(
     model: Any, sources: Sequence[Source], given: HeldOut, print_line: Callable[..., None]
 ) -> dict[str, float]:
-    """Return {`loss`, `perplexity`, `bits_per_byte`, `<source>/loss`, `<source>/bits_per_byte`}.
+    """Return the figures of `validation_loss`, without `eval/` in their names.
 
     Args:
         sources, given: from `open_held_out`.
@@ -133,6 +135,8 @@ def held_out_figures(
     except ConfigError as error:
         print_line(f"note: no bits per byte: {error}")
     batches = prefetch_to_device(make_loader(stream, 0, False), model.device)
-    row = validation_loss(model, batches, source_names(sources), token_bytes)
+    row = validation_loss(
+        model, batches, source_names(sources), token_bytes, by_position=given.by_position
+    )
     model.eval()
     return {key.removeprefix("eval/"): value for key, value in row.items()}

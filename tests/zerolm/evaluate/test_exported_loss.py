@@ -3,9 +3,11 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from torch.nn import functional
 
 from tests.launching import LLAMA
 from tests.texts import VOCABULARY, paragraphs, write_text_shards, write_tokenizer
@@ -13,6 +15,7 @@ from zerolm.__main__ import main
 from zerolm.common.errors import ConfigError
 from zerolm.evaluate.exported_loss import HeldOut
 from zerolm.evaluate.exported_model import evaluate_export
+from zerolm.evaluate.validation import validation_loss
 
 SEQ_LEN, SEQUENCES = 32, 12
 
@@ -34,8 +37,11 @@ def base(tmp_path_factory):
     return base
 
 
-def by_hand(base, masked: bool) -> tuple[float, float]:
-    """Return mean nats and bits per byte of the first windows, from the text's own offsets."""
+def by_hand(base, masked: bool) -> tuple[float, float, list[tuple[int, float]]]:
+    """Return mean nats and bits per byte of the first windows, from the text's own offsets.
+
+    And the position of each token with its loss.
+    """
     from transformers import AutoModelForCausalLM
 
     backend = Tokenizer.from_file(str(base / "tokenizer" / "tokenizer.json"))
@@ -50,6 +56,7 @@ def by_hand(base, masked: bool) -> tuple[float, float]:
         stream.append((0, 0))
     model = AutoModelForCausalLM.from_pretrained(base / "model", dtype="float32").eval()
     nats = count = text_nats = num_bytes = 0
+    losses_at = []
     for number in range(SEQUENCES):
         window = stream[number * SEQ_LEN : (number + 1) * SEQ_LEN + 1]
         ids = [token for token, _ in window]
@@ -69,8 +76,9 @@ def by_hand(base, masked: bool) -> tuple[float, float]:
                     continue
                 loss = float(losses[at - first, token])
                 nats, count = nats + loss, count + 1
+                losses_at.append((at, loss))
                 text_nats, num_bytes = text_nats + loss * (token != 0), num_bytes + size
-    return nats / count, text_nats / math.log(2) / num_bytes
+    return nats / count, text_nats / math.log(2) / num_bytes, losses_at
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -80,10 +88,44 @@ def test_loss_and_bits_per_byte_equal_those_by_hand(base, tmp_path, masked) -> N
     argv += ["--eval_tokens", SEQ_LEN * SEQUENCES + 5, "--output", tmp_path / "out.json", *mask]
     assert main([str(word) for word in argv]) == 0
     found = json.loads((tmp_path / "out.json").read_text())["figures"]
-    loss, bits = by_hand(base, masked)
+    loss, bits, losses_at = by_hand(base, masked)
     assert found["loss"] == pytest.approx(loss, rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert main([str(word) for word in [*argv, "--loss_by_position"]]) == 0
+    more = json.loads((tmp_path / "out.json").read_text())["figures"]
+    for part, start in {"first": 0, "middle": 12, "last": 24}.items():
+        expected = [each for at, each in losses_at if start <= at < start + 8]
+        assert more.pop(f"loss_at_{part}_quarter") == pytest.approx(np.mean(expected), rel=1e-6)
+    assert more == found, "the same bits with and without the losses by position"
+
+
+def test_losses_by_position_are_those_of_each_source(base) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.float32).eval()
+    torch.manual_seed(1)
+    batches = []
+    for sources in ([0, 1], [1, 1]):
+        ids, targets = torch.randint(VOCABULARY, (2, 2, 20))
+        targets[0, :7] = -100
+        batches.append({"input_ids": ids, "targets": targets, "sources": torch.tensor(sources)})
+    found = validation_loss(model, batches, ["web", "code"], by_position=True)
+    losses = {name: torch.full((20, 4), torch.nan) for name in ("web", "code", "")}
+    for number, batch in enumerate(batches):
+        with torch.no_grad():
+            logits = model(batch["input_ids"]).logits
+        each = functional.cross_entropy(logits.mT, batch["targets"], reduction="none")
+        each[batch["targets"] < 0] = torch.nan
+        for row, source in enumerate(batch["sources"].tolist()):
+            for name in ("", ("web", "code")[source]):
+                losses[name][:, 2 * number + row] = each[row]
+    for name, of_name in losses.items():
+        for part, start in {"first": 0, "middle": 7, "last": 15}.items():
+            key = "/".join(filter(None, ("eval", name, f"loss_at_{part}_quarter")))
+            expected = float(of_name[start : start + 5].nanmean())
+            assert np.isnan(expected) or found.pop(key) == pytest.approx(expected, rel=1e-5), key
+    assert not any("quarter" in key for key in found), "no loss of a quarter without a target"
 
 
 def test_every_problem_of_the_shards_is_reported(base, tmp_path) -> None:
