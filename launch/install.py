@@ -177,6 +177,9 @@ class Installer:
         self.uv = [*uv, "--python", sys.executable, *no_index]
         # Like pip, and unlike uv by default, take the newest version of all indexes.
         self.uv_environment = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
+        # Otherwise Python compiles at the first import, but with this variable at every one.
+        if os.environ.get("PYTHONDONTWRITEBYTECODE") and "no-compile" not in settings:
+            self.uv_environment["UV_COMPILE_BYTECODE"] = "1"
         for name, variable in UV_VARIABLES.items():
             if name in settings:
                 between = "," if name == "find-links" else " "

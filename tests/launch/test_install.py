@@ -19,6 +19,7 @@ def write_wheel(directory, name, version):
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     tags = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "")
         for file, text in {"METADATA": metadata, "WHEEL": tags, "RECORD": ""}.items():
             wheel.writestr(f"{info}/{file}", text)
 
@@ -95,6 +96,18 @@ def test_torch_is_a_cpu_build_where_there_is_one_and_no_device(
 
     monkeypatch.setenv("ZEROLM_TORCH", "2.0+rocm")
     assert install.choose_torch(chosen) == "==2.0+rocm"
+
+
+@pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "pip"])
+def test_what_is_installed_is_compiled_where_python_never_would(
+    pip_configuration, monkeypatch, tmp_path, with_uv
+):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    chosen = installer(monkeypatch, with_uv)
+    target = tmp_path / "installed"
+    command, environment = chosen.command(["--target", str(target), "torch==1.0"], pinned=False)
+    subprocess.run(command, env={**install.os.environ, **environment}, check=True, timeout=60)
+    assert list(target.glob("__pycache__/torch.*.pyc"))
 
 
 def test_an_installed_build_of_the_pinned_torch_is_kept(capsys):
