@@ -1,14 +1,18 @@
 """`Problems`: collects every problem with a command's flags and files, to raise them together."""
 
+import argparse
 import math
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from data_prep.stages.options import options_of_flags
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import parse_bytes, parse_number
 
 MAX_WORKERS = 4096
+
+Options = TypeVar("Options")
 
 
 class Problems:
@@ -16,6 +20,12 @@ class Problems:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+
+    def options(self, options_class: type[Options], given: argparse.Namespace) -> Options:
+        """Return the options that `add_option_flags` has added to a command."""
+        options, problems = options_of_flags(options_class, given)
+        self.lines += problems
+        return options
 
     def number(
         self, flag: str, text: str | None, low: int, high: float = math.inf, default: int = 0
@@ -41,14 +51,6 @@ class Problems:
         if not 0 <= value <= 1 or (exclusive and value in (0, 1)):
             limits = "between 0 and 1" if exclusive else "from 0 to 1"
             self.lines.append(f"--{flag} {text}: is not a number {limits}.")
-            return default
-        return value
-
-    def seconds(self, flag: str, text: str | None, default: float) -> float:
-        """Read a time of more than 0 seconds."""
-        value = default if text is None else _value(parse_number, text)
-        if not 0 < value < math.inf:
-            self.lines.append(f"--{flag} {text}: is not a number of seconds above 0.")
             return default
         return value
 

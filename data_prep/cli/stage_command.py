@@ -3,7 +3,7 @@
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ from data_prep.cli.input_flags import (
 )
 from data_prep.cli.problems import Problems
 from data_prep.read.documents import BAD_REASONS, InputRules, describe_skipped
+from data_prep.stages.options import add_option_flags
 from zerolm.common.errors import ConfigError
 
 Json = dict[str, Any]
 
 
-def add_stage_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for input, output and workers."""
+def add_stage_flags(parser: argparse.ArgumentParser, options_class: type) -> None:
+    """Add the flags for input, output and workers, and those of the stage."""
     add_input_flags(parser)
     add_output_flag(parser, "DIR", "a new directory for the documents that are kept (a stage)")
     add_workers_flag(parser)
+    add_option_flags(parser, options_class)
 
 
 def run_stage(
@@ -33,19 +35,16 @@ def run_stage(
     problems: Problems,
     chosen: Any,
     run: Callable[..., Json],
-    flags: Mapping[str, str],
 ) -> tuple[Json, float]:
     """Check everything, run a stage, and return its `stage.json` and the seconds it took.
 
     Args:
-        chosen: the options of the stage; `problems()` yields (option, problem).
-        flags: {option: flag}, where the names differ.
+        chosen: the options of the stage.
     """
     from data_prep.stages.output_rules import output_problems, overlap_problems
     from data_prep.tasks.phases import LocalExecutor
 
     workers = problems.workers(options.workers)
-    problems.lines += [f"--{flags.get(key, key)}: {what}" for key, what in chosen.problems()]
     problems.lines += output_problems(options.output)
     problems.lines += overlap_problems(options.output, options.input)
     rules = input_rules(options, problems)

@@ -15,6 +15,8 @@ from data_prep.cli.input_flags import (
     provenance,
 )
 from data_prep.cli.problems import Problems
+from data_prep.pipeline.recipe_options import ShardOptions
+from data_prep.stages.options import add_option_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,41 +41,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARDS",
         help="a new directory for the held-out documents",
     )
-    add(
-        "--shard_tokens",
-        metavar="N",
-        help="maximum tokens of a shard (default: 134217728, or 256 to 512 MiB)",
-    )
-    add(
-        "--max_unknown",
-        metavar="F",
-        help="largest fraction of the tokens that may be the tokenizer's unknown token, whose text "
-        "is lost (default: 0.01)",
-    )
-    add(
-        "--encoder",
-        default="auto",
-        metavar="NAME",
-        help="gigatoken, tiktoken, tokenizers or transformers (default: auto, gigatoken if it "
-        "passes the equivalence check)",
-    )
+    add_option_flags(parser, ShardOptions)
 
 
 def run(options: argparse.Namespace) -> None:
     from data_prep.stages.output_rules import overlap_problems
     from data_prep.tasks.phases import LocalExecutor
-    from data_prep.tokenize.options import MAX_UNKNOWN, TokenizeOptions
+    from data_prep.tokenize.options import TokenizeOptions
     from data_prep.tokenize.run import run_tokenization
     from data_prep.tokenizer import load
-    from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
     problems = Problems()
     workers = problems.workers(options.workers)
-    shard_tokens = problems.number(
-        "shard_tokens", options.shard_tokens, 1, default=DEFAULT_SHARD_TOKENS
-    )
+    shards = problems.options(ShardOptions, options)
     fraction = problems.fraction("val_fraction", options.val_fraction, 0.5, exclusive=True)
-    max_unknown = problems.fraction("max_unknown", options.max_unknown, MAX_UNKNOWN)
     outputs = _check_outputs(options, problems)
     rules = input_rules(options, problems)
     found = find_inputs(options, rules, problems)
@@ -90,10 +71,10 @@ def run(options: argparse.Namespace) -> None:
         outputs,
         TokenizeOptions(
             rules=rules,
-            encoder=options.encoder,
+            encoder=shards.encoder,
             val_fraction=None if options.val_fraction is None else fraction,
-            shard_tokens=shard_tokens,
-            max_unknown=max_unknown,
+            shard_tokens=shards.shard_tokens,
+            max_unknown=shards.max_unknown,
         ),
         LocalExecutor(workers),
         provenance(),

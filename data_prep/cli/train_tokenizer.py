@@ -12,54 +12,25 @@ from data_prep.cli.input_flags import (
     print_notes,
 )
 from data_prep.cli.problems import Problems
-
-MIN_VOCAB_SIZE = 257  # every byte, and the EOS token
-MAX_VOCAB_SIZE = 1 << 32
+from data_prep.pipeline.recipe_options import TokenizerOptions
+from data_prep.stages.options import add_option_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_input_flags(parser)
-    add = parser.add_argument
-    add(
-        "--vocab_size",
-        required=True,
-        metavar="N",
-        help="total number of token ids: special tokens, bytes and merges",
-    )
+    add_option_flags(parser, TokenizerOptions)
     add_output_flag(parser, "DIR", "a new directory for the tokenizer")
-    add(
+    parser.add_argument(
         "--sample_bytes",
         metavar="BYTES",
         help="train on this much text, sampled by a hash from each --input in proportion to its "
         "size (default: all of it)",
     )
-    add(
-        "--split",
-        default="gpt2",
-        help="pattern that splits text into pieces, which merges never cross: gpt2 (default), "
-        "llama3 or o200k",
-    )
-    add("--digits", help="digits in one piece: 1, 3 or any (default: that of --split)")
-    add(
-        "--whitespace",
-        default="runs",
-        help="runs: a run of spaces may become one token (default); single: each whitespace "
-        "character is a piece",
-    )
-    add(
-        "--special_tokens",
-        nargs="+",
-        default=[],
-        metavar="TOKEN",
-        help="special tokens besides the EOS token; their ids are 1, 2, ...",
-    )
-    add("--min_frequency", metavar="N", help="merge only pairs that occur this often (default: 0)")
 
 
 def run(options: argparse.Namespace) -> None:
     from data_prep.read.bad_input import summary_lines
     from data_prep.stages.output_rules import overlap_problems
-    from data_prep.tokenizer.bpe import BpeOptions
     from data_prep.tokenizer.report import report_lines
     from data_prep.tokenizer.train import REPORT_FILE, train_on_inputs
     from zerolm.shards.directory import output_problems
@@ -69,17 +40,9 @@ def run(options: argparse.Namespace) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     problems = Problems()
-    recipe = BpeOptions(
-        problems.number("vocab_size", options.vocab_size, MIN_VOCAB_SIZE, MAX_VOCAB_SIZE),
-        options.split,
-        options.digits,
-        options.whitespace,
-        tuple(options.special_tokens),
-        problems.number("min_frequency", options.min_frequency, 0),
-    )
+    recipe = problems.options(TokenizerOptions, options).bpe()
+    problems.lines += recipe.problems() if not problems.lines else []
     sample_bytes = problems.size("sample_bytes", options.sample_bytes, 1)
-    if not any(line.startswith("--vocab_size") for line in problems.lines):
-        problems.lines += recipe.problems()
     rules = input_rules(options, problems)
     found = find_inputs(options, rules, problems)
     problems.lines += [f"--output {line}" for line in output_problems(options.output)]

@@ -5,64 +5,21 @@ index. docs/deduplication.md defines a match.
 """
 
 import unicodedata
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.dedup.evaluation_items import Item, read_items, split_evaluation
+from data_prep.dedup.evaluation_items import read_all_items, split_evaluation
 from data_prep.dedup.ngram_index import build_index, load_index
+from data_prep.dedup.options import DecontaminateOptions
 from data_prep.read.bad_input import Tally
 from data_prep.stages.documents import Documents, StageInput, batch_rows
 from data_prep.stages.stage_output import StageRun, task_output
 from data_prep.tasks.phases import Executor, Record
-from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
 
 CONTAMINATED = "contaminated.jsonl.zst"
 ALGORITHM = 1  # increment it when the same input gives different results
-
-
-@dataclass(frozen=True)
-class DecontaminateOptions:
-    """The evaluation items to search for, and how much of one makes a match."""
-
-    evaluation: tuple[str, ...]  # PATH or PATH:field,field
-    ngram_words: int = 13
-    min_overlap: float = 0.0  # share of a text's n-grams that must be found; at least one
-    min_item_words: int = 5  # shorter texts are not searched for
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, problem)."""
-        if not self.evaluation:
-            yield "evaluation", "names no file. Give at least one, or remove the stage."
-        if not 1 <= self.ngram_words <= 1000:
-            yield "ngram_words", f"{self.ngram_words} is not from 1 to 1,000."
-        if not 0 <= self.min_overlap <= 1:
-            yield "min_overlap", f"{self.min_overlap} is not from 0 to 1."
-        if not 1 <= self.min_item_words <= self.ngram_words:
-            yield "min_item_words", f"{self.min_item_words} is not from 1 to ngram_words."
-
-    def relative_to(self, directory: Path) -> "DecontaminateOptions":
-        """Return the options with their files resolved against the directory of the recipe."""
-        return replace(self, evaluation=tuple(str(directory / each) for each in self.evaluation))
-
-    def read_items(self) -> list[Item]:
-        """Return the items of all files.
-
-        Raises:
-            ConfigError: the problems of all files.
-        """
-        items: list[Item] = []
-        problems: list[str] = []
-        for argument in self.evaluation:
-            try:
-                items += read_items(argument)
-            except ConfigError as error:
-                problems += error.problems
-        if problems:
-            raise ConfigError(problems)
-        return items
 
 
 @dataclass(frozen=True)
@@ -103,7 +60,7 @@ def run_decontaminate(
     options: DecontaminateOptions, given: StageInput, output: Path, executor: Executor
 ) -> dict[str, Any]:
     """Write a stage without the contaminated documents, and return its `stage.json`."""
-    items = options.read_items()
+    items = read_all_items(options.evaluation)
     identity = decontaminate_identity(options)
     run = StageRun("decontaminate", asdict(options), identity, given, output, executor)
     if run.published is not None:

@@ -11,15 +11,16 @@ over the documents of all stages.
 """
 
 import unicodedata
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from data_prep.dedup.arrays import NUMBER_MASK, Units, num_partitions
 from data_prep.dedup.find_candidates import BucketTask, ExactTask, SignatureTask
 from data_prep.dedup.members import MembersTask, find_names
-from data_prep.dedup.minhash import MAX_PERMUTATIONS, BandLayout, choose_bands, load_rensa
+from data_prep.dedup.minhash import BandLayout, choose_bands, load_rensa
+from data_prep.dedup.options import DedupOptions
 from data_prep.dedup.signatures import (
     SIGNATURES,
     CheckTask,
@@ -41,46 +42,16 @@ ALGORITHM = 1  # increment it when the same input gives different results
 MIN_PARTITIONS = 16  # or the number of work units, if that is smaller
 
 
-@dataclass(frozen=True)
-class DedupOptions:
-    """Defines what a duplicate is. Of each group, the first document in input order is kept."""
+def band_layout(options: DedupOptions) -> BandLayout | None:
+    """Return how signatures are divided into bands; None if near-duplicates are not searched."""
+    return choose_bands(options.threshold, options.permutations) if options.near else None
 
-    threshold: float = 0.8  # Jaccard index of the sets of shingles
-    shingle_words: int = 13
-    exact: str = "text"  # exact copies have the same "text", or the same "words"
-    near: bool = True
-    permutations: int = MAX_PERMUTATIONS  # at most
-    memory_bytes: int = 1 << 30  # for a task that sorts hashes
-    keep_signatures: bool = False  # so that later documents can be compared with these
-    against: tuple[str, ...] = ()  # outputs with signatures, whose documents come before these
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, problem)."""
-        if not 0 < self.threshold <= 1:
-            yield "threshold", f"{self.threshold} is not above 0 and at most 1."
-        if not 1 <= self.shingle_words <= 1000:
-            yield "shingle_words", f"{self.shingle_words} is not from 1 to 1,000."
-        if self.exact not in ("text", "words"):
-            yield "exact", f"{self.exact!r} is not text or words."
-        if not 16 <= self.permutations <= 4096:
-            yield "permutations", f"{self.permutations} is not from 16 to 4,096."
-        if self.memory_bytes < 1 << 20:
-            yield "memory_bytes", f"{self.memory_bytes} is less than 1 MiB."
-
-    @property
-    def band_layout(self) -> BandLayout | None:
-        """How signatures are divided into bands; None if near-duplicates are not searched for."""
-        return choose_bands(self.threshold, self.permutations) if self.near else None
-
-    def relative_to(self, directory: Path) -> "DedupOptions":
-        """Return the options with their directories resolved against that of the recipe."""
-        return replace(self, against=tuple(str(directory / each) for each in self.against))
-
-    def open_signatures(self) -> list[Signatures]:
-        """Open the signatures to compare with."""
-        if not self.against:
-            return []
-        return open_signatures(self.against, comparison_settings(self))
+def open_against(options: DedupOptions) -> list[Signatures]:
+    """Open the signatures to compare with."""
+    if not options.against:
+        return []
+    return open_signatures(options.against, comparison_settings(options))
 
 
 @dataclass(frozen=True)
@@ -120,7 +91,7 @@ def comparison_settings(options: DedupOptions) -> dict[str, Any]:
     keys = ("threshold", "shingle_words", "exact", "near", "permutations")
     settings: dict[str, Any] = {key: getattr(options, key) for key in keys}
     settings |= {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version}
-    if options.band_layout is not None:
+    if options.near:
         settings["minhash"] = load_rensa().RMinHash.ALGORITHM_VERSION
     return settings
 
@@ -143,7 +114,7 @@ def run_dedup(
     options: DedupOptions, given: StageInput, output: Path, executor: Executor
 ) -> dict[str, Any]:
     """Deduplicate documents into a stage, and return its `stage.json`."""
-    against = options.open_signatures()
+    against = open_against(options)
     identity = dedup_identity(options, [each.id for each in against])
     shown = {**asdict(options), "against": list(options.against)}
     run = StageRun("dedup", shown, identity, given, output, executor)
@@ -168,7 +139,8 @@ def run_dedup(
         counts["signatures"] = publish_signatures(output, run.key, settings, against, records)
     if against:
         counts["against"] = [each.record() for each in against]
-    bands = options.band_layout._asdict() if options.band_layout else None
+    layout = band_layout(options)
+    bands = None if layout is None else layout._asdict()
     task = WriteTask(documents, output, units, stores)
     return run.write("write", task, DUPLICATES, bands=bands, **counts)
 
@@ -176,7 +148,7 @@ def run_dedup(
 def _find_duplicates(options: DedupOptions, units: Units, run: StageRun) -> dict[str, int]:
     """Run all phases except the last, and return counts for `stage.json`."""
     documents = run.documents
-    layout, num_units, work = options.band_layout, documents.num_tasks, units.work
+    layout, num_units, work = band_layout(options), documents.num_tasks, units.work
     exact, shingle_words = options.exact, options.shingle_words
     signatures = SignatureTask(documents, work, units.hashes, exact, shingle_words, layout)
     records = run.phase("signatures", num_units, signatures)

@@ -5,7 +5,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,24 @@ def split_evaluation(argument: str) -> tuple[Path, list[str]]:
     if colon and not Path(argument).exists():
         return Path(path), [field.strip() for field in fields.split(",")]
     return Path(argument), []
+
+
+def read_all_items(arguments: Sequence[str]) -> list[Item]:
+    """Return the items of all files.
+
+    Raises:
+        ConfigError: the problems of all files.
+    """
+    items: list[Item] = []
+    problems: list[str] = []
+    for argument in arguments:
+        try:
+            items += read_items(argument)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return items
 
 
 def read_items(argument: str) -> list[Item]:

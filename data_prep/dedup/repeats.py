@@ -8,7 +8,6 @@ the tasks.
 
 import json
 import unicodedata
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ import numpy as np
 
 from data_prep.dedup.arrays import NUMBER_MASK, num_partitions
 from data_prep.dedup.find_repeats import (
-    SEPARATORS,
     AnchorTask,
     PieceTask,
     RepeatedAnchorTask,
@@ -28,6 +26,7 @@ from data_prep.dedup.find_repeats import (
     runs_of,
     split_pieces,
 )
+from data_prep.dedup.options import RepeatsOptions
 from data_prep.read.bad_input import Tally
 from data_prep.read.parse import replace_text
 from data_prep.read.stage_files import json_line
@@ -37,30 +36,8 @@ from data_prep.tasks.phases import Executor, Record
 
 NOTES = "repeats.jsonl.zst"
 ALGORITHM = 1  # increment it when the same input gives different results
-UNITS = (*SEPARATORS, "substrings")
 SHOWN_CHARACTERS = 200
 MAX_WORD = 64  # a removed substring is shortened by at most this to end between words
-
-
-@dataclass(frozen=True)
-class RepeatsOptions:
-    """Defines what a repeat is. The first occurrence in input order is kept."""
-
-    unit: str = "lines"
-    min_words: int = 8  # of a line or paragraph
-    min_characters: int = 200  # of a substring
-    memory_bytes: int = 1 << 30  # for a task that sorts hashes
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, problem)."""
-        if self.unit not in UNITS:
-            yield "unit", f"{self.unit!r} is not {', '.join(UNITS[:-1])} or {UNITS[-1]}."
-        if not 1 <= self.min_words <= 1000:
-            yield "min_words", f"{self.min_words} is not from 1 to 1,000."
-        if not 20 <= self.min_characters <= 100_000:
-            yield "min_characters", f"{self.min_characters} is not from 20 to 100,000."
-        if self.memory_bytes < 1 << 20:
-            yield "memory_bytes", f"{self.memory_bytes} is less than 1 MiB."
 
 
 @dataclass(frozen=True)

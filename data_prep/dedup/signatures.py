@@ -111,16 +111,6 @@ def open_signatures(arguments: Sequence[str], settings: Mapping[str, Any]) -> li
     return found
 
 
-def against_problems(arguments: Sequence[str], output: Path, where: str) -> list[str]:
-    """Return a problem if the output would replace signatures that it is compared with."""
-    target = output.resolve()
-    return [
-        f"{where} {each}: is in the output of this stage, which replaces it. Give another output."
-        for each in arguments
-        if target in (Path(each).resolve(), *Path(each).resolve().parents)
-    ]
-
-
 def _read(argument: Path) -> Signatures:
     nested = (argument / SIGNATURES / MANIFEST).is_file()
     directory = argument / SIGNATURES if nested else argument

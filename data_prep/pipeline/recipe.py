@@ -9,13 +9,14 @@ that the pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.dedup.decontaminate import DecontaminateOptions
-from data_prep.dedup.repeats import RepeatsOptions
+from data_prep.dedup.dedup import open_against
+from data_prep.dedup.evaluation_items import read_all_items
+from data_prep.dedup.options import DecontaminateOptions, RepeatsOptions
 from data_prep.filters.clean import CleanOptions
 from data_prep.filters.parameters import filter_problems, resolve_model_paths
 from data_prep.pipeline.recipe_options import (
@@ -29,7 +30,7 @@ from data_prep.pipeline.recipe_options import (
 )
 from data_prep.read.discovery import HUB_ID, find_inputs
 from data_prep.read.readers import Input
-from data_prep.stages.options import number_of, parse_options
+from data_prep.stages.options import option, parse_options
 from data_prep.stages.output_rules import Outputs
 from data_prep.tokenize.held_out import held_out_problem
 from data_prep.tokenizer.load import Tokenizer, load_tokenizer
@@ -48,8 +49,6 @@ OPTION_KEYS: dict[str, type] = {
     "report": ReportOptions,
 }
 KEYS = ("output", "sources", "clean", "select", *OPTION_KEYS, "executor")
-CLEAN_KEYS = ("filters", "keep_dropped", "unit_bytes")
-SELECT_KEYS = ("filters", "keep_dropped")
 STAGES = ("clean", "select", "dedup", "repeats", "decontaminate", "shards", "pack")
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
@@ -156,10 +155,10 @@ def read_recipe(path: Path) -> Recipe:
     for key, kind in OPTION_KEYS.items():
         if key in content:
             options[key] = _collect(problems, parse_options, kind, content[key], f"{path}: {key}")
-    clean = _clean(content.get("clean", {}), f"{path}: clean", base, CLEAN_KEYS, problems)
+    clean = _clean(content.get("clean", {}), f"{path}: clean", base, _Clean, problems)
     select = None
     if "select" in content:
-        select = _clean(content["select"], f"{path}: select", base, SELECT_KEYS, problems)
+        select = _clean(content["select"], f"{path}: select", base, _Select, problems)
     output = content.get("output")
     if not isinstance(output, str) or not output:
         problems.append(f"{path}: output: {output!r} is not the path of a directory.")
@@ -171,11 +170,11 @@ def read_recipe(path: Path) -> Recipe:
         problems.append(f"{path}: executor: {executor!r} is not an object of options.")
     if options["decontaminate"] is not None:
         options["decontaminate"] = options["decontaminate"].relative_to(base)
-        _collect(problems, options["decontaminate"].read_items)
+        _collect(problems, read_all_items, options["decontaminate"].evaluation)
     against = ()
     if options["dedup"] is not None:
         options["dedup"] = options["dedup"].relative_to(base)
-        found = _collect(problems, options["dedup"].open_signatures) or ()
+        found = _collect(problems, open_against, options["dedup"]) or ()
         against = tuple(each.id for each in found)
         names = list(content.get("sources") or ())
         found = options["dedup"].problems_with_sources(names, base / output)
@@ -221,29 +220,32 @@ def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:
 
 
 def _clean(
-    given: Any, where: str, base: Path, keys: Sequence[str], problems: list[str]
+    given: Any, where: str, base: Path, kind: type["_Select"], problems: list[str]
 ) -> CleanOptions:
     """Return the options of `clean` or `select`, which is the last part of `where`."""
-    if not isinstance(given, Mapping):
-        problems.append(f"{where}: {given!r} is not an object of options.")
-        return CleanOptions()
-    problems += [
-        f"{where}.{key}: is not an option.{did_you_mean(key, keys)} Known: {', '.join(keys)}."
-        for key in given
-        if key not in keys
-    ]
-    filters = resolve_model_paths(base, given.get("filters", []))
-    problems += filter_problems(filters, f"{where}.filters")
-    if not isinstance(given.get("keep_dropped", False), bool):
-        problems.append(f"{where}.keep_dropped: {given['keep_dropped']!r} is not true or false.")
-    size = number_of("unit_bytes", given.get("unit_bytes"))
-    if size is not None and not (isinstance(size, int | float) and 1 <= size < 1 << 63):
-        problems.append(f"{where}.unit_bytes: {size!r} is not a number of bytes.")
-        size = None
-    keep = Path("dropped") if given.get("keep_dropped") is True else None
-    unit_bytes = None if size is None else int(size)
-    return CleanOptions(tuple(filters) if isinstance(filters, list) else (), unit_bytes=unit_bytes,
-                        keep_dropped=keep, stage=where.rpartition(" ")[2])  # fmt: skip
+    options = _collect(problems, parse_options, kind, given, where) or kind()
+    filters = given.get("filters", []) if isinstance(given, dict) else []
+    filters = resolve_model_paths(base, filters)
+    problems += filter_problems(filters, f"{where}.filters") if isinstance(filters, list) else []
+    return CleanOptions(
+        tuple(filters),
+        unit_bytes=getattr(options, "unit_bytes", None),
+        keep_dropped=Path("dropped") if options.keep_dropped else None,
+        stage=where.rpartition(" ")[2],
+    )
+
+
+@dataclass(frozen=True)
+class _Select:
+    """The options of `select` in a recipe."""
+
+    filters: list = ()  # type: ignore[assignment]
+    keep_dropped: bool = False
+
+
+@dataclass(frozen=True)
+class _Clean(_Select):
+    unit_bytes: int | None = option(None, low=1)
 
 
 def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterator[Source]:

@@ -1,6 +1,6 @@
-"""Options of a recipe's sources, dedup, tokenizer, shards and packing, named like the flags.
+"""Options of a recipe's sources, dedup, tokenizer, shards and packing, and of their commands.
 
-Defines and checks values only. The options of the other stages are defined beside the stages.
+Defines and checks values only. Options of the other stages are defined beside the stages.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,58 +8,99 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from data_prep.dedup.dedup import DedupOptions
-from data_prep.dedup.signatures import against_problems
+from data_prep.dedup.options import DedupOptions, against_problems
 from data_prep.read.documents import InputRules
 from data_prep.read.encodings import reading_problems
-from data_prep.tokenizer.backends import BACKENDS
+from data_prep.stages.options import option, share
 from data_prep.tokenizer.bpe import BpeOptions
-from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
-ENCODERS = ("auto", *BACKENDS)
+ENCODERS = ("auto", "gigatoken", "tiktoken", "tokenizers", "transformers")
 TOKENIZER = "tokenizer"  # directory of the tokenizer that a pipeline trains
-MAX_SEQ_LEN = (1 << 24) - 1
+MIN_VOCAB_SIZE = 257  # every byte, and the EOS token
+DEFAULTS = InputRules()
+INPUT_HELP = (
+    "a .txt, .md or .html file (one document); .csv or .tsv (one per row); .jsonl or .ndjson (one "
+    "per line); these with .gz, .zst, .bz2 or .xz too, also .json.gz; .warc or .wet (one per page; "
+    "also .gz); .parquet or .arrow; a directory (all such files in it, sorted by path); a quoted "
+    "glob; the URL of one of these (s3://, gs://; https:// for a file); or a dataset of the "
+    "Hugging Face hub, namespace/name[:config][@split] (split: train). Several are read in the "
+    "order given; the flag may be repeated"
+)
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Inputs of a source, and the rules for reading them; the flags of `tokenize`.
+    """Inputs of a source, and the rules for reading them.
 
     Attributes:
         val_fraction: instead of the one for all sources.
     """
 
-    input: tuple[str, ...]
-    text_field: str = "text"
-    on_bad_input: str = "fail"
-    max_bad_fraction: float = 0.01
-    max_document_bytes: int = 1 << 26
-    max_expansion: int = 200
-    encoding: str = "utf-8"
-    repair: tuple[str, ...] = ()
-    code: bool = False
-    max_page_seconds: float = 10.0
-    val_fraction: float | None = None
+    input: tuple[str, ...] = option(help=INPUT_HELP, shows=None)
+    text_field: str = option(
+        DEFAULTS.text_field, "key or column with the text; a.b for a key in a nested object", None
+    )
+    code: bool = option(
+        False,
+        "read every text file of --input as source code: a document with the keys path, language "
+        "and license",
+    )
+    encoding: str = option(
+        DEFAULTS.encoding,
+        "of text, code, CSV and JSON lines: utf-8, or another one such as cp1252; auto takes UTF-8 "
+        "where it is valid, and otherwise detects it. Pages declare their own",
+        "NAME",
+    )
+    repair: tuple[str, ...] = option(
+        (),
+        "repairs of the texts: ftfy (text that was decoded wrongly), entities (&amp; and others of "
+        "HTML), nfc (Unicode's composed form); applied in this order",
+        "NAME",
+    )
+    max_page_seconds: float = option(
+        DEFAULTS.max_page_seconds,
+        "CPU time to extract the text of a web page; a page that needs more is bad input",
+        "S",
+        above=0,
+    )
+    on_bad_input: str = option(
+        DEFAULTS.on_bad_input,
+        "what to do with documents that cannot be read: fail refuses the input; skip skips, counts "
+        "and reports them",
+        "fail|skip",
+        choices=("fail", "skip"),
+    )
+    max_bad_fraction: float = share(
+        DEFAULTS.max_bad_fraction,
+        "with --on_bad_input skip: largest fraction of the documents, and of the bytes, that may "
+        "be bad",
+    )
+    max_document_bytes: int = option(
+        DEFAULTS.max_document_bytes,
+        "longest line, text file, or text of a row; a longer one is bad input",
+        "BYTES",
+        low=1,
+        high=1 << 40,
+    )
+    max_expansion: int = option(
+        DEFAULTS.max_expansion,
+        "largest ratio of decompressed to compressed size of a file, checked beyond 64 MiB of "
+        "decompressed data",
+        low=1,
+        high=1 << 40,
+    )
+    val_fraction: float | None = option(None, low=0, below=1)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (option, message) for each invalid value."""
-        yield from reading_problems(self.encoding, self.repair, self.max_page_seconds)
-        if self.val_fraction is not None and not 0 <= self.val_fraction < 1:
-            yield "val_fraction", f"{self.val_fraction} is not at least 0 and below 1."
-        if self.on_bad_input not in ("fail", "skip"):
-            yield "on_bad_input", f"{self.on_bad_input!r} is not fail or skip."
-        if not 0 <= self.max_bad_fraction <= 1:
-            yield "max_bad_fraction", f"{self.max_bad_fraction} is not between 0 and 1."
-        for name in ("max_document_bytes", "max_expansion"):
-            if getattr(self, name) < 1:
-                yield name, f"{getattr(self, name)} is not at least 1."
+        yield from reading_problems(self.encoding, self.repair)
 
-    def rules(self) -> InputRules:
-        """Return the rules for reading complete records, which the stages write out again."""
+    def rules(self, keep_records: bool = True) -> InputRules:
+        """Return the rules for reading; complete records are for stages that write them again."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["input"], given["val_fraction"]
         given["repairs"] = given.pop("repair")
-        return InputRules(**given, keep_records=True)
+        return InputRules(**given, keep_records=keep_records)
 
 
 @dataclass(frozen=True)
@@ -76,7 +117,6 @@ class SourcesDedupOptions(DedupOptions):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (option, message) for each invalid value."""
-        yield from super().problems()
         if self.source_order and not self.across_sources:
             yield "source_order", "has no effect without across_sources: true. Add it."
 
@@ -113,13 +153,27 @@ class TokenizerOptions:
         sample_bytes: size of the sample of text to train on; 0 for all text.
     """
 
-    vocab_size: int
-    split: str = "gpt2"
-    digits: str = ""
-    whitespace: str = "runs"
-    special_tokens: tuple[str, ...] = ()
-    min_frequency: int = 0
-    sample_bytes: int = 1 << 30
+    vocab_size: int = option(
+        help="total number of token ids: special tokens, bytes and merges",
+        low=MIN_VOCAB_SIZE,
+        high=1 << 32,
+    )
+    split: str = option(
+        "gpt2",
+        "pattern that splits text into pieces, which merges never cross: gpt2, llama3 or o200k",
+        None,
+    )
+    digits: str = option("", "digits in one piece: 1, 3 or any", None, shown="that of --split")
+    whitespace: str = option(
+        "runs",
+        "runs: a run of spaces may become one token; single: each whitespace character is a piece",
+        None,
+    )
+    special_tokens: tuple[str, ...] = option(
+        (), "special tokens besides the EOS token; their ids are 1, 2, ...", "TOKEN"
+    )
+    min_frequency: int = option(0, "merge only pairs that occur this often", low=0)
+    sample_bytes: int = option(1 << 30, low=0)
 
     def bpe(self) -> BpeOptions:
         """Return the options for the trainer."""
@@ -132,12 +186,6 @@ class TokenizerOptions:
             self.min_frequency,
         )
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, message) for each invalid value that `BpeOptions` does not check."""
-        for name in ("min_frequency", "sample_bytes"):
-            if getattr(self, name) < 0:
-                yield name, f"{getattr(self, name)} is not at least 0."
-
 
 @dataclass(frozen=True)
 class ShardOptions:
@@ -148,33 +196,32 @@ class ShardOptions:
     """
 
     tokenizer: str = ""
-    val_fraction: float = 0.0
-    shard_tokens: int = DEFAULT_SHARD_TOKENS
-    encoder: str = "auto"
-    max_unknown: float = 0.01
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, message) for each invalid value."""
-        if not 0 <= self.val_fraction < 1:
-            yield "val_fraction", f"{self.val_fraction} is not at least 0 and below 1."
-        if self.shard_tokens < 1:
-            yield "shard_tokens", f"{self.shard_tokens} is not at least 1."
-        if not 0 <= self.max_unknown <= 1:
-            yield "max_unknown", f"{self.max_unknown} is not from 0 to 1."
-        if self.encoder not in ENCODERS:
-            yield "encoder", f"{self.encoder!r} is not one of {', '.join(ENCODERS)}."
+    val_fraction: float = option(0.0, low=0, below=1)
+    shard_tokens: int = option(
+        1 << 27,  # zerolm.shards.writer.DEFAULT_SHARD_TOKENS
+        "maximum tokens of a shard",
+        low=1,
+        shown="134217728, or 256 to 512 MiB",
+    )
+    max_unknown: float = share(
+        0.01,
+        "largest fraction of the tokens that may be the tokenizer's unknown token, whose text is "
+        "lost",
+    )
+    encoder: str = option(
+        "auto",
+        "gigatoken, tiktoken, tokenizers or transformers",
+        "NAME",
+        choices=ENCODERS,
+        shown="auto, gigatoken if it passes the equivalence check",
+    )
 
 
 @dataclass(frozen=True)
 class PackOptions:
     """Best-fit packing of the shards; the flags of `pack`."""
 
-    seq_len: int
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, message) for each invalid value."""
-        if not 1 <= self.seq_len <= MAX_SEQ_LEN:
-            yield "seq_len", f"{self.seq_len} is not between 1 and {MAX_SEQ_LEN:,}."
+    seq_len: int = option(help="tokens of a sequence", shows="T", low=1, high=(1 << 24) - 1)
 
 
 @dataclass(frozen=True)

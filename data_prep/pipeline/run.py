@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.dedup.decontaminate import run_decontaminate
-from data_prep.dedup.dedup import DedupOptions, run_dedup
+from data_prep.dedup.dedup import run_dedup
+from data_prep.dedup.options import DedupOptions
 from data_prep.dedup.repeats import run_repeats
 from data_prep.dedup.signatures import signatures_manifest
 from data_prep.filters.clean import run_clean
@@ -188,7 +189,7 @@ class Pipeline:
             self.recipe.tokenizer or load_tokenizer(str(self.recipe.output / TOKENIZER)),
             outputs,
             TokenizeOptions(
-                rules=replace(self.source.options.rules(), keep_records=False),
+                rules=self.source.options.rules(keep_records=False),
                 encoder=shards.encoder,
                 val_fraction=self.recipe.val_fraction(self.source) or None,
                 shard_tokens=shards.shard_tokens,

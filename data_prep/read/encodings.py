@@ -51,9 +51,7 @@ def _mark_invalid(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error(MARK_INVALID, _mark_invalid)
 
 
-def reading_problems(
-    encoding: str, repairs: Sequence[str], max_page_seconds: float
-) -> Iterator[tuple[str, str]]:
+def reading_problems(encoding: str, repairs: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (option, message) for each invalid value of these options of an input."""
     try:
         is_known = encoding == AUTO or "a".encode(encoding).decode(encoding) == "a"
@@ -70,8 +68,6 @@ def reading_problems(
         yield "repair", f"{unknown[0]!r} is not one of {', '.join(REPAIRS)}."
     if "ftfy" in repairs and find_spec("ftfy") is None:
         yield "repair", "ftfy is not installed. pip install 'zerolm[inputs]'"
-    if not max_page_seconds > 0:
-        yield "max_page_seconds", f"{max_page_seconds} is not more than 0."
 
 
 def detect_encoding(sample: bytes) -> str | None:

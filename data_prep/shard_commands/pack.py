@@ -3,14 +3,17 @@
 import argparse
 
 from data_prep.cli.problems import Problems
+from data_prep.pipeline.recipe_options import PackOptions
+from data_prep.stages.options import add_option_flags
 from zerolm.common.errors import ConfigError
 from zerolm.common.url import path_or_url
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("shards", nargs="+", type=path_or_url, metavar="SHARDS", help="shard directories")
-    add("--seq_len", required=True, metavar="T", help="tokens of a sequence")
+    parser.add_argument(
+        "shards", nargs="+", type=path_or_url, metavar="SHARDS", help="shard directories"
+    )
+    add_option_flags(parser, PackOptions)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -20,7 +23,7 @@ def run(options: argparse.Namespace) -> None:
     from zerolm.shards.reader import open_source
 
     problems = Problems()
-    seq_len = problems.number("seq_len", options.seq_len, 1, (1 << 24) - 1)
+    seq_len = problems.options(PackOptions, options).seq_len
     problems.lines += [
         f"{url}: the index is written beside its shards, which must be on this machine. Copy them "
         f"here and pack them by their path."

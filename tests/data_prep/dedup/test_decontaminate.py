@@ -11,9 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.dedup.decontaminate import DecontaminateOptions, run_decontaminate
+from data_prep.dedup.decontaminate import run_decontaminate
 from data_prep.dedup.evaluation_items import read_items
 from data_prep.dedup.ngram_index import build_index
+from data_prep.dedup.options import DecontaminateOptions
 from data_prep.read.stage_files import read_records, read_stage
 from data_prep.stages.documents import stage_documents
 from data_prep.tasks.phases import LocalExecutor

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.dedup.dedup import DedupOptions, run_dedup
+from data_prep.dedup.dedup import run_dedup
 from data_prep.dedup.minhash import choose_bands
+from data_prep.dedup.options import DedupOptions
 from data_prep.read.stage_files import read_records, read_stage
 from data_prep.stages.documents import stage_documents
 from data_prep.stages.options import parse_options
@@ -111,7 +112,8 @@ def test_comparisons_in_a_large_bucket_are_limited(tmp_path):
 KILLED = """
 import sys
 from pathlib import Path
-from data_prep.dedup.dedup import DedupOptions, run_dedup
+from data_prep.dedup.dedup import run_dedup
+from data_prep.dedup.options import DedupOptions
 from data_prep.tasks.phases import LocalExecutor
 from data_prep.stages.documents import stage_documents
 from data_prep.stages.options import parse_options

@@ -11,7 +11,8 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.dedup.find_repeats import anchor_length, choose_anchors
-from data_prep.dedup.repeats import RepeatsOptions, covered_spans, run_repeats
+from data_prep.dedup.options import RepeatsOptions
+from data_prep.dedup.repeats import covered_spans, run_repeats
 from data_prep.read.stage_files import read_records, read_stage
 from data_prep.stages.documents import stage_documents
 from data_prep.stages.options import parse_options
@@ -172,7 +173,7 @@ def test_wrong_options_are_refused_together(source, tmp_path, capsys):
     command = ["repeats", "--input", source, "--output", tmp_path / "out", "--min_characters", "90"]
     assert main([str(each) for each in [*command, "--unit", "line"]]) == 2
     shown = capsys.readouterr().err
-    assert "--unit: 'line' is not lines, paragraphs or substrings" in shown
+    assert "--unit line: is not lines, paragraphs or substrings" in shown
     assert "--min_characters: has no effect" in shown
     assert not (tmp_path / "out").exists()
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.dedup.dedup import DedupOptions, run_dedup
+from data_prep.dedup.dedup import run_dedup
+from data_prep.dedup.options import DedupOptions
 from data_prep.read.stage_files import read_records, read_stage
 from data_prep.stages.documents import stage_documents
 from data_prep.tasks.phases import LocalExecutor

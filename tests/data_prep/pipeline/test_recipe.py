@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from data_prep.__main__ import main
-from data_prep.dedup.dedup import DedupOptions
+from data_prep.dedup.dedup import band_layout
+from data_prep.dedup.options import DedupOptions
 from data_prep.read.stage_files import read_records, read_stage
 from data_prep.stages.options import parse_options
 from tests import ROOT, tracked
@@ -152,12 +153,15 @@ def test_a_tokenizer_and_packing_are_stages_of_a_recipe(recipe, capsys):
     assert "tokenizer: is trained again" in capsys.readouterr().out
     assert states() == ["complete"] * 7
     for wrong, message in (
-        ({"train_tokenizer": {"vocab_size": 100}}, "train_tokenizer.vocab_size 100: has no room"),
+        (
+            {"train_tokenizer": {"vocab_size": 100}},
+            "train_tokenizer.vocab_size: 100 is not a whole number from 257",
+        ),
         (
             {"tokenize": {"tokenizer": "tokenizer"}},
             "tokenize.tokenizer: give exactly one of this key",
         ),
-        ({"pack": {"seq_len": 0}}, "pack.seq_len: 0 is not between 1"),
+        ({"pack": {"seq_len": 0}}, "pack.seq_len: 0 is not a whole number from 1"),
     ):
         whole = recipe.read_text()
         change(recipe, **wrong)
@@ -267,7 +271,7 @@ def test_all_problems_of_a_recipe_are_reported_before_anything_is_written(recipe
         'dedup.treshold: is not an option. Did you mean "threshold"?',
         "sources.web.text_feild: is not an option",
         "sources.b/d: is not a name",
-        "tokenize.val_fraction: 2 is not at least 0 and below 1",
+        "tokenize.val_fraction: 2 is not a number of at least 0 and below 1",
         "--executor sluurm: is not one of",
     ):
         assert piece in shown
@@ -320,7 +324,7 @@ def test_a_source_may_hold_out_another_share_and_one_that_would_hold_out_none_is
     assert (output / "web" / "shards-validation" / "manifest.json").is_file()
     change(recipe, sources={**sources, "few": {**few, "val_fraction": 2}})
     assert main(["run", str(recipe), "--check"]) == 2
-    assert "sources.few.val_fraction: 2 is not at least 0" in capsys.readouterr().err
+    assert "sources.few.val_fraction: 2 is not a number of at least 0" in capsys.readouterr().err
 
 
 def test_progress_shows_every_phase(recipe, capsys):
@@ -381,7 +385,7 @@ def test_integers_may_be_written_as_1e9():
         DedupOptions, {"memory_bytes": 1e9, "permutations": 64.0, "shingle_words": 5.0}, "r"
     )
     assert [type(value) for value in (options.memory_bytes, options.permutations)] == [int, int]
-    assert options.band_layout is not None
+    assert band_layout(options) is not None
 
 
 def test_numbers_may_be_written_as_in_flags():

@@ -164,12 +164,11 @@ def test_an_encoding_that_cannot_be_read_is_refused(tmp_path, name):
 
 
 def test_options_are_checked_and_part_of_the_fingerprint(tmp_path):
-    assert dict(reading_problems("latin9", ["nfd"], 0)) == {
+    assert dict(reading_problems("latin9", ["nfd"])) == {
         "repair": "'nfd' is not one of ftfy, entities, nfc.",
-        "max_page_seconds": "0 is not more than 0.",
     }
     for name in ("base64", "utf-9", "\0"):
-        assert "is not auto or the name" in dict(reading_problems(name, [], 1))["encoding"]
+        assert "is not auto or the name" in dict(reading_problems(name, []))["encoding"]
     (tmp_path / "a.txt").write_text("a")
     keys = set()
     for encoding, repairs in (("utf-8", ()), ("auto", ()), ("cp1252", ()), ("utf-8", ("nfc",))):

@@ -1,0 +1,107 @@
+"""Options of the dedup, repeats and decontaminate stages. Light, so that `--help` is instant."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data_prep.stages.options import SWITCH, option, share
+
+UNITS = ("lines", "paragraphs", "substrings")
+MIN_MEMORY_BYTES = 1 << 20
+MEMORY = "memory of a process that sorts hashes; does not change the result"
+
+
+@dataclass(frozen=True)
+class DedupOptions:
+    """Defines what a duplicate is. Of each group, the first document in input order is kept."""
+
+    threshold: float = option(
+        0.8,
+        "near-duplicates are pairs whose sets of shingles have at least this Jaccard similarity",
+        "J",
+        above=0,
+        high=1,
+    )
+    shingle_words: int = option(13, "words in a shingle", low=1, high=1000)
+    exact: str = option(
+        "text",
+        "exact copies have the same text, or the same words",
+        "text|words",
+        choices=("text", "words"),
+    )
+    near: bool = option(True, "off: find exact copies only", SWITCH)
+    permutations: int = option(
+        128, "largest number of values in a MinHash signature", low=16, high=4096
+    )
+    memory_bytes: int = option(1 << 30, MEMORY, "BYTES", low=MIN_MEMORY_BYTES, flag="memory")
+    keep_signatures: bool = option(
+        False,
+        "on: write OUTPUT/signatures, about 450 bytes a document and 8 a word, for a later "
+        "--against",
+        SWITCH,
+    )
+    against: tuple[str, ...] = option(
+        (),
+        "outputs of earlier dedup runs with signatures: documents that duplicate one of theirs are "
+        "dropped, as in one pass over everything in this order",
+        "DIR",
+    )
+
+    def relative_to(self, directory: Path) -> "DedupOptions":
+        """Return the options with their directories resolved against that of the recipe."""
+        return replace(self, against=tuple(str(directory / each) for each in self.against))
+
+
+@dataclass(frozen=True)
+class RepeatsOptions:
+    """Defines what a repeat is. The first occurrence in input order is kept."""
+
+    unit: str = option(
+        "lines",
+        "what is compared: lines or paragraphs by their words, or substrings character by "
+        "character",
+        "|".join(UNITS),
+        choices=UNITS,
+    )
+    min_words: int = option(8, "shorter lines and paragraphs are always kept", low=1, high=1000)
+    min_characters: int = option(
+        200, "length from which a repeated substring is removed", low=20, high=100_000
+    )
+    memory_bytes: int = option(1 << 30, MEMORY, "BYTES", low=MIN_MEMORY_BYTES, flag="memory")
+
+
+@dataclass(frozen=True)
+class DecontaminateOptions:
+    """The evaluation items to search for, and how much of one makes a match."""
+
+    evaluation: tuple[str, ...] = option(
+        help="evaluation sets: JSON lines of HellaSwag, .txt (one item per paragraph), .jsonl(.gz, "
+        ".zst) or .parquet with the fields to search for (default: text)",
+        shows="PATH[:FIELD,...]",
+    )
+    ngram_words: int = option(13, "consecutive words that make a match", low=1, high=1000)
+    min_overlap: float = share(
+        0.0, "fraction of an item's n-grams that must be found", shown="0, one n-gram is enough"
+    )
+    min_item_words: int = option(5, "ignore texts shorter than this", low=1)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (option, problem)."""
+        if not self.evaluation:
+            yield "evaluation", "names no file. Give at least one, or remove the stage."
+        if self.min_item_words > self.ngram_words:
+            yield "min_item_words", f"{self.min_item_words} is not from 1 to ngram_words."
+
+    def relative_to(self, directory: Path) -> "DecontaminateOptions":
+        """Return the options with their files resolved against the directory of the recipe."""
+        return replace(self, evaluation=tuple(str(directory / each) for each in self.evaluation))
+
+
+def against_problems(arguments: Sequence[str], output: Path, where: str) -> list[str]:
+    """Return a problem if the output would replace signatures that it is compared with."""
+    target = output.resolve()
+    return [
+        f"{where} {each}: is in the output of this stage, which replaces it. Give another output."
+        for each in arguments
+        if target in (Path(each).resolve(), *Path(each).resolve().parents)
+    ]
