@@ -10,8 +10,9 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from launch.plan.flags import DEFAULT_DS_CONFIG, add_flags, hardware_of, is_cpu, settings_of
+from launch.plan.flags import DEFAULT_DS_CONFIG, add_flags, hardware_of, is_cpu
 from zerolm.common.errors import ConfigError
+from zerolm.config.flags import settings_of
 
 if TYPE_CHECKING:
     from launch.plan.estimate import Assumptions

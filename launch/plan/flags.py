@@ -4,33 +4,19 @@ Imports nothing heavy, so that `--help` is fast.
 """
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zerolm.common.command_line import count, duration, number, size_bytes
-from zerolm.common.errors import ConfigError
+from zerolm.config.flags import add_settings
 
 if TYPE_CHECKING:
     from launch.plan.hardware import Hardware
 
-# Flags that pretrain.py has too, parsed by the same code.
-SETTINGS = {
-    "model_config": ("PATH", "a Hugging Face config.json"),
-    "init_from": ("MODEL|RUN[@STEP]", "existing weights, whose config is used"),
-    "branch": ("RUN[@STEP]", "a run to continue from a checkpoint, with its config and settings"),
-    "deepspeed_config": ("PATH", "DeepSpeed JSON (default: ds_configs/zero2.json)"),
-    "total_tokens": ("TOKENS", "tokens to train on (default: 20 per parameter)"),
-    "batch_tokens": ("TOKENS", "tokens per optimizer step (default: depends on the compute)"),
-    "seq_len": ("TOKENS", "tokens per sequence (default: 2048, or the model's maximum if less)"),
-    "precision": ("bf16|fp16|fp32", 'of the weights, where the JSON has "auto" or nothing'),
-    "micro_batch_size": ("SEQUENCES|auto", "sequences per micro-batch (default: auto)"),
-    "loss_chunk_tokens": ("N", "tokens per chunk of the loss (default: by the size of the logits)"),
-    "ema_tokens": ("TOKENS", "half-life of a moving average of the weights (default: none)"),
-    "qk_clip": ("X", "largest attention logit of a head; measuring it takes FLOPs (default: off)"),
-    "attn_implementation": (
-        "NAME",
-        "for the activations: eager keeps its score matrices, all others count alike",
-    ),
-}
+RUN = (
+    *("model_config", "init_from", "branch", "deepspeed_config", "total_tokens", "batch_tokens"),
+    *("seq_len", "precision", "micro_batch_size", "loss_chunk_tokens", "ema_tokens", "qk_clip"),
+    *("attn_implementation", "gradient_checkpointing", "compile", "fp8", "async_checkpoint"),
+)
 HARDWARE_FIGURES = {
     "price_per_hour": ("DOLLARS", "price of a device"),
     "memory_bytes": ("BYTES", "memory of a device"),
@@ -47,26 +33,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "Estimate the memory per device, the time and the price of a run from its config "
         "files. Needs no GPU and allocates no weights."
     )
-    _add_run(parser.add_argument_group("the run, as for pretrain.py"))
+    own = {"deepspeed_config": f"DeepSpeed JSON file (default: {DEFAULT_DS_CONFIG})"}
+    add_settings(parser.add_argument_group("the run, as for zerolm train"), RUN, own_help=own)
     _add_devices(parser.add_argument_group("the devices"))
     _add_assumptions(parser.add_argument_group("assumptions"))
     _add_modes(parser.add_argument_group("instead of one plan"))
-
-
-def _add_run(group: argparse._ArgumentGroup) -> None:
-    for name, (metavar, text) in SETTINGS.items():
-        group.add_argument(f"--{name}", metavar=metavar, help=text)
-    group.add_argument(
-        "--gradient_checkpointing", nargs="?", const="full", metavar="full|selective|off",
-        help="recompute activations in the backward pass; selective keeps matmul and attention "
-        "outputs",
-    )  # fmt: skip
-    group.add_argument("--compile", action="store_true", help="each block of the model is compiled")
-    group.add_argument("--fp8", action="store_true", help="linear layers multiply in fp8")
-    group.add_argument(
-        "--no-async_checkpoint", dest="synchronous", action="store_true",
-        help="training waits until each checkpoint is written",
-    )  # fmt: skip
 
 
 def _add_devices(group: argparse._ArgumentGroup) -> None:
@@ -147,25 +118,6 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
         help="compare predictions with published runs (prints docs/published_runs.md)",
     )  # fmt: skip
     group.add_argument("--json", action="store_true", help="print JSON")
-
-
-def settings_of(arguments: argparse.Namespace) -> Any:
-    """Return the settings of the flags that pretrain.py has too, parsed by its rules."""
-    from zerolm.config.flags import parse_settings
-
-    flags = []
-    for name in SETTINGS:
-        value = getattr(arguments, name)
-        flags += [] if value is None else [f"--{name}", value]
-    checkpointing = arguments.gradient_checkpointing
-    flags += [f"--gradient_checkpointing={checkpointing}"] if checkpointing else []
-    flags += ["--compile"] if arguments.compile else []
-    flags += ["--fp8"] if arguments.fp8 else []
-    flags += ["--no-async_checkpoint"] if arguments.synchronous else []
-    settings, problems = parse_settings(flags)
-    if problems:
-        raise ConfigError(problems)
-    return settings
 
 
 def hardware_of(arguments: argparse.Namespace) -> "Hardware":

@@ -27,7 +27,14 @@ from typing import Any, NoReturn
 from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean
 from zerolm.common.provenance import version_text
 from zerolm.common.secrets import mask_tracebacks, masked
-from zerolm.common.values import parse_bytes, parse_count, parse_duration, parse_number, parse_path
+from zerolm.common.values import (
+    parse_bytes,
+    parse_count,
+    parse_duration,
+    parse_path,
+    parse_real,
+    within,
+)
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_OUTPUT_CLOSED = 128 + signal.SIGPIPE
@@ -307,65 +314,25 @@ def _with_underscores(flag: str) -> str:
     return flag[:2] + flag[2:].replace("-", "_")
 
 
-def count(text: str) -> int:
-    """Parse an integer of 1 or more."""
-    return _at_least(1, text)
+def flag_type(parse: Callable[[str], Any], **bounds: float) -> Callable[[str], Any]:
+    """Return the `type` of a flag whose values `parse` reads, within the bounds of `within`."""
+
+    def read(text: str) -> Any:
+        try:
+            return within(parse(text), **bounds)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return read
 
 
-def count_from_zero(text: str) -> int:
-    """Parse an integer of 0 or more."""
-    return _at_least(0, text)
-
-
-def number(text: str) -> float:
-    """Parse a positive number."""
-    value = float(_read(parse_number, text))
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be positive. Give a larger number.")
-    return value
-
-
-def number_from_zero(text: str) -> float:
-    """Parse a number that is not negative."""
-    value = float(_read(parse_number, text))
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: must not be negative. Give 0 or more.")
-    return value
-
-
-def share(text: str) -> float:
-    """Parse a number above 0 and at most 1."""
-    value = float(_read(parse_number, text))
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be above 0 and at most 1.")
-    return value
-
-
-def size_bytes(text: str) -> int:
-    """Parse a positive number of bytes."""
-    value = _read(parse_bytes, text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be at least 1. Give a larger size.")
-    return value
-
-
-def duration(text: str) -> float:
-    """Parse `3h50m`; return seconds."""
-    return _read(parse_duration, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    value = _read(parse_count, text)
-    if value < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more.")
-    return value
-
-
-def _read(parse: Callable[[str], Any], text: str) -> Any:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+count = flag_type(parse_count, minimum=1)
+count_from_zero = flag_type(parse_count, minimum=0)
+number = flag_type(parse_real, above=0)
+number_from_zero = flag_type(parse_real, minimum=0)
+share = flag_type(parse_real, above=0, maximum=1)
+size_bytes = flag_type(parse_bytes, minimum=1)
+duration = flag_type(parse_duration)  # in seconds
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Parse and format values as users write them: numbers with suffixes, byte counts, durations.
 
-Must not know any setting. `parse_number` raises a ValueError whose text is the rule and the fix, to
+Must not know any setting. What parses raises a ValueError whose text is the rule and the fix, to
 which the caller adds the name and the value of the setting.
 """
 
@@ -66,6 +66,35 @@ def parse_count(value: Any) -> int:
     if abs(number) > MAX_COUNT:
         raise ValueError("must be at most 10^18. Give a smaller number.")
     return number
+
+
+def parse_real(value: Any) -> float:
+    """Parse a number that may have a fraction, in any form of `parse_number`."""
+    return float(parse_number(value))
+
+
+def within(
+    value: Any,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Return a number if it is within the bounds.
+
+    Raises:
+        ValueError: the text has the bound and the fix.
+    """
+    if minimum is not None and value < minimum:
+        raise ValueError(f"must be at least {minimum}. Give a larger number.")
+    if above is not None and value <= above:
+        raise ValueError(f"must be above {above}. Give a larger number.")
+    if maximum is not None and value > maximum:
+        raise ValueError(f"must be at most {maximum}. Give a smaller number.")
+    if below is not None and value >= below:
+        raise ValueError(f"must be below {below}. Give a smaller number.")
+    return value
 
 
 def parse_path(text: str) -> str:

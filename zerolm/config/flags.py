@@ -5,6 +5,7 @@ write them; which settings exist is defined in `Settings`. Standard library only
 is instant. Not argparse, which stops at the first problem and accepts abbreviated flags.
 """
 
+import argparse
 import contextlib
 import sys
 import textwrap
@@ -22,10 +23,11 @@ from zerolm.common.values import (
     parse_bytes,
     parse_count,
     parse_duration,
-    parse_number,
     parse_path,
+    parse_real,
     shown,
     shown_setting,
+    within,
 )
 from zerolm.config.inheritance import OWN_SETTINGS, Layer, derived_names
 from zerolm.config.other_names import answer_for
@@ -38,6 +40,7 @@ from zerolm.config.settings import (
     RECOMPUTE_NAMES,
     Settings,
 )
+from zerolm.features.flag import with_default
 
 USAGE = """\
 usage: deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config FILE
@@ -97,6 +100,52 @@ def parse_settings(
             f" a real run gets its ranks from the deepspeed launcher."
         )
     return settings, problems
+
+
+def add_settings(
+    parser: argparse._ActionsContainer,
+    names: Iterable[str],
+    defaults: Mapping[str, Any] | None = None,
+    own_help: Mapping[str, str] | None = None,
+) -> None:
+    """Add settings to the flags of another command; `settings_of` parses them.
+
+    Args:
+        defaults: {name: default of this command, not that of a run}.
+        own_help: {name: help of this command, not that of a run}.
+    """
+    for name in names:
+        about, default = FLAGS[name], (defaults or {}).get(name)
+        text = about["help"]
+        if default is not None:
+            text = with_default(about["purpose"], about["kind"], default)
+        options: dict[str, Any] = {"help": (own_help or {}).get(name, text), "default": default}
+        if about["kind"] == "switch":
+            parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
+            continue
+        options["metavar"] = placeholder(name).strip("[]")
+        if about["kind"] == "recompute":
+            options |= {"nargs": "?", "const": "full"}
+        elif about["kind"] == "list":
+            options["action"] = "append"
+        parser.add_argument(f"--{name}", **options)
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """Return the settings of a command with `add_settings`, parsed by the rules of a run.
+
+    Raises:
+        ConfigError: every problem.
+    """
+    given = {name: getattr(arguments, name, None) for name in FLAGS}
+    argv = []
+    for name, value in given.items():
+        values = value if isinstance(value, list) else [value]
+        argv += [f"--{name}={each}" for each in values if each is not None]
+    settings, problems = parse_settings(argv)
+    if problems:
+        raise ConfigError(problems)
+    return settings
 
 
 def _is_record_of(run_dir: str, path: str) -> bool:
@@ -171,12 +220,7 @@ def convert(name: str, value: Any) -> Any:
     if about["choices"] and converted not in about["choices"]:
         choices = about["choices"]
         raise ValueError(f"not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
-    minimum, below = about["minimum"], about["below"]
-    if minimum is not None and converted < minimum:
-        raise ValueError(f"must be at least {minimum}. Give a larger number.")
-    if below is not None and converted >= below:
-        raise ValueError(f"must be below {below}. Give a smaller number.")
-    return converted
+    return within(converted, **about["bounds"])
 
 
 def _read_flags(
@@ -217,8 +261,7 @@ def _read_flags(
                 remaining.pop(0)  # further values of it
         elif not has_value:
             problems.append(
-                f"{COMMAND_LINE}: --{name}, has no value. Write --{name} "
-                f"{FLAGS[name]['shows'] or '|'.join(FLAGS[name]['choices'])}."
+                f"{COMMAND_LINE}: --{name}, has no value. Write --{name} {placeholder(name)}."
             )
         elif FLAGS[name]["kind"] == "list":
             flags[name] = (*(flags.get(name) or ()), value)
@@ -309,12 +352,12 @@ def _head(usage: str) -> list[str]:
 
 def _rows(names: Iterable[str]) -> dict[str, str]:
     """Return {flag with the placeholder of its value: help}."""
-    return {
-        f"--{name} {FLAGS[name]['shows'] or '|'.join(FLAGS[name]['choices'])}".rstrip(): (
-            FLAGS[name]["help"]
-        )
-        for name in names
-    }
+    return {f"--{name} {placeholder(name)}".rstrip(): FLAGS[name]["help"] for name in names}
+
+
+def placeholder(name: str) -> str:
+    """Return what stands for the value of a flag in its help; empty for a switch."""
+    return FLAGS[name]["shows"] or "|".join(FLAGS[name]["choices"])
 
 
 def _listing(groups: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -376,7 +419,7 @@ def _steps(value: Any) -> tuple[int, int]:
 CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "count": parse_count,
     "bytes": parse_bytes,
-    "real": lambda value: float(parse_number(value)),
+    "real": parse_real,
     "duration": parse_duration,
     "text": _text,
     "switch": _truth,

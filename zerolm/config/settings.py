@@ -509,7 +509,8 @@ class Core:
         "sample from the most likely tokens whose probabilities add up to X; 1: from all",
         shows="X",
         default=1.0,
-        minimum=0.0,
+        above=0,
+        maximum=1,
     )
 
     spike_threshold: float = flag(

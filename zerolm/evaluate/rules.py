@@ -67,11 +67,6 @@ def problems(settings: Settings) -> list[str]:
                 f"{settings.where(name)}: {getattr(settings, name)}, needs {flags}. Add it, or "
                 f"remove this setting."
             )
-    if not 0 < settings.top_p <= 1:
-        found.append(
-            f"{settings.where('top_p')}: {settings.top_p}, must be above 0 and at most 1. Use 1 "
-            f"to sample from all tokens."
-        )
     return found
 
 

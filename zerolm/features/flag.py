@@ -18,6 +18,8 @@ def flag(
     shows: str = "",
     default: Any = None,
     minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
     below: float | None = None,
     choices: Sequence[str] = (),
     saved: bool = True,
@@ -35,7 +37,7 @@ def flag(
         group: a key of `zerolm.config.settings.GROUPS`.
         kind: how its value is converted, a key of `zerolm.config.flags.CONVERTERS`.
         shows: placeholder of its value in the help.
-        minimum, below: inclusive lower and exclusive upper bound.
+        minimum, above, maximum, below: bounds, as for `values.within`.
         saved: it is saved in run.json.
         tracker: `module:class` of the `Tracker` that the flag switches on.
         changes_curve: a resume with another value changes the loss curve. In a run from before the
@@ -47,16 +49,27 @@ def flag(
         probed: it changes the memory or the time of a step, so `plan --probe` runs with it.
         no_tensor_parallel: why it cannot be combined with tensor parallelism.
     """
-    if help and kind not in ("switch", "recompute", "list") and default is not None:
-        text = duration(default).removesuffix("00s") if kind == "duration" else default
-        help += f" (default: {text:g})" if isinstance(text, float) else f" (default: {text})"
+    bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     about: dict[str, Any] = {
-        **{"group": group, "kind": kind, "help": help, "shows": shows, "minimum": minimum},
-        **{"below": below, "choices": tuple(choices), "saved": saved, "tracker": tracker},
+        **{"group": group, "kind": kind, "purpose": help, "shows": shows, "bounds": bounds},
+        **{"help": help and with_default(help, kind, default), "choices": tuple(choices)},
+        **{"saved": saved, "tracker": tracker},
         **{"changes_curve": changes_curve, "unchangeable": unchangeable, "follows": follows},
         **{"of_one_run": of_one_run, "probed": probed, "no_tensor_parallel": no_tensor_parallel},
     }
     return field(default=default, metadata=about)
+
+
+def with_default(help: str, kind: str, default: Any) -> str:
+    """Return a help text with the default, as the user would write it."""
+    if kind in ("recompute", "list") or default is None:
+        return help
+    text = default
+    if kind == "switch":
+        text = "on" if default else "off"
+    elif kind == "duration":
+        text = duration(default).removesuffix("00s")
+    return f"{help} (default: {text:g})" if isinstance(text, float) else f"{help} (default: {text})"
 
 
 def count(group: str, help: str, shows: str, minimum: int = 1, **more: Any) -> Any:
@@ -68,5 +81,4 @@ def real(group: str, help: str, shows: str = "X", **more: Any) -> Any:
 
 
 def switch(group: str, help: str, default: bool = False, **more: Any) -> Any:
-    help += f" (default: {'on' if default else 'off'})"
     return flag(group, "switch", help, default=default, **more)

@@ -219,6 +219,16 @@ def test_a_run_that_is_not_there_is_named_as_the_user_wrote_it(words, tmp_path, 
         assert "MANIFEST" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["plan"], ["generate", "x"], ["evaluate", "x"]], ids=" ".join)
+def test_settings_of_a_run_are_refused_all_at_once_by_every_command(words, capsys):
+    wrong = {"seq_len": "0", "eval_tokens": "many", "packing": "tight", "seed": "-1", "top_p": "0"}
+    wrong |= {"model_config": "\t", "ema_tokens": "1.5"}
+    known = {f"--{name}" for name in wrong} & set(parser_of(words[0])._option_string_actions)
+    assert main([*words, *(f"{flag}={wrong[flag[2:]]}" for flag in known)]) == 2
+    err = capsys.readouterr().err
+    assert len(known) > 1 and all(f"\ncommand line: {flag}: " in err for flag in known)
+
+
 def test_unknown_flags_are_all_listed(capsys):
     with pytest.raises(SystemExit) as ended:
         parser_of("data", "verify").parse(["s", "--quick", "--sead=1"])
