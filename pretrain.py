@@ -209,7 +209,7 @@ def build_engine(
     if not plan.profile.json.get("wall_clock_breakdown"):
         logger.setLevel(logging.WARNING)
     existing = pretrained.verified(plan.initial)
-    model = build_checked_model(plan, existing, device, print_rank0)
+    model = build_checked_model(plan, existing, wanted, device, print_rank0)
 
     for feature in wanted:
         feature.change_model(model)
@@ -217,7 +217,7 @@ def build_engine(
     mpu = ulysses.register_attention(
         model, plan.layout, settings.micro_batch_size, settings.seq_len
     )
-    engine = initialize(plan, model, mpu, existing, print_rank0)
+    engine = initialize(plan, model, mpu, existing, wanted, print_rank0)
 
     build.restore_float32_buffers(engine.module, buffers)  # which DeepSpeed has cast
     engine.train()
@@ -228,7 +228,11 @@ def build_engine(
 
 
 def build_checked_model(
-    plan: Plan, existing: Any, device: Any, print_rank0: Callable[..., None]
+    plan: Plan,
+    existing: Any,
+    wanted: Sequence[Feature],
+    device: Any,
+    print_rank0: Callable[..., None],
 ) -> Any:
     """Build the model with the same attention kernel and initial weights on every host.
 
@@ -236,6 +240,7 @@ def build_checked_model(
 
     Args:
         existing: weights to start from, as `verified` returns them; None for random ones.
+        wanted: the features of the run, which may scale random weights.
 
     Raises:
         ConfigError: the weights are not as the model config or the existing ones imply.
@@ -262,6 +267,7 @@ def build_checked_model(
         notice = choice.dense_mask_notice(config, attention, device.type, dtype) or notice
     if attention in ("eager", "sdpa") and notice:
         print_rank0(f"note: {notice}")
+    factors = {name: each for one in wanted for name, each in one.initial_factors().items()}
     model = build.build_model(
         config,
         seed=settings.seed,
@@ -271,11 +277,12 @@ def build_checked_model(
         gradient_checkpointing=settings.gradient_checkpointing,
         device=device,
         initial=existing,
+        factors=factors,
     )
     if existing is not None:
         report = pretrained.check_loaded(model, existing)
     else:
-        report = build.check_initialization(model, config)
+        report = build.check_initialization(model, config, factors)
     if report.problems:
         raise ConfigError(["the model was not initialised:", *report.problems])
     print_rank0(f"{report}; fingerprint {build.weights_fingerprint(model)}")
@@ -283,16 +290,23 @@ def build_checked_model(
 
 
 def initialize(
-    plan: Plan, model: Any, mpu: Any, existing: Any, print_rank0: Callable[..., None]
+    plan: Plan,
+    model: Any,
+    mpu: Any,
+    existing: Any,
+    wanted: Sequence[Feature],
+    print_rank0: Callable[..., None],
 ) -> Any:
     """Return the DeepSpeed engine of a model, with its optimizer. Every rank must call.
 
-    Parameter groups are for weight decay; Muon also needs its matrices tagged. DeepSpeed builds the
-    optimizer from its JSON, unless the JSON names a class by dotted path.
+    Parameter groups are for weight decay, and for options that features scale; Muon also needs its
+    matrices tagged. DeepSpeed builds the optimizer from its JSON, unless the JSON names a class by
+    dotted path.
 
     Args:
         mpu: of `ulysses.register_attention`.
         existing: weights that the model started from, or None.
+        wanted: the features of the run, which may scale options of the optimizer.
     """
     import deepspeed
 
@@ -301,6 +315,7 @@ def initialize(
 
     profile, weight_decay = plan.profile, plan.settings.weight_decay
     print_rank0(describe_groups(model, weight_decay))
+    factors = {name: each for one in wanted for name, each in one.option_factors().items()}
     optimizer = None
     if custom.is_dotted(profile.optimizer.name):
         kind = custom.optimizer_class(profile.optimizer.name)
@@ -310,7 +325,9 @@ def initialize(
             model=model,
             optimizer=optimizer,
             mpu=mpu,
-            model_parameters=parameter_groups(model, weight_decay),
+            model_parameters=parameter_groups(
+                model, weight_decay, profile.optimizer.params, factors
+            ),
             config=profile.json,
         )
     spare_memory_traffic(engine)

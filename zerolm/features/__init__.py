@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zerolm.features.adaptive_clip import AdaptiveClip
 from zerolm.features.chunked_loss import ChunkedLoss
 from zerolm.features.compiled_blocks import CompiledBlocks
+from zerolm.features.completep import Completep
 from zerolm.features.document_mask import DocumentMask
 from zerolm.features.ema import Ema
 from zerolm.features.expert_balance import ExpertBalance
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 FEATURES: tuple[type[Feature], ...] = (
     Integrity,
+    Completep,
     ExpertBalance,
     ChunkedLoss,
     ZLoss,

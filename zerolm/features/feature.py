@@ -141,6 +141,14 @@ class Feature:
         self.plan, self.settings = plan, plan.settings
         self.state: dict[str, Any] = {}
 
+    def initial_factors(self) -> Mapping[str, float]:
+        """Return factors on the initial values of parameters, by name."""
+        return {}
+
+    def option_factors(self) -> Mapping[str, Mapping[str, float]]:
+        """Return factors on options of the optimizer, by name of the parameter, then of option."""
+        return {}
+
     def change_model(self, model: Any) -> None:
         """Change the model before `deepspeed.initialize`."""
 

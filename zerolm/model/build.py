@@ -8,6 +8,7 @@ from what the config implies. Must not depend on data, schedules or the optimize
 import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -45,6 +46,7 @@ def build_model(
     gradient_checkpointing: Recompute,
     device: torch.device | str,
     initial: "InitialValues | None" = None,
+    factors: Mapping[str, float] = MappingProxyType({}),
 ) -> "PreTrainedModel":
     """Build and initialise a causal LM for training. Every rank must call.
 
@@ -57,8 +59,9 @@ def build_model(
             None at other stages: the model is on `device`.
         attn_implementation: transformers' name, from `zerolm.attention.choice`.
         initial: existing values of all parameters and persistent buffers, instead of random ones.
+        factors: on random values, by name of the parameter.
     """
-    weights = initial or InitialWeights(config, seed)
+    weights = initial or InitialWeights(config, seed, factors)
     if zero3_config is not None:
         import deepspeed
 

@@ -9,7 +9,8 @@ that the check is independent of it.
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,6 +71,9 @@ class Statistics:
     non_finite: int = 0
     exact: bool = True  # from a closed form, not a sample
 
+    def times(self, factor: float) -> "Statistics":
+        return dataclasses.replace(self, mean=self.mean * factor, std=self.std * factor)
+
 
 @contextlib.contextmanager
 def gathered(parameters: Sequence[nn.Parameter], modifier_rank: int | None = None):
@@ -89,12 +93,19 @@ def gathered(parameters: Sequence[nn.Parameter], modifier_rank: int | None = Non
         yield
 
 
-def check_initialization(model: nn.Module, config: "PretrainedConfig") -> InitializationReport:
+def check_initialization(
+    model: nn.Module,
+    config: "PretrainedConfig",
+    factors: Mapping[str, float] = MappingProxyType({}),
+) -> InitializationReport:
     """Compare mean and standard deviation of every parameter with the config's.
 
     Every rank must call, before the first optimizer step. All get the same report, which names a
     rank for a problem that rank 0 does not have. Partitioned parameters are gathered one at a time.
     The caller raises if the report has problems.
+
+    Args:
+        factors: on the values that the config implies, by name of the parameter.
     """
     problems: list[str] = []
     reference = _ReferenceModel(config)
@@ -107,9 +118,10 @@ def check_initialization(model: nn.Module, config: "PretrainedConfig") -> Initia
             values = parameter.detach()
             num_values += values.numel()
             actual = _statistics(values)
-            expected = _closed_form(config, module, path, leaf, values.numel())
+            expected = closed_form(config, module, path, leaf, values.numel())
             if expected is None:
                 expected = reference.statistics(name)
+            expected = expected.times(factors.get(name, 1.0))
             problems += _differences(name, actual, expected)
     problems = _merge_ranks(problems)
     return InitializationReport(
@@ -144,7 +156,7 @@ def _statistics(values: torch.Tensor) -> Statistics:
     return Statistics(count, mean, math.sqrt(variance), non_finite)
 
 
-def _closed_form(
+def closed_form(
     config: "PretrainedConfig", module: nn.Module, path: str, leaf: str, count: int
 ) -> Statistics | None:
     """Return the expected statistics of a parameter of `module`, or None without a closed form."""

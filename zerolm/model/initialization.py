@@ -11,8 +11,9 @@ import hashlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -40,6 +41,9 @@ def module_seed(seed: int, module_name: str) -> int:
 class InitialWeights:
     """The initial values of every parameter of `AutoModelForCausalLM.from_config(config)`.
 
+    Args:
+        factors: on the drawn values, by name of the parameter.
+
     Attributes:
         units: lists of parameter names. The parameters of a unit are computed together, because
             one module writes several of them, or several modules write the same one (GPT-2's
@@ -50,10 +54,15 @@ class InitialWeights:
         ConfigError: the class gives a parameter no initial value.
     """
 
-    def __init__(self, config: "PretrainedConfig", seed: int):
+    def __init__(
+        self,
+        config: "PretrainedConfig",
+        seed: int,
+        factors: Mapping[str, float] = MappingProxyType({}),
+    ):
         from transformers.initialization import no_tie_weights
 
-        self.seed = seed
+        self.seed, self.factors = seed, factors
         # Untied, as when transformers initialises, so that the source's values are used.
         with no_tie_weights():
             model = meta_model(config)
@@ -100,7 +109,10 @@ class InitialWeights:
                     own.generator.manual_seed(module_seed(self.seed, name))
                     self._initializers[name](self._modules[name])
             values = {name: parameters[leaf] for name, (parameters, leaf, _) in slots.items()}
-            return {name: values[name].detach().to(dtype) for name in self.units[unit]}
+            return {
+                name: values[name].detach().mul_(self.factors.get(name, 1.0)).to(dtype)
+                for name in self.units[unit]
+            }
         finally:
             for parameters, leaf, placeholder in slots.values():
                 parameters[leaf] = placeholder

@@ -5,8 +5,9 @@ The optimizer itself is DeepSpeed's, named in the ds config. Checked with DeepSp
 
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,25 +26,37 @@ LION_CHUNK = 1 << 26  # values that are compared with zero at a time, which boun
 FLOAT32_UNDERFLOW = 1e-46  # rounds to zero in float32
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trainable parameters into those with weight decay and those without.
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    options: Mapping[str, float] = MappingProxyType({}),
+    factors: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Split the trainable parameters by the options of the optimizer that they train with.
+
+    Without factors there are at most two groups: with weight decay, and without.
 
     Args:
-        weight_decay: of the first group; the second has 0.
+        weight_decay: of parameters that decay; others have 0.
+        options: of the optimizer, by name.
+        factors: on these options and on the weight decay, by name of the parameter.
 
     Returns:
-        Two groups for `deepspeed.initialize(model_parameters=...)`; an empty group is left out.
+        Groups for `deepspeed.initialize(model_parameters=...)`, first those that decay.
     """
-    decayed: list[nn.Parameter] = []
-    not_decayed: list[nn.Parameter] = []
+    base = {**options, "weight_decay": weight_decay}
+    groups: dict[Any, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():  # tied weights appear once
-        if parameter.requires_grad:
-            (decayed if decays(model, name) else not_decayed).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": not_decayed, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+        if not parameter.requires_grad:
+            continue
+        own = {key: base[key] * factor for key, factor in factors.get(name, {}).items()}
+        changed = {key: value for key, value in own.items() if value != base[key]}
+        decayed = decays(model, name)
+        changed["weight_decay"] = own.get("weight_decay", weight_decay) if decayed else 0.0
+        group = groups.setdefault((not decayed, *sorted(changed.items())), {"params": []})
+        group |= changed
+        group["params"].append(parameter)
+    return [groups[key] for key in sorted(groups, key=lambda key: key[0])]
 
 
 def decays(model: nn.Module, name: str) -> bool:
