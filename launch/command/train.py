@@ -19,12 +19,11 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import has_credentials
 from zerolm.common.shipped import SCRIPT
-from zerolm.config.flags import answer, parse_settings
-from zerolm.config.settings import FLAGS, GROUPS
+from zerolm.config.flags import add_all_settings, answer, parse_settings
 
 SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-q": "--quiet"}
 USAGE = """\
-usage: zerolm train [launcher flags] --deepspeed_config FILE --model_config FILE
+zerolm train [launcher flags] --deepspeed_config FILE --model_config FILE
            --data PATH[=WEIGHT] --run_dir PATH [flags]"""
 
 
@@ -71,23 +70,23 @@ CHOOSE_DEVICES = ("num_gpus", "num_nodes", "hostfile", "include", "exclude")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Describe every flag, for shell completion; `run` parses the command itself."""
+    """Add every flag, for shell completion; `run` parses the command itself."""
+    add_launcher_flags(parser)
+    add_all_settings(parser)
+
+
+def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("DeepSpeed's launcher")
     for name, flag in LAUNCHER_FLAGS.items():
-        parser.add_argument(f"--{name}", action="store" if flag.metavar else "store_true")
-    for name, about in FLAGS.items():
-        if about["kind"] == "switch":
-            parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction)
-        elif about["group"] in GROUPS:
-            parser.add_argument(f"--{name}", choices=about["choices"] or None, action="append")
+        value: dict[str, Any] = (
+            {"metavar": flag.metavar} if flag.metavar else {"action": "store_true"}
+        )
+        group.add_argument(f"--{name}", help=flag.help, **value)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the launcher, or pretrain.py itself for `--check`; return the exit code."""
-    rows = {
-        f"--{name} {flag.metavar}".rstrip(): flag.help + ("" if flag.metavar else " (default: off)")
-        for name, flag in LAUNCHER_FLAGS.items()
-    }
-    answer(argv, USAGE, {"DeepSpeed's launcher": rows})
+    answer(argv, USAGE, add_launcher_flags)
     launcher, flags = split_flags(_without_credentials(argv))
     settings, problems = parse_settings(flags, LAUNCHER_FLAGS)
     problems += _host_problems(launcher, flags)

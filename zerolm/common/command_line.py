@@ -262,11 +262,12 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         program: program and command, for usage and messages.
+        more: arguments of argparse.
     """
 
-    def __init__(self, program: str, description: str):
+    def __init__(self, program: str, description: str, **more: Any):
         super().__init__(
-            prog=program, description=description, allow_abbrev=False, formatter_class=_Formatter
+            program, description=description, allow_abbrev=False, formatter_class=_Formatter, **more
         )
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -302,12 +303,23 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Adds the default of each switch to its help."""
+    """Adds the default of each switch to its help, and does not divide flags at their dashes."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, max_help_position=40, width=WIDTH)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if isinstance(action.default, bool):
             return f"{action.help} (default: {'on' if action.default else 'off'})"
         return action.help
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, argparse.BooleanOptionalAction):
+            return action.option_strings[0]
+        return super()._format_action_invocation(action)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _with_underscores(flag: str) -> str:

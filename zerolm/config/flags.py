@@ -2,19 +2,19 @@
 
 Runs first, and finds every problem of both before any other file is read. Converts values as users
 write them; which settings exist is defined in `Settings`. Standard library only, so that `--help`
-is instant. Not argparse, which stops at the first problem and accepts abbreviated flags.
+is instant. argparse, which stops at the first problem, only prints the help and serves the commands
+that share flags with a run.
 """
 
 import argparse
 import contextlib
 import sys
-import textwrap
 import unicodedata
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.command_line import flush_output
+from zerolm.common.command_line import Parser, flush_output
 from zerolm.common.errors import ConfigError, RecordError, did_you_mean
 from zerolm.common.provenance import version_text
 from zerolm.common.records import read_json
@@ -43,8 +43,9 @@ from zerolm.config.settings import (
 from zerolm.features.flag import with_default
 
 USAGE = """\
-usage: deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config FILE
+deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config FILE
            --model_config FILE --data PATH[=WEIGHT] --run_dir PATH [flags]"""
+AddFlags = Callable[[argparse.ArgumentParser], None]
 INTRODUCTION = (
     "Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. Write flags with dashes or "
     "underscores; numbers as 3e9, 3B, 500M or 2k; bytes as 5GB or 32GiB; durations as 3h50m or "
@@ -123,12 +124,14 @@ def add_settings(
         if about["kind"] == "switch":
             parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
             continue
-        options["metavar"] = placeholder(name).strip("[]")
+        options["metavar"] = _placeholder(name)
         if about["kind"] == "recompute":
             options |= {"nargs": "?", "const": "full"}
         elif about["kind"] == "list":
             options["action"] = "append"
-        parser.add_argument(f"--{name}", **options)
+        action = parser.add_argument(f"--{name}", **options)
+        if about["choices"]:  # for shell completion; settings_of checks them
+            action.completer = lambda known=about["choices"], **_: known  # type: ignore[attr-defined]
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -146,6 +149,11 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     if problems:
         raise ConfigError(problems)
     return settings
+
+
+def _placeholder(name: str) -> str:
+    """Return what stands for the value of a flag in its help; empty for a switch."""
+    return FLAGS[name]["shows"] or "|".join(FLAGS[name]["choices"])
 
 
 def _is_record_of(run_dir: str, path: str) -> bool:
@@ -261,7 +269,7 @@ def _read_flags(
                 remaining.pop(0)  # further values of it
         elif not has_value:
             problems.append(
-                f"{COMMAND_LINE}: --{name}, has no value. Write --{name} {placeholder(name)}."
+                f"{COMMAND_LINE}: --{name}, has no value. Write --{name} {_placeholder(name)}."
             )
         elif FLAGS[name]["kind"] == "list":
             flags[name] = (*(flags.get(name) or ()), value)
@@ -301,77 +309,60 @@ def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
     return Layer(known, derived), is_record
 
 
-def answer(
-    argv: Sequence[str], usage: str = USAGE, more: Mapping[str, Mapping[str, str]] | None = None
-) -> None:
+def answer(argv: Sequence[str], usage: str = USAGE, add_more: AddFlags | None = None) -> None:
     """Print what `--help` and `--version` ask for, and exit with code 0; return without them.
 
     Args:
-        usage, more: as for `help_text`.
+        usage, add_more: as for `help_text`.
     """
     if "--version" in argv:
         print(version_text())
     elif {"-h", "--help", "--help=all"} & set(argv):
         is_complete = "--help=all" in argv or "all" in argv
-        print(help_text(usage, more) if is_complete else short_help_text(usage, more))
+        print(help_text(usage, add_more) if is_complete else short_help_text(usage, add_more))
     else:
         return
     flush_output()
     sys.exit(0)
 
 
-def help_text(usage: str = USAGE, more: Mapping[str, Mapping[str, str]] | None = None) -> str:
+def help_text(usage: str = USAGE, add_more: AddFlags | None = None) -> str:
     """Return the text of `--help all`: every flag with its unit and default, by group.
 
     Args:
         usage: how the program is started.
-        more: flags of the program that starts pretrain.py, shown first: {group: {flag: help}}.
+        add_more: adds the flags of the program that starts pretrain.py, which are shown first.
     """
-    groups = dict(more or {}) | {
-        title: _rows(name for name, about in FLAGS.items() if about["group"] == group)
-        for group, title in GROUPS.items()
-    }
-    return "\n".join([*_head(usage), *_listing(groups)])
+    return _parser(usage, add_more).format_help().rstrip()
 
 
-def short_help_text(usage: str = USAGE, more: Mapping[str, Mapping[str, str]] | None = None) -> str:
+def short_help_text(usage: str = USAGE, add_more: AddFlags | None = None) -> str:
     """Return the text of `--help`: the flags that a first run needs, and how to see the others."""
-    groups = [*(more or {}), *GROUPS.values()]
-    others = sum(map(len, (more or {}).values()), len(FLAGS) - 1 - len(FIRST_FLAGS))
+    complete = _parser(usage, add_more)
+    titles = [group.title for group in complete._action_groups if group._group_actions]
     closing = (
         f"--check reports every problem of a run, prints its plan and how long it will take, and "
-        f"stops. --help all shows the other {others} flags: {', '.join(groups)}."
+        f"stops. --help all shows the other {len(complete._actions) - len(FIRST_FLAGS)} flags: "
+        f"{', '.join(map(str, titles))}."
     )
-    rows = {"a first run": _rows(FIRST_FLAGS)}
-    return "\n".join([*_head(usage), *_listing(rows), "", *textwrap.wrap(closing, 100)])
+    parser = Parser("", INTRODUCTION, usage=usage, add_help=False, epilog=closing)
+    add_settings(parser.add_argument_group("a first run"), FIRST_FLAGS)
+    return parser.format_help().rstrip()
 
 
-def _head(usage: str) -> list[str]:
-    return [usage, "", *textwrap.wrap(INTRODUCTION, 100)]
+def _parser(usage: str, add_more: AddFlags | None) -> Parser:
+    parser = Parser("", INTRODUCTION, usage=usage, add_help=False)
+    if add_more is not None:
+        add_more(parser)
+    add_all_settings(parser)
+    return parser
 
 
-def _rows(names: Iterable[str]) -> dict[str, str]:
-    """Return {flag with the placeholder of its value: help}."""
-    return {f"--{name} {placeholder(name)}".rstrip(): FLAGS[name]["help"] for name in names}
-
-
-def placeholder(name: str) -> str:
-    """Return what stands for the value of a flag in its help; empty for a switch."""
-    return FLAGS[name]["shows"] or "|".join(FLAGS[name]["choices"])
-
-
-def _listing(groups: Mapping[str, Mapping[str, str]]) -> list[str]:
-    lines = []
-    for title, flags in groups.items():
-        lines += ["", f"{title}:"]
-        for flag, text in flags.items():
-            head = f"  {flag}"
-            text = text.replace("%%", "%")
-            wrapped = textwrap.wrap(text, 100 - 40, break_on_hyphens=False) or [""]
-            first = f"{head:<40}{wrapped[0]}" if len(head) < 39 else head
-            rest = wrapped[1:] if len(head) < 39 else wrapped
-            lines += [first, *(" " * 40 + part for part in rest)]
-    return lines
+def add_all_settings(parser: argparse.ArgumentParser) -> None:
+    """Add every setting to a parser that serves help and completion."""
+    for group, title in GROUPS.items():
+        names = [name for name, about in FLAGS.items() if about["group"] == group]
+        add_settings(parser.add_argument_group(title), names)
 
 
 def _text(value: Any) -> str:

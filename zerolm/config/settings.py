@@ -239,7 +239,7 @@ class Core:
         "recompute",
         "recompute activations in the backward pass, to save memory; selective keeps the "
         "outputs of matmuls and of fused attention (default: off; without a value: full)",
-        shows="[full|selective|off]",
+        shows="full|selective|off",
         default=False,
     )
     attn_implementation: str = flag(
