@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from zerolm.data.mixture import Mixture, redistribute, same_order_until, temperature_weights
 from zerolm.data.order import Order, Stage
-from zerolm.data.quotas import MAX_SEQUENCES
+from zerolm.data.quotas import MAX_SEQUENCES, exact_shares
 
 M64 = (1 << 64) - 1
 NUM = 300  # sequences that the slow reference assigns
@@ -215,6 +215,9 @@ def test_only_stages_that_have_not_started_may_change():
     ([10, 1, 17, 1, 1], [Stage(0, (4.6, 0, 4.3, 0, 0)), Stage(109, (0, 0, 0, 0, 0.1))]),
     [48, None, 27, None, None],
 )
+@example(  # a source is at its cap late in the second stage, with two sequences to spare
+    ([31, 44], [Stage(0, (7.0, 9.0)), Stage(129, (6.0, 7.0))]), [52, None, None, None, None]
+)
 @settings(max_examples=25, deadline=None)
 def test_a_source_at_its_cap_is_dropped_and_the_others_share_its_place(mixture, tenths):
     sizes, stages = mixture
@@ -233,7 +236,18 @@ def test_a_source_at_its_cap_is_dropped_and_the_others_share_its_place(mixture, 
             if got == 0 and wanted:  # it has used its cap, to within two
                 assert order.counts(stage.start)[n] >= left[n] - 2
         if index + 1 < len(result.stages):
-            assert stage.start < result.stages[index + 1].start
+            following = result.stages[index + 1]
+            assert stage.start < following.start
+            if result.supply is not None and stage.start >= result.supply:
+                continue
+            shares = exact_shares(stage.weights, allow_zero=True)
+            taken = order.counts(stage.start).tolist()
+            due = {n: stage.start + math.floor((most - taken[n]) / shares[n])
+                   for n, most in left.items() if shares[n]}  # fmt: skip
+            later = [s.start for s in stages if s.start > stage.start]
+            assert following.start == min([*later, *due.values()])
+            if following.start != result.supply:
+                assert not any(following.weights[n] for n in due if due[n] == following.start)
     if result.supply is not None:
         active = [s for s in stages if s.start <= result.supply][-1].weights
         assert any(active)

@@ -1,14 +1,24 @@
 """The mixture from the settings: stages and caps by name, or all problems at once."""
 
+import json
+import re
 from fractions import Fraction
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from zerolm.common.values import count
 from zerolm.config.settings import Settings
 from zerolm.data.epochs import cap_problems, skipped_data_notices, table
-from zerolm.data.mixture import redistribute, resolve_mixture
+from zerolm.data.mixture import (
+    describe_stages,
+    record,
+    redistribute,
+    resolve_mixture,
+    stage_shares,
+    stages_from_record,
+)
 from zerolm.data.order import Stage
 
 NAMES = ("web", "code", "math")
@@ -28,15 +38,23 @@ def mixture(weights=(7, 3, 0), **given):
 
 
 def test_stages_start_with_the_first_sequence_at_their_tokens():
-    given = ("1.5k:web=1,math=0.5", "2001:math=1")
+    given = ("1.5k:web=1,math=0.5", "2001:math=1,web=0")
     _, resolved, problems = mixture(data_stage=given)
     assert not problems
     assert resolved.stages == [Stage(0, (7, 3, 0)), Stage(15, (1, 0, 0.5)), Stage(21, (0, 0, 1))]
+    recorded = record(resolved, NAMES)
+    assert recorded["sources"] == list(NAMES) and recorded["max_epochs"] == [None] * 3
+    assert stages_from_record(json.loads(json.dumps(recorded))["stages"]) == resolved.stages
+    assert stage_shares(resolved.stages[1], NAMES) == {"web": 2 / 3, "math": 1 / 3}
+    assert describe_stages(resolved.stages[1:]) == (
+        "[1.0, 0.0, 0.5] from sequence 15; [0.0, 0.0, 1.0] from sequence 21"
+    )
 
 
 def test_the_cap_of_one_source_overrides_that_of_all():
     _, resolved, problems = mixture((7, 3, 1), max_epochs=("4", "math=1.5"))
     assert not problems and resolved.caps == [4, 4, Fraction(3, 2)]
+    assert record(resolved, NAMES)["max_epochs"] == [4.0, 4.0, 1.5]
     assert resolved.stages == [Stage(0, (7, 3, 1))] and resolved.supply is None
 
 
@@ -51,17 +69,24 @@ def test_the_lowest_cap_of_a_source_is_one_of_its_sequences():
     [
         ({"data_stage": ("2k",)}, "--data_stage: 2k, must be the number of tokens"),
         ({"data_stage": ("0:web=1",)}, "--data_stage: 0:web=1, must be the number of tokens"),
+        ({"data_stage": ("2k:",)}, "--data_stage: 2k:, must be the number of tokens"),
+        ({"data_stage": ("1.5:math=1",)}, "--data_stage: 1.5:math=1, must be the number of tokens"),
+        ({"data_stage": ("x:math=1",)}, "--data_stage: x:math=1, must be the number of tokens"),
         ({"data_stage": ("2k:wbe=1,math=1",)}, "wbe=1: no source is called 'wbe'"),
         ({"data_stage": ("2k:web=x,math=1",)}, "web=x: not a number"),
         ({"data_stage": ("2k:web=-1,math=2",)}, "web=-1: a weight must not be below 0"),
         ({"data_stage": ("2k:math=1,math=2",)}, "math: is named twice"),
         ({"data_stage": ("2k:math=0",)}, "every weight is 0"),
         ({"data_stage": ("2k:math=1", "1990:web=1")}, "starts at or before the previous stage"),
+        ({"data_stage": ("1k:math=1", "3k:web=1", "2k:code=1")}, "2k:code=1, starts at or before"),
         ({"data_stage": ("2k:web=1",)}, "math, has no weight in any stage"),
         ({"max_epochs": ("x",)}, "--max_epochs: x, not a number"),
         ({"max_epochs": ("lua=2",)}, "no source is called 'lua'"),
-        ({"max_epochs": ("0",)}, "must be above 0"),
-        ({"max_epochs": ("2", "3")}, "is the second limit"),
+        ({"max_epochs": ("0",)}, "0, must be above 0. Write for example 4."),
+        ({"max_epochs": ("math=0",)}, "math=0, must be above 0. Write for example math=4."),
+        ({"max_epochs": ("math=-1",)}, "math=-1, must be above 0"),
+        ({"max_epochs": ("2", "3")}, "3, is the second limit"),
+        ({"max_epochs": ("math=2", "web=3", "math=3")}, "math=3, is the second limit"),
         ({"max_epochs": ("math=0.001",)}, "is less than one of the 50 sequences of math"),
         ({"over_max_epochs": "warn"}, "needs --max_epochs"),
     ],
@@ -69,7 +94,9 @@ def test_the_lowest_cap_of_a_source_is_one_of_its_sequences():
 def test_invalid_settings_are_refused(given, named):
     weights = (7, 3, 0) if "data_stage" in given else (7, 3, 1)
     _, _, problems = mixture(weights, **given)
-    assert any(named in problem for problem in problems), problems
+    others = [problem for problem in problems if named not in problem]
+    assert len(others) < len(problems), problems
+    assert all("has no weight in any stage" in problem for problem in others)
 
 
 @pytest.mark.parametrize(("policy", "refused", "noted"), [(None, 1, 0), ("warn", 0, 1)])
@@ -82,6 +109,10 @@ def test_a_source_read_more_often_than_its_cap_is_refused_or_noted(policy, refus
     message = "source math would be read 3.84 times (19,200 tokens of 5,000)"
     assert message in (problems + notices)[0]
     assert cap_problems(resolved, order, NAMES, 1856, settings) == ([], [])
+    (longer,) = sum(cap_problems(resolved, order, NAMES, 98 * 64, settings), [])
+    assert f"would be read {order.counts(98 * 64)[2] / 50} times" in longer, "four digits"
+    at_most = mixture((6, 3, 1), max_epochs=("math=3.84",))[1]
+    assert cap_problems(at_most, order, NAMES, 1920, settings) == ([], []), "as often as its cap"
 
 
 def test_a_run_longer_than_the_caps_allow_is_refused_and_the_plan_is_shown():
@@ -93,7 +124,12 @@ def test_a_run_longer_than_the_caps_allow_is_refused_and_the_plan_is_shown():
     assert resolved.supply is None  # web may be read for ever
     lines = table(resolved, resolved.order(SIZES, 0), NAMES, 2000, 100)
     assert [line.split()[0] for line in lines] == ["source", *NAMES]
+    starts = [f"share from {count(stage.start * 100)}" for stage in resolved.stages]
+    assert re.findall(r"share from \S+", lines[0]) == starts == ["share from 0", *starts[1:]]
+    assert lines[0].startswith("source   tokens ") and len(set(map(len, lines))) == 1
     order = resolved.order(SIZES, 0)
+    at_once = table(resolved, order, NAMES, 666, 100)[0]
+    assert at_once.count("share") == 1, "the second stage begins where this run ends"
     edges = [0, *(stage.start for stage in resolved.stages[1:]), 2000]
     for number, line in enumerate(lines[1:]):
         cells = line.split()
@@ -129,7 +165,7 @@ def test_making_up_for_a_rollback_may_exceed_a_cap_and_is_noted():
     resolved = redistribute([Stage(0, (5.0, 4.0, 1.0))], [Fraction(1)] * 3, sizes)
     assert resolved.supply is not None
     order = resolved.order(sizes, 0)
-    end, windows = resolved.supply, [[100, 164], [300, 340]]
+    end, windows = resolved.supply, [[30, 94], [300, 340]]
     left = [n for n in range(end + 104) if not any(a <= n < b for a, b in windows)]
     taken = np.bincount(order(np.array(left)).source, minlength=3).tolist()
     expected = [n for n, count, size in zip(names, taken, sizes, strict=True) if count > size]
