@@ -5,27 +5,28 @@
 Two ranks train a Llama with ZeRO-2 and with ZeRO-3. In the same process they save the same state in
 turn, with DeepSpeed's `engine.save_checkpoint` (which neither syncs nor hashes) and with zerolm's
 `CheckpointWriter` (which does). The table has the stall of each and their ratio; the time
-of a step while a checkpoint is written, divided by that without; the host memory that a save adds,
-divided by the size of a rank's state; and what a save costs rank 0 while it does not train: CPU
-time, and the calls of read and write, and their bytes, as the kernel counts them.
+of a step while a checkpoint is written, divided by that without; and the host memory that a save
+adds, divided by the size of a rank's state.
 """
 
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.contenders import argv, launcher
 from benchmarks.machine import hardware
 from benchmarks.tables import parser, show, spread, table
+from tests.launching import free_port
 
 GOALS = {
     "stall, asynchronous / DeepSpeed's": "under 0.25 on a CPU, under 0.1 on a GPU",
@@ -62,10 +63,8 @@ def launch(arguments: argparse.Namespace, stage: int) -> dict[str, str]:
     try:
         subprocess.run(
             [
-                sys.executable, "-m", "deepspeed.launcher.runner",
-                "--num_gpus", str(arguments.ranks), str(Path(__file__).resolve()),
-                "--worker", job, "--parameters", str(arguments.parameters),
-                "--rounds", str(arguments.rounds),
+                *launcher(arguments.ranks, free_port()), str(Path(__file__).resolve()),
+                *argv(worker=job, parameters=arguments.parameters, rounds=arguments.rounds),
             ],
             cwd=ROOT, check=True, timeout=1800, stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -119,51 +118,43 @@ def work(arguments: argparse.Namespace, job: dict[str, Any]) -> None:
     before = resident_bytes(reset=True)
     writer.save(Progress(step=1), optimizer="AdamW")
     writer.finish()
-    added = resident_bytes(peak=True) - before
-    size = writer.size_bytes
-    times: dict[str, list[float]] = {
-        name: [] for name in ("theirs", "ours", "idle", "writing", "published")
-    }
+    added, size = resident_bytes(peak=True) - before, writer.size_bytes
+    times: dict[str, list[float]] = defaultdict(list)
     for number in range(2, arguments.rounds + 2):
         engine.checkpoint_engine = original
         times["theirs"].append(save_with_deepspeed(number))
         times["idle"] += [step() for _ in range(5)]
         engine.checkpoint_engine = taker
-        collectives.barrier()
-        times["ours"].append(writer.save(Progress(step=number), optimizer="AdamW"))
-        outcome = None
-        while outcome is None:
-            flags = torch.tensor(writer.flags())
-            times["writing"].append(step())
-            outcome = writer.advance(collectives.sum_over_ranks(flags).tolist())
-        times["writing"].pop()  # the writer finished during this step
-        times["published"].append(outcome.seconds)
-        assert outcome.error is None, outcome.error
-    costs = []
-    for number in range(arguments.rounds + 2, 2 * arguments.rounds + 2):
-        collectives.barrier()
-        before_save = costs_so_far()
-        writer.save(Progress(step=number), optimizer="AdamW")
-        writer.finish()
-        costs.append(
-            [after - before for after, before in zip(costs_so_far(), before_save, strict=True)]
-        )
+        save_with_ours(writer, number, step, times)
     collectives.barrier()
     if rank == 0:
         num_parameters = sum(map(unsharded_size, engine.module.parameters()))
         figures = {"parameters": f"{num_parameters:,}", "state of a rank": f"{size / 1e6:.0f} MB"}
         figures |= figures_of(times)
         figures["peak host memory added / state of a rank"] = f"{added / size:.3f}"
-        cpu, read_calls, write_calls, read, written = (
-            median(values) for values in zip(*costs, strict=True)
-        )
-        figures |= {
-            "CPU time of a save, user and system": f"{cpu:.3f} s",
-            "read calls of a save, bytes / state": f"{read_calls:.0f}, {read / size:.2f}",
-            "write calls of a save, bytes / state": f"{write_calls:.0f}, {written / size:.2f}",
-        }
         (directory / "figures.json").write_text(json.dumps(figures))
     process_group.destroy(engine)
+
+
+def save_with_ours(
+    writer: Any, number: int, step: Callable[[], float], times: dict[str, list[float]]
+) -> None:
+    """Save in the background of steps, and add the seconds of each to `times`."""
+    import torch
+
+    from zerolm.checkpoint.manifest import Progress
+    from zerolm.distributed import collectives
+
+    collectives.barrier()
+    times["ours"].append(writer.save(Progress(step=number), optimizer="AdamW"))
+    outcome = None
+    while outcome is None:
+        flags = torch.tensor(writer.flags())
+        times["writing"].append(step())
+        outcome = writer.advance(collectives.sum_over_ranks(flags).tolist())
+    times["writing"].pop()  # the writer finished during this step
+    times["published"].append(outcome.seconds)
+    assert outcome.error is None, outcome.error
 
 
 def figures_of(times: dict[str, list[float]]) -> dict[str, str]:
@@ -206,15 +197,6 @@ def build(parameters: float, stage: int) -> Any:
         model=model, model_parameters=list(model.parameters()), config=ds_config
     )
     return engine
-
-
-def costs_so_far() -> list[float]:
-    """Return CPU seconds, calls of read and of write, and their bytes, of this process (Linux)."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    lines = Path("/proc/self/io").read_text().splitlines()
-    counts = {name: float(value) for name, value in (line.split(":") for line in lines)}
-    names = ("syscr", "syscw", "rchar", "wchar")
-    return [usage.ru_utime + usage.ru_stime, *(counts[name] for name in names)]
 
 
 def unsharded_size(parameter: Any) -> int:

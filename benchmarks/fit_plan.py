@@ -1,7 +1,8 @@
 """Fits the step time of `python -m launch plan` to published benchmarks, and judges the fit.
 
-    python -m benchmarks.fit_plan            # prints the fitted numbers and the errors
-    python -m benchmarks.fit_plan --write    # and writes them to launch/plan/published_runs.json
+    python -m benchmarks.fit_plan
+
+It prints the errors, and the fitted numbers as lines of launch/plan/published_runs.json.
 
 Fitted are `COSTS` of launch/plan/step_time.py and the attained share of the peak of each group of
 devices and years, to the logarithm of tokens per second. Every source has the same weight, however
@@ -13,15 +14,14 @@ fitted: two rows of one implementation say little about others. Two errors are p
                      devices that no other source has takes the share of the group named in OTHERS
 """
 
-import argparse
 import dataclasses
 import json
-import re
 from collections.abc import Sequence
 
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks import tables
 from launch.plan import published_benchmarks
 from launch.plan.published_benchmarks import Benchmark
 from launch.plan.step_time import COSTS, Costs
@@ -104,16 +104,11 @@ def summary(found: np.ndarray) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--write", action="store_true", help="write published_runs.json")
-    arguments = parser.parse_args()
+    tables.parser(__doc__, has_table=False).parse_args()
     rows, _ = published_benchmarks.read()
     groups = list(dict.fromkeys(row.entry["attained"] for row in rows))
     fitted = fit(rows, groups)
     shares, costs = split(fitted, groups)
-    print({key: round(float(value), 3) for key, value in shares.items()})
     print({name: round(float(getattr(costs, name)), 3) for name in NAMES})
     held_out, alone = ten_fold(rows, groups, fitted), leave_one_out(rows, groups)
     own = errors(fitted, rows, groups)
@@ -125,26 +120,16 @@ def main() -> None:
             f"{source} ({which.sum()} rows): fitted {summary(own[which])}; "
             f"10-fold {summary(held_out[which])}; left out {summary(left_out)}"
         )
-    if arguments.write:
-        write(shares, [float(each) for each in np.exp(held_out)], rows, alone)
-
-
-def write(
-    shares: dict[str, float],
-    ratios: list[float],
-    rows: list[Benchmark],
-    alone: dict[str, np.ndarray],
-) -> None:
-    text = published_benchmarks.FILE.read_text()
-    rounded = {key: round(value, 3) for key, value in shares.items()}
-    values = [round(ratio * row.reported) for ratio, row in zip(ratios, rows, strict=True)]
-    left_out = {source: round(float(np.median(abs(each))), 3) for source, each in alone.items()}
-    for key, value in (("attained", rounded), ("held_out", values), ("left_out", left_out)):
-        line = f'  "{key}": {json.dumps(value)},\n'
-        text, count = re.subn(rf'^  "{key}": .*,\n', line, text, flags=re.MULTILINE)
-        if not count:
-            text = text.replace('  "columns":', line + '  "columns":')
-    published_benchmarks.FILE.write_text(text)
+    reported = np.array([row.reported for row in rows])
+    found = {
+        "attained": {key: round(float(value), 3) for key, value in shares.items()},
+        "held_out": np.round(np.exp(held_out) * reported).astype(int).tolist(),
+        "left_out": {
+            source: round(float(np.median(abs(each))), 3) for source, each in alone.items()
+        },
+    }
+    for key, value in found.items():
+        print(f'  "{key}": {json.dumps(value)},')
 
 
 if __name__ == "__main__":

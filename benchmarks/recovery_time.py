@@ -8,7 +8,6 @@ are those of the event `recovered`; the sum is timed from outside, from the sign
 the new step in metrics.jsonl. Two quiet cores are needed; the machine's own speed is the last line.
 """
 
-import os
 import random
 import signal
 import subprocess
@@ -18,12 +17,13 @@ import time
 from pathlib import Path
 from statistics import median
 
+import psutil
+
 from benchmarks.machine import hardware
 from benchmarks.tables import parser, show, table
 from tests.end_to_end.recipe import profile, recipe
 from tests.launching import LLAMA, write_json, write_shards
 from tests.supervised import Supervised
-from zerolm.common import processes
 
 SAVE, AFTER_SAVE, SECONDS = 10, 3, 600.0
 STEP_SECONDS = 0.1  # added to each step, since a toy step is shorter than a kill takes
@@ -73,8 +73,8 @@ def recovery(run: Supervised, number: int) -> dict[str, float]:
     last = newest_step(run)
     wait(run, lambda: newest_step(run) > last and len(recoveries(run)) > before)
     seconds = time.monotonic() - start
-    rank = run.heartbeats()[0]["pid"]
-    launchers = sum(cpu_seconds(each) for each in ancestors(rank))
+    rank = psutil.Process(run.heartbeats()[0]["pid"])
+    launchers = cpu_seconds(*rank.parents()[:2])  # of the node, and the `deepspeed` that started it
     return {
         **recoveries(run)[-1]["parts"], "sum": seconds,
         "CPU seconds of the launchers": launchers, "CPU seconds of a rank": cpu_seconds(rank),
@@ -101,21 +101,9 @@ def newest_checkpoint(run: Supervised) -> int:
     return max((int(path.parent.name.rpartition("-")[2]) for path in found), default=0)
 
 
-def cpu_seconds(pid: int) -> float:
-    """Return the user and system time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def ancestors(pid: int) -> list[int]:
-    """Return the node launcher of a rank and the `deepspeed` that started it."""
-    found = []
-    for _ in range(2):
-        process = processes.inspect_process(pid)
-        assert process is not None, f"process {pid} runs"
-        pid = process.parent
-        found.append(pid)
-    return found
+def cpu_seconds(*processes: psutil.Process) -> float:
+    """Return the user and system time of processes."""
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import quantiles
 
 
-def parser(documentation: str) -> argparse.ArgumentParser:
-    """Return a parser whose help is a module's docstring, with `--output` for the table."""
+def parser(documentation: str, has_table: bool = True) -> argparse.ArgumentParser:
+    """Return a parser whose help is a module's docstring, with `--output` for its tables."""
     made = argparse.ArgumentParser(
         description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--output", type=Path, help="also write the tables to this Markdown file")
+    if has_table:
+        made.add_argument("--output", type=Path, help="also write the tables to this Markdown file")
     return made
 
 

@@ -1,11 +1,7 @@
 """Steps per second of pretrain.py, of a bare DeepSpeed loop, and of Hugging Face Trainer.
 
-    python benchmarks/training_speed.py
-    python benchmarks/training_speed.py --flags=--compile
     python benchmarks/training_speed.py --flags=--compile --trainer_flags=--compile
-    python benchmarks/training_speed.py --model_config model_configs/llama-160m.json \\
-        --num_layers 2 --micro_batch_size 4
-    python benchmarks/training_speed.py --model_config model_configs/mixtral-tiny.json
+    python benchmarks/training_speed.py --model_config model_configs/llama-160m.json --num_layers 2
 
 All three train the same model with the same DeepSpeed JSON, batch and token shard under the real
 `deepspeed` launcher. They are started once, warmed up, and then take turns of a few seconds, while
@@ -37,7 +33,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import ROOT
-from benchmarks.contenders import LOOPS
+from benchmarks.contenders import LOOPS, argv, pretrain
 from benchmarks.machine import hardware
 from benchmarks.random_shard import write_random_shard
 from benchmarks.tables import parser, show, spread, table
@@ -68,12 +64,10 @@ def main() -> None:
                 contenders[-1].warm_up()
                 print(f"{name}: warm", flush=True)
             seconds = take_turns(contenders, arguments.rounds)
-            reported = reported_step_seconds(scratch / "run", contenders[0].counted)
         finally:
             for contender in contenders:
                 contender.kill()
-    paragraphs = describe(seconds, reported, step_tokens(arguments))
-    show(paragraphs, hardware(), arguments.output)
+    show(describe(seconds, step_tokens(arguments)), hardware(), arguments.output)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -99,11 +93,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Contender:
-    """A `deepspeed` command that prints `step=N ... loss=L`, running or paused.
-
-    Attributes:
-        counted: the steps of the lines that counted in its turns.
-    """
+    """A `deepspeed` command that prints `step=N ... loss=L`, running or paused."""
 
     def __init__(self, name: str, script: Sequence[str], arguments: argparse.Namespace):
         self.name, self.arguments, self.port = name, arguments, free_port()
@@ -117,7 +107,6 @@ class Contender:
             start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.lines: list[str] = []
-        self.counted: set[int] = set()
         self.steps: queue.Queue[tuple[int, float]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -152,7 +141,6 @@ class Contender:
         lines = [self.next_line() for _ in range(self.arguments.turn_lines)]
         self.stop()
         last_step, end = lines[-1]
-        self.counted.update(step for step, _ in lines)
         return (end - start) / (last_step - first_step)
 
     def stop(self) -> None:
@@ -185,31 +173,26 @@ def step_tokens(arguments: argparse.Namespace) -> int:
 
 def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[str]:
     """Return the script of one contender, with its arguments."""
-    run_dir = scratch / "run"
-    common = [
-        "--model_config", arguments.model_config, "--seq_len", str(arguments.seq_len),
-        "--log_interval", str(arguments.log_interval),
-    ]  # fmt: skip
+    run_dir, data = scratch / "run", scratch / "shards"
+    common = argv(
+        model_config=arguments.model_config,
+        seq_len=arguments.seq_len,
+        log_interval=arguments.log_interval,
+    )
+    batch = {"micro_batch_size": arguments.micro_batch_size}
+    profile = {"deepspeed_config": arguments.deepspeed_config}
     if name == OURS:
-        return [
-            "pretrain.py", *common, "--deepspeed_config", arguments.deepspeed_config,
-            "--data", str(scratch / "shards"), "--run_dir", str(run_dir),
-            "--micro_batch_size", str(arguments.micro_batch_size),
-            "--batch_tokens", str(step_tokens(arguments)),
-            "--total_tokens", str(STEPS * step_tokens(arguments)),
-            "--checkpoint_interval", str(STEPS), "--wandb", "off", *arguments.flags.split(),
-        ]  # fmt: skip
-    common += ["--steps", str(STEPS), "--shard", str(scratch / "shards/shard-00000.bin")]
+        flags = {**profile, **batch, "checkpoint_interval": STEPS}
+        own = pretrain(step_tokens(arguments), STEPS, run_dir, data, **flags)
+        return [*own, *common, *arguments.flags.split()]
+    common += argv(steps=STEPS, shard=data / "shard-00000.bin")
     if name == BARE:
         resolved = scratch / "resolved.json"
         resolved.write_text(json.dumps(resolved_profile(arguments, run_dir)))
-        return [f"{LOOPS}/bare_deepspeed.py", *common, "--deepspeed_config", str(resolved)]
-    return [
-        f"{LOOPS}/hf_trainer.py", *common, "--deepspeed_config", arguments.deepspeed_config,
-        "--micro_batch_size", str(arguments.micro_batch_size),
-        "--accumulation", str(arguments.accumulation), "--learning_rate", str(LEARNING_RATE),
-        *arguments.trainer_flags.split(),
-    ]  # fmt: skip
+        return [f"{LOOPS}/bare_deepspeed.py", *common, *argv(deepspeed_config=resolved)]
+    more = argv(**profile, **batch, accumulation=arguments.accumulation)
+    more += argv(learning_rate=LEARNING_RATE)
+    return [f"{LOOPS}/hf_trainer.py", *common, *more, *arguments.trainer_flags.split()]
 
 
 def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
@@ -222,20 +205,8 @@ def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, 
     return ds_config
 
 
-def reported_step_seconds(run_dir: Path, measured: set[int]) -> list[float]:
-    """Return `throughput/step_seconds` of the lines that counted, which excludes logging."""
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    key = "throughput/step_seconds"
-    return [row[key] for row in rows if key in row and row["step"] in measured]
-
-
-def describe(seconds: dict[str, list[float]], reported: list[float], tokens: int) -> list[str]:
-    """Return the table of steps per second and ratios to pretrain.py, and what it counts.
-
-    Args:
-        reported: seconds of a step as pretrain.py reports them.
-        tokens: tokens per step.
-    """
+def describe(seconds: dict[str, list[float]], tokens: int) -> list[str]:
+    """Return the table of steps per second and ratios to pretrain.py, and what it counts."""
     rows = []
     for name, times in seconds.items():
         ratios = [other / ours for other, ours in zip(times, seconds[OURS], strict=True)]
@@ -249,8 +220,7 @@ def describe(seconds: dict[str, list[float]], reported: list[float], tokens: int
     return [
         table(head, rows),
         f"{len(seconds[OURS])} rounds of {tokens:,} tokens per step; the last column is the median "
-        f"over the rounds. "
-        f"pretrain.py itself reports {statistics.median(reported):.4f} s per step (median).",
+        f"over the rounds.",
     ]
 
 

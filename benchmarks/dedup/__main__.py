@@ -1,38 +1,78 @@
 """Recall, precision and cost of deduplication, compared with brute force and with peers.
 
-    python -m benchmarks.dedup [--accuracy 1500] [--growth 2000,20000,200000] [--workers 2]
+    python -m benchmarks.dedup [--documents 1500]
 
-Accuracy: windows of real text (Python's standard library) and an edited copy of each, with a
+Documents are windows of real text (Python's standard library) and an edited copy of each, with a
 Jaccard index of 13-word shingles from 0.5 to 1. The reference is the exact index of all pairs. The
 contenders find pairs of duplicates at 0.8, with 13-word shingles: `data_prep dedup`, datasketch's
 MinHashLSH (128 permutations), and datatrove's MinHash (14 x 8; it splits words differently, so its
 exact index differs a little).
-
-Growth: documents of random lines of the same text, a tenth of them edited copies. Each run is a
-new process; its memory is the largest resident set of any of its processes, from the kernel.
 """
 
 import json
 import random
-import sys
+import re
+import sysconfig
 import tempfile
-from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks.dedup.contenders import DATASKETCH, dedup_command, found_pairs, measured
-from benchmarks.dedup.texts import (
-    THRESHOLD,
-    accuracy_texts,
-    all_similarities,
-    growth_corpus,
-    real_text,
-    write_jsonl,
-)
+from benchmarks.dedup.contenders import found_pairs
 from benchmarks.machine import processor
 from benchmarks.tables import parser, show, table
+from tests.data_prep.dedup.near_copies import similar_pairs
 
+THRESHOLD = 0.8
 BINS = [0.0, 0.3, 0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.01]
+
+
+def real_text() -> list[str]:
+    """Return the distinct lines of the standard library that have more than three words."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    lines: dict[str, None] = {}
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
+        if "site-packages" not in path.parts:
+            for line in path.read_text(encoding="utf-8", errors="ignore").splitlines():
+                if len(line.split()) > 3:
+                    lines[line.strip()] = None
+    return list(lines)
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text, which is ASCII in this benchmark."""
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def edited(text: str, num_edits: int, generator: random.Random) -> str:
+    """Replace words at random places."""
+    words = words_of(text)
+    for _ in range(num_edits):
+        words[generator.randrange(len(words))] = f"edit{generator.randrange(10**6)}"
+    return " ".join(words)
+
+
+def accuracy_texts(lines: list[str], count: int, generator: random.Random) -> list[str]:
+    """Return windows of text and an edited copy of each, with similarities from 0.4 to 1."""
+    words = words_of(" ".join(lines).encode("ascii", "ignore").decode())
+    texts = []
+    for number in range(count // 2):
+        length = generator.choice((200, 400, 800))
+        text = " ".join(words[number * 800 : number * 800 + length])
+        similarity = generator.uniform(
+            0.45, 1.02
+        )  # about (S - 13 e) / (S + 13 e), with S shingles and e edits
+        affected = (length - 12) * (1 - similarity) / (1 + similarity)
+        copy = edited(text, max(0, round(affected / 13)), generator)
+        texts += [text + ".", copy.upper() if number % 2 else copy]
+    generator.shuffle(texts)
+    return texts
+
+
+def write_jsonl(path: Path, texts: list[str]) -> None:
+    """Write documents with their numbers as IDs."""
+    with open(path, "w", encoding="utf-8") as file:
+        for number, text in enumerate(texts):
+            file.write(json.dumps({"id": number, "text": text}) + "\n")
 
 
 def accuracy(count: int, lines: list[str], work: Path, peer_seconds: float) -> list[str]:
@@ -40,7 +80,7 @@ def accuracy(count: int, lines: list[str], work: Path, peer_seconds: float) -> l
     texts = accuracy_texts(lines, count, random.Random(1))
     corpus = work / "accuracy.jsonl"
     write_jsonl(corpus, texts)
-    truth = all_similarities(texts)
+    truth = similar_pairs(texts, 0)  # all that share a shingle
     contenders = found_pairs(corpus, work, peer_seconds)
     rows: list[list[object]] = []
     for low, high in pairwise(BINS):
@@ -64,53 +104,14 @@ def accuracy(count: int, lines: list[str], work: Path, peer_seconds: float) -> l
     ]
 
 
-def growth(
-    counts: list[int], lines: list[str], workers: int, max_datasketch: int, work: Path
-) -> str:
-    """Return seconds and memory for growing corpora, with datasketch up to `max_datasketch`."""
-    rows = []
-    for count in counts:
-        corpus, output = work / f"{count}.jsonl", work / f"out-{count}"
-        size = growth_corpus(corpus, lines, count)
-        ours = dedup_command(corpus, output, workers, "--memory", str(1 << 28))
-        seconds, peak = measured(ours)
-        manifest = json.loads((output / "stage.json").read_text())
-        dropped = sum(Counter(manifest["dropped"]).values())
-        row = [f"{count:,}", f"{size / 1e6:.1f}", f"{dropped:,}", f"{seconds:.1f}"]
-        row += [f"{size / 1e6 / seconds:.1f}", f"{peak:.0f}"]
-        if count <= max_datasketch:
-            theirs = [sys.executable, "-c", DATASKETCH, str(corpus), str(work / "pairs.json")]
-            their_seconds, their_peak = measured(theirs)
-            row += [f"{their_seconds:.1f}", f"{their_peak:.0f}"]
-        else:
-            row += ["not run", ""]
-        rows.append(row)
-        print(*row, flush=True)
-        corpus.unlink()
-    head = [
-        "documents", "MB", "dropped", "seconds", "MB/s", "peak MiB of a process", "datasketch s",
-        "datasketch peak MiB",
-    ]  # fmt: skip
-    return table(head, rows)
-
-
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--accuracy", type=int, default=1500, help="documents; 0: leave it out")
-    flags.add_argument("--growth", default="2000,20000,200000", help="documents, one number a run")
-    flags.add_argument("--datasketch", type=int, default=20_000, help="most documents for it")
-    flags.add_argument("--workers", type=int, default=2)
+    flags.add_argument("--documents", type=int, default=1500)
     flags.add_argument("--peer_seconds", type=float, default=600, help="limit for datatrove")
     options = flags.parse_args()
-    lines, paragraphs = real_text(), []
-    with tempfile.TemporaryDirectory() as name:
-        work = Path(name)
-        if options.accuracy:
-            paragraphs += accuracy(options.accuracy, lines, work, options.peer_seconds)
-        if options.growth:
-            counts = [int(count) for count in options.growth.split(",")]
-            paragraphs.append(growth(counts, lines, options.workers, options.datasketch, work))
-    show(paragraphs, processor(), options.output)
+    with tempfile.TemporaryDirectory() as work:
+        found = accuracy(options.documents, real_text(), Path(work), options.peer_seconds)
+    show(found, processor(), options.output)
 
 
 if __name__ == "__main__":

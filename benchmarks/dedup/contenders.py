@@ -49,14 +49,6 @@ def timed(command: list[str], limit_seconds: float = 3600) -> float:
     return time.perf_counter() - start
 
 
-def dedup_command(corpus: Path, output: Path, workers: int, *more: str) -> list[str]:
-    """Return the argv of `data_prep dedup`."""
-    return [
-        sys.executable, "-m", "data_prep", "dedup", "--input", str(corpus),
-        "--output", str(output), "--workers", str(workers), *more,
-    ]  # fmt: skip
-
-
 def found_pairs(
     corpus: Path, work: Path, peer_seconds: float
 ) -> dict[str, tuple[set[tuple[int, int]], float]]:
@@ -68,7 +60,8 @@ def found_pairs(
     from data_prep.read.stage_files import read_records
 
     found = {}
-    seconds = timed(dedup_command(corpus, work / "ours", 1))
+    ours = ["--input", str(corpus), "--output", str(work / "ours"), "--workers", "1"]
+    seconds = timed([sys.executable, "-m", "data_prep", "dedup", *ours])
     notes = read_records(work / "ours" / "duplicates.jsonl.zst")
     pairs = {(min(note["id"], note["kept"]), max(note["id"], note["kept"])) for note in notes}
     found["data_prep dedup"] = pairs, seconds
@@ -86,23 +79,3 @@ def found_pairs(
             pairs.add((min(one, two), max(one, two)))
     found["datatrove"] = pairs, seconds
     return found
-
-
-MEASURE = """
-import resource, subprocess, sys, time
-start = time.perf_counter()
-code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
-usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(time.perf_counter() - start, usage.ru_maxrss / 1024)
-sys.exit(code)
-"""
-
-
-def measured(command: list[str]) -> tuple[float, float]:
-    """Return (seconds of a command, peak MiB of its largest process)."""
-    measuring = [sys.executable, "-c", MEASURE, *command]
-    result = subprocess.run(measuring, capture_output=True, text=True, timeout=3600)
-    if result.returncode:
-        raise SystemExit(result.stderr)
-    seconds, peak = map(float, result.stdout.split())
-    return seconds, peak

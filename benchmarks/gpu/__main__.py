@@ -3,15 +3,10 @@
     python -m benchmarks.gpu --output results-of-this-gpu
     python -m benchmarks.gpu --toy        # the same end to end on a CPU, with tiny models
 
-First come the rates of the device itself (`ceilings`), then the cases of the 1.3B; after the first
-five, checks that training on the device is correct (`checks`). pretrain.py, Hugging Face Trainer
-with the same DeepSpeed JSON, and a bare compiled PyTorch loop train the same model with the same
-tokens and batch size, at 2,048 and 8,192 tokens per sequence, and pretrain.py with single options
-changed. A case may take
-`--case_seconds`, including its start, the first that compiles a model twice as long, and ends after
-`--lines`. All cases together may take `--seconds`, the most important first; the table lists those
-that did not run. A second call with the same --output runs only those that have no figure yet. A
-case that runs out of memory is repeated with half the micro-batch.
+pretrain.py, Hugging Face Trainer with the same DeepSpeed JSON, and a bare compiled PyTorch loop
+train the same model with the same tokens and batch size, at 2,048 and 8,192 tokens per sequence,
+and pretrain.py with single options changed. A case ends after `--lines`, and one that runs out of
+memory is repeated with half the micro-batch. benchmarks/README.md tells what runs when.
 
     MFU = tokens/s x FLOPs per token / peak
 
@@ -19,8 +14,7 @@ FLOPs are those of `zerolm.model.flops`: forward and backward, attention over al
 recomputation (Chowdhery et al. 2022, appendix B). tokens/s are by the clock of this command; beside
 them are those that pretrain.py reports. The peak is the datasheet's dense bf16 figure; on a CPU,
 that of a matrix product timed here. Memory is the peak that torch has allocated; on a CPU, the peak
-resident memory. Planned is what a plan of the run expects, uncompiled. `benchmarks.gpu.carry`
-collects the wheels for an offline machine.
+resident memory. Planned is what a plan of the run expects, uncompiled.
 """
 
 import argparse
@@ -34,7 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import ROOT
+from benchmarks import ROOT, tables
 from benchmarks.gpu.cases import FIRST_CASES, MODELS, TOY_MODELS, cases
 from benchmarks.gpu.checks import run_checks
 from benchmarks.gpu.run_case import run_with_fitting_batch
@@ -76,11 +70,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = tables.parser(__doc__, has_table=False)
     parser.add_argument("--seconds", type=float, default=570, help="time limit for all cases")
     parser.add_argument(
         "--case_seconds", type=float, default=75, help="time limit for a case, with its start"

@@ -9,7 +9,6 @@ packages, so run it after launch/setup.sh. DeepSpeed is published as source only
 here, without operators.
 """
 
-import argparse
 import configparser
 import importlib.metadata
 import os
@@ -22,7 +21,7 @@ from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks import ROOT
+from benchmarks import ROOT, tables
 
 SOURCE_ONLY = "deepspeed"
 TRAINER = "accelerate"  # required by Hugging Face Trainer; in zerolm[dev]
@@ -38,9 +37,7 @@ GLIBC = (35, 34, 31, 28, 27, 26, 24, 17)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tables.parser(__doc__, has_table=False)
     parser.add_argument("--python", default="3.12", help="Python version of the target")
     parser.add_argument("--machine", default="x86_64", help="architecture of the target")
     parser.add_argument(

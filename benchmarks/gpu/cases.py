@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.contenders import LOOPS
+from benchmarks.contenders import LOOPS, argv, launcher, pretrain
 
 OURS, TRAINER, PLAIN = "pretrain.py", "Trainer + DeepSpeed", "plain PyTorch, compiled"
 BASE = "--compile"  # the reference for single options
@@ -168,27 +168,25 @@ def command(
     options = parse_options(case.words)
     tokens = case.seq_len * micro_batch * accumulation
     model = str(model_file(case, arguments.toy, scratch))
-    common = ["--model_config", model, "--seq_len", str(case.seq_len)]
-    common += ["--log_interval", str(arguments.log_interval)]
-    common += ["--micro_batch_size", str(micro_batch)]
-    shard = str(shards_of(case, scratch) / "shard-00000.bin")
-    peer = ["--shard", shard, "--steps", str(STEPS), "--accumulation", str(accumulation)]
+    common = argv(
+        model_config=model,
+        seq_len=case.seq_len,
+        log_interval=arguments.log_interval,
+        micro_batch_size=micro_batch,
+    )
+    shards = shards_of(case, scratch)
+    peer = argv(shard=shards / "shard-00000.bin", steps=STEPS, accumulation=accumulation)
     if case.contender == PLAIN:
         return [sys.executable, f"{LOOPS}/plain_loop.py", *common, *peer, *options.flags]
     profile = scratch / "profile.json"
     profile.write_text(json.dumps(ds_config(arguments.deepspeed_config, options)))
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
-    launcher += ["--master_port", str(arguments.port)]
-    common += ["--deepspeed_config", str(profile)]
+    start = launcher(1, arguments.port)
+    common += argv(deepspeed_config=profile)
     if case.contender == TRAINER:
-        return [*launcher, f"{LOOPS}/hf_trainer.py", *common, *peer, *options.flags]
-    never = [] if "--checkpoint_interval" in options.flags else ["--checkpoint_interval", STEPS]
-    return [
-        *launcher, "pretrain.py", *common, "--data", str(shards_of(case, scratch)),
-        "--run_dir", str(scratch / "run"), "--batch_tokens", str(tokens),
-        "--total_tokens", str(STEPS * tokens), *map(str, never),
-        "--wandb", "off", "--report_interval", "0", *options.flags,
-    ]  # fmt: skip
+        return [*start, f"{LOOPS}/hf_trainer.py", *common, *peer, *options.flags]
+    saves = {} if "--checkpoint_interval" in options.flags else {"checkpoint_interval": STEPS}
+    own = pretrain(tokens, STEPS, scratch / "run", shards, **saves)
+    return [*start, *own, *common, *options.flags]
 
 
 def shards_of(case: Case, scratch: Path) -> Path:

@@ -7,35 +7,26 @@ medians of `--repeats` timings. A backward pass counts twice the FLOPs of the fo
 attention counts half of the scores.
 """
 
-import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.nn import functional
+from torch.utils.benchmark import Timer
+
+from benchmarks import tables
 
 COPY_BYTES = 1 << 30
 COPY_BYTES_CPU = 1 << 26
 
 
-def seconds_of(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+def seconds_of(work: Callable[[], object], repeats: int) -> float:
     """Return the median time of a call, after one that does not count."""
-    found = []
-    for _ in range(repeats + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        work()
-        synchronize(device)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return statistics.median(timer.timeit(1).mean for _ in range(repeats))
 
 
 def forward_backward(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> None:
@@ -61,51 +52,34 @@ def rates(config: dict[str, int], tokens: int, seq_len: int, repeats: int) -> di
     outputs = {"attention projection": hidden, "MLP": config["intermediate_size"]}
     for name, width in (outputs | {"output head": config["vocab_size"]}).items():
         x, weight = random(tokens, hidden), random(width, hidden)
-        seconds = seconds_of(
-            lambda x=x, weight=weight: forward_backward(functional.linear, x, weight),
-            repeats,
-            device,
-        )
+        seconds = seconds_of(partial(forward_backward, functional.linear, x, weight), repeats)
         shape = f"{tokens} x {hidden} x {width}"
         found[f"{name}, {shape}"] = 6 * tokens * hidden * width / seconds / 1e12
         del x, weight
     query, key, value = (random(tokens // seq_len, heads, seq_len, head_dim) for _ in range(3))
-    seconds = seconds_of(
-        lambda: forward_backward(
-            lambda *each: functional.scaled_dot_product_attention(*each, is_causal=True),
-            query,
-            key,
-            value,
-        ),
-        repeats,
-        device,
-    )
+    causal = partial(functional.scaled_dot_product_attention, is_causal=True)
+    seconds = seconds_of(partial(forward_backward, causal, query, key, value), repeats)
     operations = 6 * tokens * seq_len * heads * head_dim  # half of 12
     found[f"causal attention, {heads} heads of {head_dim}"] = operations / seconds / 1e12
     size = COPY_BYTES if device.type == "cuda" else COPY_BYTES_CPU
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copy_seconds = seconds_of(lambda: target.copy_(source), repeats, device)
+    copy_seconds = seconds_of(partial(target.copy_, source), repeats)
     found["copy, GB/s read and written"] = 2 * size / copy_seconds / 1e9
     return found
 
 
-def table(found: dict[str, float]) -> str:
-    rows = [f"| {name} | {rate:,.1f} |" for name, rate in found.items()]
-    return "\n".join(["| operation, forward and backward | TFLOP/s |", "|---|---|", *rows])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tables.parser(__doc__, has_table=False)
     parser.add_argument("--model_config", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of a micro-batch")
     parser.add_argument("--seq_len", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=10)
     arguments = parser.parse_args()
     config = json.loads(arguments.model_config.read_text())
-    print(table(rates(config, arguments.tokens, arguments.seq_len, arguments.repeats)))
+    found = rates(config, arguments.tokens, arguments.seq_len, arguments.repeats)
+    rows = [[name, f"{rate:,.1f}"] for name, rate in found.items()]
+    print(tables.table(["operation, forward and backward", "TFLOP/s"], rows))
 
 
 if __name__ == "__main__":

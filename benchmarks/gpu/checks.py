@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import ROOT
+from benchmarks import ROOT, tables
+from benchmarks.contenders import launcher, pretrain
 from benchmarks.gpu.cases import ds_config, parse_options
 from benchmarks.gpu.run_case import device_state, failure_reason
 from tests.launching import free_port
@@ -112,16 +112,13 @@ class Runs:
         found = parse_options(f"{options} {rate}")
         profile = self.scratch / f"{name}.json"
         profile.write_text(json.dumps(ds_config("ds_configs/zero2.json", found)))
-        command = [
-            sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks),
-            "--master_port", str(free_port()), "pretrain.py",
-            "--model_config", MODELS[self.model], "--deepspeed_config", str(profile),
-            "--data", str(self.scratch / "shards"), "--run_dir", str(self.scratch / name),
-            "--seq_len", str(SEQ_LEN), "--micro_batch_size", "1",
-            "--batch_tokens", str(STEP_TOKENS), "--total_tokens", str(steps * STEP_TOKENS),
-            "--checkpoint_interval", str(steps // 2), "--log_interval", "1",
-            "--wandb", "off", "--report_interval", "0", *found.flags,
-        ]  # fmt: skip
+        batch = {"seq_len": SEQ_LEN, "micro_batch_size": 1, "log_interval": 1}
+        model = {"model_config": MODELS[self.model], "deepspeed_config": profile}
+        own = pretrain(
+            STEP_TOKENS, steps, self.scratch / name, self.scratch / "shards",
+            checkpoint_interval=steps // 2, **model, **batch,
+        )  # fmt: skip
+        command = [*launcher(ranks, free_port()), *own, *found.flags]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         log = self.scratch / f"{name}.log"
         with log.open("w") as output:
@@ -221,12 +218,16 @@ def documents(runs: Runs) -> str:
     return "; ".join(found)
 
 
-def fp8_loss(runs: Runs) -> str:
-    """Compare the mean loss of the last steps of a longer run in fp8 with that in bf16."""
+def require_gpu() -> None:
     import torch
 
     if not torch.cuda.is_available():
         raise NotHere("needs a GPU")
+
+
+def fp8_loss(runs: Runs) -> str:
+    """Compare the mean loss of the last steps of a longer run in fp8 with that in bf16."""
+    require_gpu()
     losses = {
         kind: sum(runs.train(kind, options, steps=FP8_STEPS)[-LAST_STEPS:]) / LAST_STEPS
         for kind, options in (("fp8", f"{FP8_OPTIONS} --fp8"), ("bf16 beside fp8", FP8_OPTIONS))
@@ -239,10 +240,7 @@ def fp8_loss(runs: Runs) -> str:
 
 def out_of_memory(runs: Runs) -> str:
     """Train with a micro-batch that no GPU holds: the run must end by itself and say what to do."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise NotHere("needs a GPU")
+    require_gpu()
     batch = LARGE_MICRO_BATCH * SEQ_LEN
     options = (
         f"--micro_batch_size {LARGE_MICRO_BATCH} --batch_tokens {batch} --total_tokens {batch}"
@@ -329,8 +327,8 @@ def run_checks(arguments: argparse.Namespace, deadline: float) -> str:
 
 
 def table(results: dict[str, list[str]]) -> str:
-    rows = (f"| {name} | {' | '.join(row)} |" for name, row in results.items())
-    return "\n".join(["| check | result | | seconds |", "|---|---|---|---|", *rows])
+    rows = [[name, *row] for name, row in results.items()]
+    return tables.table(["check", "result", "", "seconds"], rows)
 
 
 def write_curves(seconds: float) -> None:
@@ -345,9 +343,7 @@ def write_curves(seconds: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = tables.parser(__doc__, has_table=False)
     parser.add_argument("--output", type=Path, help="directory for checks.md and checks.json")
     parser.add_argument("--toy", action="store_true", help="use a tiny model")
     parser.add_argument("--case_seconds", type=float, default=150, help="time limit of a run")

@@ -6,9 +6,11 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks import tables
 from benchmarks.gpu.cases import EXACT, OURS, TOY_MODELS, TRAINER, Case
 from benchmarks.machine import hardware
 
@@ -65,86 +67,80 @@ def write(results: list[Figures], arguments: argparse.Namespace) -> None:
     (arguments.output / "gpu.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
+# Heads of the columns after the flags, and their cells; of pretrain.py only where True.
+COLUMNS: tuple[tuple[str, Callable[[Figures], str], bool], ...] = (
+    ("micro-batch", lambda one: str(one.micro_batch), False),
+    ("tokens/s", lambda one: f"{one.tokens_per_second:,.0f}", False),
+    ("reported", lambda one: f"{one.reported_tokens_per_second:,.0f}", True),
+    ("MFU", lambda one: f"{one.mfu:.1%}", False),
+    ("peak GiB", lambda one: f"{one.peak_bytes / 2**30:.1f}", False),
+    ("planned", lambda one: f"{one.planned_bytes / 2**30:.1f}", True),
+    ("first line after s", lambda one: f"{one.start_seconds:.0f}", False),
+    ("case s", lambda one: f"{one.case_seconds:.0f}", False),
+    ("data ms", lambda one: f"{1e3 * one.data_seconds:.2f}", True),
+    ("saves s", lambda one: f"{one.first_stall_seconds:.2f}, {one.stall_seconds:.2f}", True),
+    ("attention", lambda one: one.attention or "-", False),
+    ("graphs, recompiled", lambda one: f"{one.graphs}, {one.recompiled}", False),
+)
+
+
 def table(results: list[Figures], arguments: argparse.Namespace) -> str:
     """Return the Markdown table; ratios are to the fastest pretrain.py of the model and length."""
     flags, toy = shlex.join(sys.argv[1:]), arguments.toy
-    lines = [
-        f"`python -m benchmarks.gpu {flags}`".replace(" `", "`")
-        + f", {time.strftime('%Y-%m-%d')}, {hardware()}",
-        "",
-        "| model | tokens | contender | flags | micro-batch | tokens/s | reported | MFU | peak GiB "
-        "| planned | first line after s | case s | data ms | saves s | attention "
-        "| graphs, recompiled | of the first | device |",
-        "|" + "---|" * 18,
-    ]
+    command = f"`python -m benchmarks.gpu {flags}`".replace(" `", "`")
     base = {
         (result.case.model, result.case.seq_len): result.tokens_per_second
         for result in reversed(results)
         if result.case.contender == OURS and result.case.words == EXACT
     }
+    rows = []
     for result in results:
         case = result.case
         model = f"{Path(TOY_MODELS[case.model]).stem} for {case.model}" if toy else case.model
-        cells = [model, f"{case.seq_len:,}", case.contender, f"{case.words or '-'}"]
+        cells = [
+            cell(result) if case.contender == OURS or not is_ours else "-"
+            for _, cell, is_ours in COLUMNS
+        ]
+        if not result.first_stall_seconds:
+            cells[9] = "-"
+        reference = base.get((case.model, case.seq_len), 0.0)
+        ratio = f"{result.tokens_per_second / reference:.2f}" if reference else "-"
         if result.outcome:
-            cells += [
-                str(result.micro_batch or "-"),
-                result.outcome,
-                *"-----",
-                f"{result.case_seconds:.0f}",
-                *"------",
-            ]
-        else:
-            reference = base.get((case.model, case.seq_len), 0.0)
-            ratio = f"{result.tokens_per_second / reference:.2f}" if reference else "-"
-            cells += [
-                str(result.micro_batch),
-                f"{result.tokens_per_second:,.0f}",
-                f"{result.reported_tokens_per_second:,.0f}",
-                f"{result.mfu:.1%}",
-                f"{result.peak_bytes / 2**30:.1f}",
-                f"{result.planned_bytes / 2**30:.1f}",
-                f"{result.start_seconds:.0f}",
-                f"{result.case_seconds:.0f}",
-                f"{1e3 * result.data_seconds:.2f}",
-            ]
-            if case.contender != OURS:
-                cells[6] = cells[9] = cells[12] = "-"
-            stalls = f"{result.first_stall_seconds:.2f}, {result.stall_seconds:.2f}"
-            cells += [stalls if result.first_stall_seconds else "-"]
-            cells += [result.attention or "-", f"{result.graphs}, {result.recompiled}"]
-            cells += [ratio, result.device or "-"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines + (["", *goals(results)] if not toy else []))
+            cells[1:] = [result.outcome, *"-----", cells[7], *"----"]
+            ratio = "-"
+        rows.append(
+            [model, f"{case.seq_len:,}", case.contender, case.words or "-", *cells, ratio]
+            + [result.device or "-"]
+        )
+    head = ["model", "tokens", "contender", "flags", *(head for head, _, _ in COLUMNS)]
+    shown = tables.table([*head, "of the first", "device"], rows)
+    machine = f"{command}, {time.strftime('%Y-%m-%d')}, {hardware()}"
+    return "\n".join([machine, "", shown] + (["", *goals(results)] if not toy else []))
 
 
 def goals(results: list[Figures]) -> list[str]:
     """Return a line for each goal for the 1.3B at the shorter length."""
-    short = min((result.case.seq_len for result in results), default=0)
-    mine = [
-        result for result in results if result.case.model == "1.3B" and result.case.seq_len == short
-    ]
-    # Cases with other rounding than Trainer's JSON do not count, and fp8 has a goal of its own.
-    exact = [
-        result
-        for result in mine
-        if result.case.contender == OURS and not re.search("dtype|--fp8", result.case.words)
-    ]
-    ours = max(exact, key=_speed, default=None)
-    trainer = max(
-        (result for result in mine if result.case.contender == TRAINER), key=_speed, default=None
-    )
-    lines = []
-    if ours and _speed(ours):
-        lines.append(
-            f"1.3B: MFU {ours.mfu:.3f} with `{ours.case.words}`; the goal is 0.58 on H200."
+    short = min((each.case.seq_len for each in results), default=0)
+    mine = [each for each in results if (each.case.model, each.case.seq_len) == ("1.3B", short)]
+
+    def fastest(contender: str, pattern: str = "") -> Figures | None:
+        found = [one for one in mine if one.case.contender == contender and _speed(one)]
+        return max(
+            (one for one in found if re.search(pattern, one.case.words)), key=_speed, default=None
         )
-        fp8 = max((_speed(each) for each in mine if "--fp8" in each.case.words), default=0.0)
-        if fp8:
-            lines.append(f"1.3B: fp8 {fp8 / _speed(ours):.2f} times as fast; the goal is 1.17.")
-        if trainer and _speed(trainer):
-            ratio = _speed(ours) / _speed(trainer)
-            lines.append(f"1.3B: {ratio:.2f} times as fast as Trainer; the goal is 1.3.")
+
+    # Cases with other rounding than Trainer's JSON do not count, and fp8 has a goal of its own.
+    ours, fp8 = fastest(OURS, "^(?!.*(dtype|--fp8))"), fastest(OURS, "--fp8")
+    if ours is None:
+        return []
+    lines = [f"1.3B: MFU {ours.mfu:.3f} with `{ours.case.words}`; the goal is 0.58 on H200."]
+    for other, text in (
+        (fp8, "1.3B: fp8 {:.2f} times as fast; the goal is 1.17."),
+        (fastest(TRAINER), "1.3B: {:.2f} times as fast as Trainer; the goal is 1.3."),
+    ):
+        if other is not None:
+            ratio = _speed(other) / _speed(ours)
+            lines.append(text.format(ratio if other is fp8 else 1 / ratio))
     return lines
 
 

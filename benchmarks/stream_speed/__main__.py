@@ -8,9 +8,6 @@ A window has 2,049 IDs. Every reader returns each window of one epoch once, shuf
 readers, in benchmarks/stream_speed/readers.py:
 
     zerolm                    TokenStream; each block of 8 KiB is verified when it is first read
-    zerolm, blocks of 64 KiB  the same shards without the small checksums, as older releases have
-                              written them
-    zerolm, blocks unchecked  the same shards without checksums
     np.memmap, nanoGPT's loop the usual loop
     np.memmap, tight          the same, optimized
     mosaicml-streaming        StreamingDataset over MDS, one window per sample, shuffled (py1e)
@@ -147,10 +144,8 @@ def in_turn(
     return found
 
 
-def rows_of(
-    found: dict[str, list[dict[str, Any]]], digits: int, last: Callable[[dict[str, Any]], float]
-) -> list[list[str]]:
-    """Return the rows of a table: rate, ratio and first batch, and the median of a figure."""
+def rows_of(found: dict[str, list[dict[str, Any]]], digits: int = 1) -> list[list[str]]:
+    """Return the rows of a table: rate, ratio and first batch."""
     rows = []
     for name, each in found.items():
         rate = statistics.median(one["tokens_per_second"] for one in each) / 1e6
@@ -160,8 +155,7 @@ def rows_of(
         ]
         ratio = spread(ratios, 2) if ratios and name != OURS else "-"
         first = statistics.median(one["first_batch_seconds"] for one in each)
-        figure = statistics.median(map(last, each))
-        rows.append([name, f"{rate:.{digits}f}", ratio, f"{first * 1e3:.1f}", f"{figure:.1f}"])
+        rows.append([name, f"{rate:.{digits}f}", ratio, f"{first * 1e3:.1f}"])
     return rows
 
 
@@ -177,8 +171,7 @@ def warm_table(
     found = in_turn(options.repeats, readers, one)
     return (
         f"Warm, {workers} workers, an epoch of {options.windows} windows, {options.repeats} "
-        "turns:\n\n"
-        + table([*HEAD, "memory, MB"], rows_of(found, 1, lambda one: one["own_bytes"] / 1e6))
+        "turns:\n\n" + table(HEAD, rows_of(found))
     )
 
 
@@ -193,7 +186,11 @@ def cold_table(directory: Path, ids: Path, readers: list[str], options: argparse
 
     found = in_turn(options.cold_repeats, readers, one)
     size = options.cold_windows * options.seq_len * 2 / 1e9
-    rows = rows_of(found, 2, lambda one: one["disk_bytes"] / (one["rows"] * options.seq_len * 2))
+    rows = rows_of(found, 2)
+    for row in rows:
+        each = found[row[0]]
+        share = [one["disk_bytes"] / (one["rows"] * options.seq_len * 2) for one in each]
+        row.append(f"{statistics.median(share):.1f}")
     return (
         f"{'Cold' if max(resident) < 0.05 else 'NOT COLD'}, no workers: {options.cold_batches} "
         f"batches of {size:.1f} GB, {options.cold_repeats} turns; of a file at most "

@@ -15,7 +15,7 @@ EOS_ID, VOCAB_SIZE, DOCUMENT_TOKENS = 0, 50_000, 1000
 
 def write(reader: str, directory: Path, ids: np.ndarray, options: argparse.Namespace) -> None:
     """Write token IDs, (N,) uint16, in the format of a reader."""
-    if reader.startswith("zerolm"):
+    if reader == "zerolm":
         shards(directory, ids, options.seq_len)
     elif reader.startswith("np.memmap"):
         directory.mkdir(parents=True)

@@ -8,10 +8,8 @@ returns each window of one epoch once, shuffled, as int64 inputs and targets.
 """
 
 import argparse
-import dataclasses
 import gc
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -27,19 +25,12 @@ from benchmarks.stream_speed.copies import import_streaming, windows, write
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 
-def zerolm(directory: Path, options: argparse.Namespace, without: tuple[str, ...] = ()) -> Batches:
+def zerolm(directory: Path, options: argparse.Namespace) -> Batches:
     from zerolm.data.loader import TokenStream, make_loader
     from zerolm.optim.schedule import BatchSchedule
-    from zerolm.shards.local import LocalFiles
     from zerolm.shards.reader import open_source
 
     source = open_source(directory)
-    for shard in source.manifest["shards"]:
-        for key in without:  # as in shards of an older release
-            shard.pop(key, None)
-    source = dataclasses.replace(
-        source, files=LocalFiles(directory, source.manifest, source.manifest["shards"])
-    )
     stream = TokenStream(
         [source], [1.0], seq_len=options.seq_len, seed=options.seed,
         batch_schedule=BatchSchedule(options.batch_rows), micro_batch_size=options.batch_rows,
@@ -134,8 +125,6 @@ def litdata(directory: Path, options: argparse.Namespace) -> Batches:
 
 READERS: dict[str, Any] = {
     "zerolm": zerolm,
-    "zerolm, blocks of 64 KiB": lambda *arguments: zerolm(*arguments, ("fine",)),
-    "zerolm, blocks unchecked": lambda *arguments: zerolm(*arguments, ("fine", "sums")),
     "np.memmap, nanoGPT's loop": memory_map,
     "np.memmap, tight": lambda *arguments: memory_map(*arguments, kind=TightMap),
     "mosaicml-streaming": mosaic,
@@ -146,17 +135,14 @@ READERS: dict[str, Any] = {
 def read(reader: str, directory: Path, ids: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Read one epoch, or its first batches, and return the measurements."""
     prepare = {"mosaicml-streaming": import_streaming, "litdata": lambda: __import__("litdata")}
-    if reader.startswith("zerolm"):
+    if reader == "zerolm":
         __import__("zerolm.data.loader")
     else:
         prepare.get(reader, lambda: None)()
     gc.collect()
-    rows = num_batches = memory = 0
-    total = (ids.stat().st_size // 2 - 1) // options.seq_len // options.batch_rows
-    half = min(total, options.batches or total) // 2
-    measuring = 0.0  # seconds spent on measuring memory
+    rows = num_batches = 0
     digests: list[int] = []
-    before, disk, started = own_bytes(), disk_bytes(), time.perf_counter()
+    disk, started = disk_bytes(), time.perf_counter()
     first_at = started
     batches = iter(READERS[reader](directory, options))
     for inputs, targets in batches:
@@ -164,21 +150,16 @@ def read(reader: str, directory: Path, ids: Path, options: argparse.Namespace) -
             first_at = time.perf_counter()
             rows -= len(inputs)  # the first batch is not part of the rate
         num_batches, rows = num_batches + 1, rows + len(inputs)
-        if num_batches == half:
-            start = time.perf_counter()
-            memory = own_bytes() - before
-            measuring = time.perf_counter() - start
         if options.verify:
             both = torch.cat([inputs, targets[:, -1:]], dim=1).numpy()
             digests += [xxhash.xxh3_64_intdigest(row.tobytes()) for row in both]
             assert torch.equal(inputs[:, 1:], targets[:, :-1])
         if num_batches == options.batches:
             break
-    seconds = time.perf_counter() - first_at - measuring
+    seconds = time.perf_counter() - first_at
     result = {
         "first_batch_seconds": first_at - started,
         "tokens_per_second": rows * options.seq_len / seconds,
-        "own_bytes": memory,
         "disk_bytes": disk_bytes() - disk,
         "rows": rows + len(inputs),
     }
@@ -192,18 +173,6 @@ def read(reader: str, directory: Path, ids: Path, options: argparse.Namespace) -
         result["same_windows"] = len(expected & set(digests))
         result["twice"] = len(digests) - len(set(digests))
     return result
-
-
-def own_bytes() -> int:
-    """Return the anonymous and shared memory of this process and its children, in bytes."""
-    me = os.getpid()
-    children = Path(f"/proc/{me}/task/{me}/children").read_text().split()
-    total = 0
-    for process in [str(me), *children]:
-        for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
-            if line.startswith(("Pss_Anon", "Pss_Shmem")):
-                total += int(line.split()[1]) * 1024
-    return total
 
 
 def disk_bytes() -> int:

@@ -38,7 +38,7 @@ from benchmarks.tokenize_speed.tools import RAW, ids_of
 VOCAB_SIZE = 32_000
 TRAINED_BYTES = 16_000_000
 OURS = ("zerolm", "zerolm-tokenizers")
-PEERS = ("datatrove", "datasets.map", "litdata")  # use the library `tokenizers`
+PEERS = ("datatrove", "datasets.map")  # use the library `tokenizers`
 SLOW = {*PEERS, "raw-tokenizers", "zerolm-tokenizers"}
 LIMIT_SECONDS = 1800
 HEAD = ["tool", "seconds", "MB/s", "million tokens/s", "CPU seconds", "peak MB"]

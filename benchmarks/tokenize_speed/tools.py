@@ -6,7 +6,6 @@ DIRECTORY has corpus-0.jsonl, corpus-1.jsonl, ... (one per worker) and tokenizer
 the token IDs of every document, each followed by an EOS ID; `ids_of` reads them in order.
 """
 
-import json
 import multiprocessing
 import os
 import sys
@@ -119,50 +118,13 @@ def datasets_map(directory: Path, out: Path, workers: int) -> None:
     data.save_to_disk(str(out / "ids"), num_proc=workers)
 
 
-class LitdataEncode:
-    """Yields the token IDs of each document of a file."""
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.tokenizer = None
-
-    def __call__(self, path: str):
-        import torch
-        from transformers import AutoTokenizer
-
-        if self.tokenizer is None:
-            self.tokenizer = AutoTokenizer.from_pretrained(
-                str(self.directory / "tokenizer"), trust_remote_code=False
-            )
-        with open(path, encoding="utf-8") as lines:
-            for line in lines:
-                ids = self.tokenizer(json.loads(line)["text"], add_special_tokens=False)
-                ids = [*ids["input_ids"], self.tokenizer.eos_token_id]
-                yield torch.tensor(ids, dtype=torch.uint16)
-
-
-def litdata(directory: Path, out: Path, workers: int) -> None:
-    from litdata import TokensLoader, optimize
-
-    optimize(
-        fn=LitdataEncode(directory),
-        inputs=[str(directory / f"corpus-{number}.jsonl") for number in range(workers)],
-        output_dir=str(out / "ids"),
-        num_workers=workers,
-        reorder_files=False,
-        keep_data_ordered=True,  # otherwise the order depends on which worker is free
-        chunk_bytes="64MB",
-        item_loader=TokensLoader(),
-    )
-
-
 def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
     """Yield the token IDs that a tool wrote, in the order of the documents."""
     if tool in RAW or tool.startswith("zerolm") or tool == "datatrove":
         pattern = "*.bin" if tool in RAW else "ids/*.ds" if tool == "datatrove" else "shards/*.bin"
         for path in sorted(out.glob(pattern)):
             yield np.fromfile(path, np.uint16)
-    elif tool == "datasets.map":
+    else:
         import pyarrow as pa
 
         for path in sorted((out / "ids").glob("*.arrow")):
@@ -170,14 +132,6 @@ def ids_of(tool: str, out: Path) -> Iterator[np.ndarray]:
                 for batch in pa.ipc.open_stream(source):
                     column = batch.column(batch.schema.get_field_index("input_ids"))
                     yield column.flatten().to_numpy(zero_copy_only=False).astype(np.uint16)
-    else:
-        chunks = (out / "ids").glob("*.bin")  # chunk-<worker>-<number>.bin
-        for path in sorted(chunks, key=lambda path: [*map(int, path.stem.split("-")[1:])]):
-            # a header of offsets, then the items
-            data = path.read_bytes()
-            count = int.from_bytes(data[:4], "little")
-            offsets = np.frombuffer(data, np.uint32, count + 1, 4)
-            yield np.frombuffer(data[offsets[0] : offsets[-1]], np.uint16)
 
 
 def main() -> None:
@@ -185,9 +139,7 @@ def main() -> None:
     if tool in RAW:
         raw(tool, directory, out, int(workers))
     else:
-        {"datatrove": datatrove, "datasets.map": datasets_map, "litdata": litdata}[tool](
-            directory, out, int(workers)
-        )
+        {"datatrove": datatrove, "datasets.map": datasets_map}[tool](directory, out, int(workers))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def _benchmarks_section() -> list[str]:
         "",
         "Predicted as runs with ds_configs/zero3.json, with the activations of fused kernels; a "
         "Hugging Face model keeps and moves more, which the plan takes into account. Fitted to "
-        "these rows by `python -m benchmarks.fit_plan --write`, every source with the same weight: "
+        "these rows by `python -m benchmarks.fit_plan`, every source with the same weight: "
         f"{_fitted_text(values)} `left out` is the prediction of a fit without the row (10-fold). "
         "A share of the peak (`attained`) belongs to devices and the year of the software, so a "
         "new stack on a new device is predicted as well as the last line of the next table says, "
