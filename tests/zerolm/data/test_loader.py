@@ -1,5 +1,7 @@
 """Batches equal a plain reference, and only the seed decides their order."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.zerolm.data.token_streams import (
     write_sources,
 )
 from zerolm.common.errors import ShardError
+from zerolm.data import loader, window_stream
 from zerolm.data.loader import make_loader
 from zerolm.data.order import Order, num_windows
 from zerolm.optim.schedule import BatchSchedule
@@ -101,7 +104,9 @@ def test_every_window_occurs_once_per_epoch(sources):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_resumed_stream_yields_the_same_remaining_batches(sources, num_workers):
+def test_a_resumed_stream_yields_the_same_remaining_batches(sources, num_workers, monkeypatch):
+    """Also if its workers take turns, with messages of three micro-batches."""
+    monkeypatch.setattr(loader, "MESSAGE_BYTES", 3 * 4 * (SEQ_LEN + 1) * 4)
     schedule = BatchSchedule(32, 16, 160)
     full = ledger(sources, batch_schedule=schedule)
     position = 0
@@ -241,6 +246,39 @@ def test_sources_too_short_for_one_sequence_are_refused(sources, tmp_path):
         assert len(refusal.value.problems) == 2
         assert str(tmp_path / "one") in refusal.value.problems[0]
     assert num_windows(write_source(tmp_path / "three", 17, seed=0).num_tokens, SEQ_LEN) == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "worker", "checks"), [(0, None, 1), (0, 0, 1), (0, 1, 0), (1, None, 0), (1, 0, 0)]
+)
+def test_one_process_of_the_run_checks_the_sizes_of_all_files_of_training_data(
+    sources, monkeypatch, rank, worker, checks
+):
+    info = None if worker is None else SimpleNamespace(id=worker, num_workers=2)
+    monkeypatch.setattr(window_stream, "get_worker_info", lambda: info)
+    for make, expected in ((stream, checks), (validation, 0)):
+        reading, calls = make(sources, rank=rank, world_size=2, micro_batch_size=1), []
+        monkeypatch.setattr(reading.reader, "check_sizes", lambda calls=calls: calls.append(1))
+        next(reading.read_groups(2))
+        assert len(calls) == expected
+
+
+@pytest.mark.parametrize(
+    ("is_remote", "requests", "ahead"),
+    [
+        (False, 0, [0, 1, 2, 3, *[4] * 32, 3, 2, 1, 0]),  # the first group waits for no other
+        (True, 1, [*[32] * 8, *range(31, -1, -1)]),
+        (True, 128, [*[4] * 36, 3, 2, 1, 0]),  # 512 requests
+    ],
+)
+def test_reading_ahead_is_limited_by_groups_and_by_requests(
+    sources, monkeypatch, is_remote, requests, ahead
+):
+    reading, asked = stream(sources, end_position=40 * 4), []
+    monkeypatch.setattr(reading.reader, "is_remote", is_remote)
+    monkeypatch.setattr(reading.reader, "prefetch", lambda *_: asked.append(1) or [None] * requests)
+    seen = [len(asked) - number for number, _ in enumerate(reading.read_groups(1), 1)]
+    assert seen == ahead
 
 
 def test_the_first_micro_batch_is_read_alone_so_that_training_starts_sooner(sources):

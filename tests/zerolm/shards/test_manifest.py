@@ -9,6 +9,7 @@ import pytest
 from tests.zerolm.shards.small_shards import EOS, many_shards, write
 from zerolm.common.errors import ShardError
 from zerolm.shards import manifest
+from zerolm.shards.checksums import BLOCK_BYTES
 from zerolm.shards.reader import open_source
 
 
@@ -194,5 +195,6 @@ def test_the_fast_check_of_a_manifest_misses_nothing_that_the_slow_one_finds(mon
             refused += bool(found[0])
     assert refused > 100
     large = write(tmp_path / "large", [[1] * 5000 + [EOS]] * 20)
-    for each in (content, (large / "manifest.json").read_bytes()):
+    full = write(tmp_path / "full", [[1] * (BLOCK_BYTES // 2 - 1) + [EOS]])
+    for each in (content, *((one / "manifest.json").read_bytes() for one in (large, full))):
         assert manifest._all_shards_valid(json.loads(each))
