@@ -3,7 +3,6 @@
 import argparse
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from data_prep.read.bad_input import Tally, summary_lines
+    from data_prep.read.inputs import total_bytes
     from data_prep.tasks.progress import Progress
     from data_prep.tokenizer import load, text_sample
     from data_prep.tokenizer.report import comparison_rows, format_html, format_table
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     problems.refuse()
     inputs, notes = found
     print_notes([*notes, *(line for each in loaded for line in each.notices)])
-    progress = Progress("compare-tokenizers", _total_bytes(inputs))
+    progress = Progress("compare-tokenizers", total_bytes(inputs))
     tally = Tally()
     sample = text_sample.Sample(sample_bytes, text_sample.source_names(inputs))
     for source, text in text_sample.read_texts(inputs, rules, tally, progress.add):
@@ -71,9 +71,7 @@ def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
     """Encode the texts of each source with one tokenizer; return its report, with its speed."""
     from data_prep.tokenizer.encoder_choice import choose_backend
     from data_prep.tokenizer.encoders import load_encoder
-    from data_prep.tokenizer.report import measure_tokenizer
-    from data_prep.tokenizer.vocabulary import token_texts, unknown_id
-    from zerolm.data.window_text import load_decoder
+    from data_prep.tokenizer.train import measure_copy
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "tokenizer"
@@ -85,15 +83,7 @@ def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
         for each in texts.values():
             encoder.encode(each)
         seconds = time.perf_counter() - start
-        report = measure_tokenizer(
-            encoder.encode, tokenizer.vocab_size, token_texts(directory), texts,
-            unknown_id(directory), load_decoder(directory),
-        )  # fmt: skip
+        report = measure_copy(directory, encoder, tokenizer.vocab_size, texts)
     report["encoder"] = choice.backend
     report["megabytes_per_second"] = round(num_bytes / 1e6 / max(seconds, 1e-9), 2)
     return report
-
-
-def _total_bytes(inputs: Sequence[Any]) -> int | None:
-    sizes = [each.size_bytes for each in inputs]
-    return None if None in sizes else sum(sizes)

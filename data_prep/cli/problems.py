@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.stages.options import options_of_flags
@@ -53,6 +54,12 @@ class Problems:
             self.lines.append(f"--{flag} {text}: is not a number {limits}.")
             return default
         return value
+
+    def shard_output(self, directory: Path, flag: str = "output") -> None:
+        """Check a new directory for token shards."""
+        from zerolm.shards.directory import output_problems
+
+        self.lines += [f"--{flag} {line}" for line in output_problems(directory)]
 
     def collect(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Return a function's result; on a ConfigError, record its problems and return None."""

@@ -84,18 +84,16 @@ def run(options: argparse.Namespace) -> None:
 
 def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path]:
     """Check the output directories, also against each other, and return them."""
-    from zerolm.shards.directory import output_problems
-
     if (options.val_fraction is None) != (options.val_output is None):
         given, other = "--val_fraction", "--val_output"
         if options.val_fraction is None:
             given, other = other, given
         problems.lines.append(f"{given}: needs {other} too. Give both, or neither.")
     outputs = [options.output]
-    problems.lines += [f"--output {line}" for line in output_problems(options.output)]
+    problems.shard_output(options.output)
     if options.val_output is not None:
         outputs.append(options.val_output)
-        problems.lines += [f"--val_output {line}" for line in output_problems(options.val_output)]
+        problems.shard_output(options.val_output, "val_output")
         one, two = options.output.resolve(), options.val_output.resolve()
         if one == two or one in two.parents or two in one.parents:
             problems.lines.append(

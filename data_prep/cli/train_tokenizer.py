@@ -33,7 +33,6 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.stages.output_rules import overlap_problems
     from data_prep.tokenizer.report import report_lines
     from data_prep.tokenizer.train import REPORT_FILE, train_on_inputs
-    from zerolm.shards.directory import output_problems
 
     # Python's handlers would run only after the Rust trainer returns. Exiting at once is safe:
     # nothing is written before the end.
@@ -45,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     sample_bytes = problems.size("sample_bytes", options.sample_bytes, 1)
     rules = input_rules(options, problems)
     found = find_inputs(options, rules, problems)
-    problems.lines += [f"--output {line}" for line in output_problems(options.output)]
+    problems.shard_output(options.output)
     problems.lines += overlap_problems(options.output, options.input, found[0] if found else ())
     problems.refuse()
     inputs, notes = found

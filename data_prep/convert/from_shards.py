@@ -17,7 +17,7 @@ from data_prep.shards.documents import Documents, Inputs, Selection, choose
 from data_prep.shards.reshard import parent_entry
 from data_prep.tasks.progress import Progress
 from zerolm.common.errors import ConfigError, ZerolmError
-from zerolm.common.files import sha256_file, sync_directory, sync_file, write_json
+from zerolm.common.files import file_entry, sync_directory, sync_file, write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.data.window_text import source_decoder
 from zerolm.shards.reader import Source
@@ -136,14 +136,7 @@ def _write(
         "vocab_size": source.vocab_size,
         "eos_id": source.eos_id,
         "tokenizer": source.head["tokenizer"],
-        "files": [
-            {
-                "file": path.relative_to(directory).as_posix(),
-                "size_bytes": path.stat().st_size,
-                "sha256": sha256_file(path),
-            }
-            for path in files
-        ],
+        "files": [file_entry(path, directory) for path in files],
         "parents": [parent_entry(each) for each in sources],
         **provenance,
     }

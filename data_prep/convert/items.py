@@ -116,6 +116,27 @@ def read_index(path: Path, kind: type[T]) -> T:
     return content
 
 
+def files_of(path: Path, suffix: str) -> list[Path]:
+    """Return a file, or those of a directory with a suffix, in the order of their names."""
+    if not path.is_dir():
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file or directory. Check the path.")
+        return [path]
+    files = sorted(each for each in path.glob(f"*{suffix}") if not each.name.startswith("."))
+    if not files:
+        raise ConfigError(f"{path}: holds no {suffix} file. Give a file, or another directory.")
+    return files
+
+
+def listed_file(path: Path, size: int | None) -> Path:
+    """Return a file that index.json lists, after comparing its size if that is known."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
+    if size is not None and path.stat().st_size != size:
+        raise damaged(path, f"has {path.stat().st_size} bytes, index.json says {size}")
+    return path
+
+
 def damaged(path: Path, what: str) -> ConfigError:
     """Return the error of a damaged input file."""
     return ConfigError(f"{path}: {what}. The file is damaged or truncated: restore it.")

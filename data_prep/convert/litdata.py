@@ -20,6 +20,7 @@ from data_prep.convert.items import (
     ReadOptions,
     damaged,
     grouped,
+    listed_file,
     offsets_of,
     read_index,
     read_whole,
@@ -88,12 +89,8 @@ def _dtype(data_format: str) -> str | None:
 
 
 def _open(directory: Path, chunk: _Chunk, dtype: str, compression: Any) -> InputFile:
-    path = directory / chunk["filename"]
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
-    size = path.stat().st_size
-    if compression is None and size != chunk["chunk_bytes"]:
-        raise damaged(path, f"has {size} bytes, index.json says {chunk['chunk_bytes']}")
+    size = chunk["chunk_bytes"] if compression is None else None
+    path = listed_file(directory / chunk["filename"], size)
 
     def read() -> Iterator[Items]:
         content = read_whole(path, compression)
@@ -107,7 +104,7 @@ def _open(directory: Path, chunk: _Chunk, dtype: str, compression: Any) -> Input
             ids[start:end] for start, end in zip(ends.tolist(), ends[1:].tolist(), strict=False)
         )
 
-    return InputFile(path, "document", size, chunk["dim"], read)
+    return InputFile(path, "document", path.stat().st_size, chunk["dim"], read)
 
 
 def write(directory: Path, content: Content) -> None:

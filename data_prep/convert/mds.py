@@ -23,6 +23,7 @@ from data_prep.convert.items import (
     ReadOptions,
     damaged,
     grouped,
+    listed_file,
     offsets_of,
     read_index,
     read_whole,
@@ -88,10 +89,7 @@ def _open(directory: Path, shard: _Shard, options: ReadOptions) -> InputFile:
                 else ", nor bytes."
             )
         )
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
-    if path.stat().st_size != stored["bytes"]:
-        raise damaged(path, f"has {path.stat().st_size} bytes, index.json says {stored['bytes']}")
+    listed_file(path, stored["bytes"])
     has_shape = kind == "bytes" or ":" in rest
 
     def read() -> Iterator[Items]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.convert.items import Content, InputFile, Items, ReadOptions, damaged
+from data_prep.convert.items import Content, InputFile, Items, ReadOptions, damaged, files_of
 from data_prep.shards.documents import PIECE_TOKENS
 from zerolm.common.errors import ConfigError
 
@@ -23,14 +23,7 @@ NO_ENDS = np.empty(0, np.int64)
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
     """Open a .bin file, or all of a directory in the order of their names."""
-    if path.is_dir():
-        files = sorted(path.glob("*.bin"))
-        if not files:
-            raise ConfigError(f"{path}: holds no .bin file. Give a file, or another directory.")
-        return [_open(file, options) for file in files]
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file or directory. Check the path.")
-    return [_open(path, options)]
+    return [_open(file, options) for file in files_of(path, ".bin")]
 
 
 def _open(path: Path, options: ReadOptions) -> InputFile:

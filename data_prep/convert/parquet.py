@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.convert.items import Content, InputFile, Items, ReadOptions, damaged
+from data_prep.convert.items import Content, InputFile, Items, ReadOptions, damaged, files_of
 from data_prep.shards.documents import Documents
 from zerolm.common.errors import ConfigError
 
@@ -23,14 +23,7 @@ FILE_TOKENS = 1 << 26
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
     """Open a Parquet file, or all of a directory in the order of their names."""
-    if path.is_dir():
-        files = sorted(each for each in path.glob("*.parquet") if not each.name.startswith("."))
-        if not files:
-            raise ConfigError(f"{path}: holds no .parquet file. Give a directory of such files.")
-        return [_open(file, options) for file in files]
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file or directory. Check the path.")
-    return [_open(path, options)]
+    return [_open(file, options) for file in files_of(path, ".parquet")]
 
 
 def _open(path: Path, options: ReadOptions) -> InputFile:

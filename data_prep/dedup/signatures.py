@@ -29,7 +29,7 @@ from data_prep.dedup.arrays import (
 from data_prep.dedup.members import find_names, names_path, write_members
 from data_prep.stages.documents import Documents
 from zerolm.common.errors import ConfigError, RecordError
-from zerolm.common.files import sha256_file, write_atomically, write_json
+from zerolm.common.files import file_entry, sha256_file, write_atomically, write_json
 from zerolm.common.records import Count, RelativePath, mismatch, read_record
 
 SIGNATURES = "signatures"  # directory in the output of a stage
@@ -241,14 +241,7 @@ class KeepTask:
         for kind in ("exact", "bands") if self.near else ("exact",):
             path = array_path(self.units.hashes, kind, task)
             sizes[path] = path.stat().st_size
-        entries = [
-            {
-                "file": path.relative_to(self.units.hashes).as_posix(),
-                "size_bytes": size,
-                "sha256": sha256_file(path),
-            }
-            for path, size in sizes.items()
-        ]
+        entries = [file_entry(path, self.units.hashes) for path in sizes]
         return {**task_record(self.directory, sizes), "entries": entries, "num_documents": total}
 
 

@@ -17,7 +17,7 @@ from data_prep.dedup.dedup import run_dedup
 from data_prep.dedup.options import DedupOptions
 from data_prep.dedup.repeats import run_repeats
 from data_prep.dedup.signatures import signatures_manifest
-from data_prep.filters.clean import run_clean
+from data_prep.filters.clean import CleanOptions, run_clean
 from data_prep.pipeline.plan import (
     dedup_fingerprints,
     stage_fingerprints,
@@ -123,10 +123,7 @@ class Pipeline:
                 print(f"{name}: runs again, because its options or its input have changed")
                 self._remove(stage)
             elif state == "to do" and output.exists() and any(output.iterdir()):
-                raise ConfigError(
-                    f"{output}: contains files that this pipeline did not write. Remove them, or "
-                    f"choose another output."
-                )
+                raise _foreign_files(output)
             elif state != "to do":
                 print(f"{name}: {'is complete' if state == 'complete' else 'resumes'}")
             if state != "complete":
@@ -149,19 +146,19 @@ class Pipeline:
         count_shares(self.directory, last, shards, keys, fraction, self.executor)
 
     def _run_clean(self, output: Path, before: Path | None) -> None:
-        recipe, source = self.recipe, self.source
-        options = replace(recipe.clean, rules=source.options.rules())
-        if options.keep_dropped is not None:
-            options = replace(options, keep_dropped=output / "dropped")
-        run_clean(options, source.inputs, output, self.executor, self._provenance())
+        options = self._filtering(self.recipe.clean, output)
+        run_clean(options, self.source.inputs, output, self.executor, self._provenance())
+
+    def _filtering(self, options: CleanOptions, output: Path) -> CleanOptions:
+        """Return the options of clean or select for this source."""
+        dropped = None if options.keep_dropped is None else output / "dropped"
+        return replace(options, rules=self.source.options.rules(), keep_dropped=dropped)
 
     def _run_select(self, output: Path, before: Path | None) -> None:
         assert before is not None
         stage = read_stage(before)
         inputs, _ = find_inputs([str(before)], stage.text_field)
-        options = replace(self.recipe.select, rules=self.source.options.rules())
-        if options.keep_dropped is not None:
-            options = replace(options, keep_dropped=output / "dropped")
+        options = self._filtering(self.recipe.select, output)
         run_clean(options, inputs, output, self.executor, provenance_of(stage))
 
     def _run_dedup(self, output: Path, before: Path | None) -> None:
@@ -281,10 +278,7 @@ class Training:
         if state == "changed":
             print(f"{TOKENIZER}: is trained again, because its options or its text have changed")
         elif self.output.exists() and any(self.output.iterdir()):
-            raise ConfigError(
-                f"{self.output}: contains files that this pipeline did not write. Remove them, or "
-                f"choose another output."
-            )
+            raise _foreign_files(self.output)
         write_state(self.recipe.output, {})
         shutil.rmtree(self.output, ignore_errors=True)
         stages = [pipeline.directory / pipeline.text_stages[-1] for pipeline in self.pipelines]
@@ -309,6 +303,13 @@ class Training:
 def _documents(before: Path | None) -> StageInput:
     assert before is not None
     return stage_documents(read_stage(before))
+
+
+def _foreign_files(output: Path) -> ConfigError:
+    return ConfigError(
+        f"{output}: contains files that this pipeline did not write. Remove them, or choose "
+        f"another output."
+    )
 
 
 def _validation(shards: Path) -> Path:

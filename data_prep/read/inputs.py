@@ -3,15 +3,18 @@
 Independent of how a format is read.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from data_prep.read.documents import Chunk, InputRules, Problem
 from data_prep.read.encodings import AUTO, UTF8, open_stream
+from data_prep.read.remote import open_stored
 from data_prep.read.streams import Failure, Stream
 from zerolm.common.errors import ConfigError
 from zerolm.common.provenance import installed_version
+from zerolm.common.url import is_url
 
 TEXT_FORMATS = (".txt", ".md")  # a document each; with one of streams.COMPRESSIONS at the end too
 PAGE_FORMATS = (".html", ".htm", ".xhtml")  # the same
@@ -58,6 +61,12 @@ class Input:
         return [self.encoding, self.keys, self.version, self.packages]
 
 
+def total_bytes(inputs: Iterable[Input]) -> int | None:
+    """Return the size of inputs; None if one is of unknown size."""
+    sizes = [each.size_bytes for each in inputs]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
 class InputRange(NamedTuple):
     """A part of an input: the documents that start in [start, stop)."""
 
@@ -74,6 +83,11 @@ def problem_chunk(
     name, reason, detail = source.name, failure.reason, failure.detail
     problem = Problem(reason, name, part.input, start, is_row, detail, num_lost, lost_bytes)
     return Chunk(name, "bad", start, problem, 0, part.input)
+
+
+def stored_in(source: Input) -> Any:
+    """Return the path of a local file, or a file in a store, opened."""
+    return open_stored(source.name) if is_url(source.name) else source.name
 
 
 def stream_of(source: Input, start: int, rules: InputRules) -> Stream:

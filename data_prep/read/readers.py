@@ -23,6 +23,7 @@ from data_prep.read.inputs import (
     Input,
     InputRange,
     problem_chunk,
+    stored_in,
     stream_of,
 )
 from data_prep.read.lines import read_line_blocks, read_plain_line_blocks
@@ -39,7 +40,7 @@ from data_prep.read.parquet import (
     read_row_group,
 )
 from data_prep.read.parse import too_long_problem
-from data_prep.read.remote import open_stored, stat_file
+from data_prep.read.remote import stat_file
 from data_prep.read.source_code import header_license
 from data_prep.read.stage_files import check_stage_file
 from data_prep.read.streams import COMPRESSIONS, Failure
@@ -110,7 +111,7 @@ def checked_table(source: Input, text_field: str) -> Input:
     """Return a Parquet, Arrow or CSV file with its `problem` if it has no column of text."""
     if source.suffix.startswith(TABLE_FORMATS):
         return replace(source, problem=header_of(source, InputRules(text_field))[1])
-    stored = open_stored(source.name) if is_url(source.name) else source.name
+    stored = stored_in(source)
     if source.suffix == ".arrow":
         return replace(source, problem=check_arrow(stored, text_field))
     failure, num_rows = check_parquet(stored, text_field)
@@ -181,7 +182,7 @@ def _read_parquet(
 
     stored_bytes = source.size_bytes or 0
     try:
-        stored = open_stored(source.name) if is_url(source.name) else source.name
+        stored = stored_in(source)
         file = pq.ParquetFile(stored, buffer_size=1 << 20, page_checksum_verification=True)
     except parquet_errors() as error:
         failure = _parquet_failure(error)
@@ -219,7 +220,7 @@ def _read_arrow(
     """Read batch by batch; after a damaged one the rest of the file is lost."""
     stored_bytes, row, done = source.size_bytes or 0, 0, part.start
     try:
-        stored = open_stored(source.name) if is_url(source.name) else source.name
+        stored = stored_in(source)
         for batch in open_arrow(stored)[1]:
             skip = min(len(batch), max(0, part.start - row))
             row += len(batch)

@@ -15,14 +15,12 @@ from data_prep.read.bad_input import MAX_PROBLEMS, Tally, describe_problems
 from data_prep.read.csv_rows import read_fields
 from data_prep.read.documents import Chunk, Document, InputRules, Position, Problem
 from data_prep.read.encodings import UTF8, canonical, repair
-from data_prep.read.inputs import END, LINE_FORMATS, Input, InputRange
+from data_prep.read.inputs import END, LINE_FORMATS, Input, InputRange, stored_in
 from data_prep.read.pages import read_pages
 from data_prep.read.parquet import parquet_errors
 from data_prep.read.parse import read_documents
 from data_prep.read.readers import read_input
-from data_prep.read.remote import open_stored
 from zerolm.common.errors import ConfigError
-from zerolm.common.url import is_url
 
 CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 22, 1 << 28
@@ -114,8 +112,7 @@ def _split_parquet(index: int, source: Input, limit: int) -> list[tuple[InputRan
 
     stored_bytes = source.size_bytes or 0
     try:
-        stored = open_stored(source.name) if is_url(source.name) else source.name
-        metadata = pq.read_metadata(stored)
+        metadata = pq.read_metadata(stored_in(source))
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     except parquet_errors():  # reported by the task that reads it
         return [(InputRange(index), stored_bytes)]

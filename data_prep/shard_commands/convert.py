@@ -60,13 +60,12 @@ def _to_shards(options: argparse.Namespace, problems: Problems) -> None:
     from data_prep.shards.output import space_problems
     from data_prep.tokenizer.load import load_tokenizer
     from zerolm.common.url import is_url
-    from zerolm.shards.directory import output_problems
     from zerolm.shards.manifest import MANIFEST, token_dtype
     from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
     form, tokenizer = FORMATS[options.source], None
     files: list[InputFile] = []
-    problems.lines += [f"--output {line}" for line in output_problems(options.output)]
+    problems.shard_output(options.output)
     if options.tokenizer is None:
         problems.lines.append("--tokenizer: is missing. Give the tokenizer that made the ids.")
     else:

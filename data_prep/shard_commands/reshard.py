@@ -81,7 +81,9 @@ def run(options: argparse.Namespace) -> None:
         _parts(problems, options.split),
         problems.number("shard_tokens", options.shard_tokens, 1, default=DEFAULT_SHARD_TOKENS),
     )
-    _check_outputs(options, chosen.outputs(options.output), problems)
+    for output in chosen.outputs(options.output):
+        problems.shard_output(output)
+    problems.lines += inside_problems(options.output, options.shards)
     for source in opened:  # older shards have no sums with which blocks are verified while reading
         if not source.has_checksums and not problems.lines:
             problems.collect(reader.verify, source.directory)
@@ -105,14 +107,6 @@ def run(options: argparse.Namespace) -> None:
     for name in packed:
         seq_len = name.removeprefix("packing-").removesuffix(".json")
         print(f"note: {name} is not copied; run: zerolm data pack SHARDS --seq_len {seq_len}")
-
-
-def _check_outputs(options: argparse.Namespace, outputs: list[Path], problems: Problems) -> None:
-    from zerolm.shards.directory import output_problems
-
-    for output in outputs:
-        problems.lines += [f"--output {line}" for line in output_problems(output)]
-    problems.lines += inside_problems(options.output, options.shards)
 
 
 def inside_problems(output: Path, inputs: Sequence[Any]) -> list[str]:

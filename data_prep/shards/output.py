@@ -15,7 +15,7 @@ import numpy as np
 from data_prep.shards.documents import Documents
 from data_prep.tokenizer.vocabulary import unknown_id
 from zerolm.common.errors import ConfigError, ZerolmError
-from zerolm.common.files import sha256_file, sync_file, write_json
+from zerolm.common.files import file_entry, sync_file, write_json
 from zerolm.shards.directory import PARTS
 from zerolm.shards.manifest import TOKENIZER_DIRECTORY
 from zerolm.shards.origins import INPUTS
@@ -131,13 +131,7 @@ def _finish(output: Output, input_entries: Sequence[dict[str, Any]]) -> dict[str
             sync_file(path)
     path = directory / INPUTS
     write_json(path, {"inputs": list(input_entries)})
-    return {
-        "input_files": {
-            "file": INPUTS,
-            "size_bytes": path.stat().st_size,
-            "sha256": sha256_file(path),
-        }
-    }
+    return {"input_files": file_entry(path, directory)}
 
 
 def scratch_directory(output: Output) -> Path:

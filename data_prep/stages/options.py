@@ -6,11 +6,11 @@ Standard library only, so that `--help` is instant.
 import argparse
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, TypeVar
 
-from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, unknown_keys
 from zerolm.common.values import parse_bytes, parse_number
 
 Options = TypeVar("Options")
@@ -110,16 +110,6 @@ def parse_options(options_class: type[Options], value: Any, where: str) -> Optio
     if problems := [*unknown_keys(where, value, names), *found]:
         raise ConfigError(problems)
     return options
-
-
-def unknown_keys(where: str, given: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return a problem for each key that is not an option."""
-    known = list(known)
-    return [
-        f"{where}.{key}: is not an option.{did_you_mean(key, known)} Known: {', '.join(known)}."
-        for key in given
-        if key not in known
-    ]
 
 
 def _read_all(

@@ -15,7 +15,7 @@ from typing import Any
 from data_prep.tasks.datatrove_step import TaskStep, log_to_file, new_log_directory, pipeline_step
 from data_prep.tasks.phases import Executor, LocalExecutor, Phase, Record
 from data_prep.tasks.slurm import SlurmExecutor
-from zerolm.common.errors import ConfigError, did_you_mean
+from zerolm.common.errors import ConfigError, unknown_keys
 
 EXECUTORS = ("local", "slurm", "ray")
 SLURM_KEYS = {
@@ -39,12 +39,7 @@ def make_executor(name: str, num_workers: int, options: Json, where: str) -> Exe
         options: `executor` of the recipe: `{"slurm": {...}, "ray": {...}}`.
         where: file of the options, for messages.
     """
-    problems = [
-        f"{where}: executor.{key}: is not an executor with options."
-        f"{did_you_mean(key, EXECUTORS[1:])} Known: {', '.join(EXECUTORS[1:])}."
-        for key in options
-        if key not in EXECUTORS[1:]
-    ]
+    problems = unknown_keys(f"{where}: executor", options, EXECUTORS[1:])
     for key, known in (("slurm", SLURM_KEYS), ("ray", RAY_KEYS)):
         problems += _option_problems(options.get(key, {}), known, f"{where}: executor.{key}")
     if name not in EXECUTORS:
@@ -65,14 +60,11 @@ def make_executor(name: str, num_workers: int, options: Json, where: str) -> Exe
 def _option_problems(options: Any, known: dict[str, type], where: str) -> list[str]:
     if not isinstance(options, dict):
         return [f"{where}: {options!r} is not an object of options."]
-    problems = []
-    for key, value in options.items():
-        if key not in known:
-            hint = did_you_mean(key, known)
-            problems.append(f"{where}.{key}: is not an option.{hint} Known: {', '.join(known)}.")
-        elif not isinstance(value, (int, float) if known[key] is float else known[key]):
-            problems.append(f"{where}.{key}: {value!r} is not of type {known[key].__name__}.")
-    return problems
+    return unknown_keys(where, options, known) + [
+        f"{where}.{key}: {options[key]!r} is not of type {kind.__name__}."
+        for key, kind in known.items()
+        if key in options and not isinstance(options[key], (int, float) if kind is float else kind)
+    ]
 
 
 def _slurm_problems(options: Json, where: str) -> list[str]:

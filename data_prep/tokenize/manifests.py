@@ -17,7 +17,7 @@ from data_prep.read.stage_files import is_stage, provenance_of, read_stage
 from data_prep.tasks.phases import Record
 from data_prep.tokenize.encode_documents import IdCounts
 from zerolm.common.errors import ConfigError, ZerolmError
-from zerolm.common.files import encode_json, sha256_file, sync_file, write_atomically
+from zerolm.common.files import encode_json, file_entry, sync_file, write_atomically
 from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.manifest import FORMAT, TOKENIZER_DIRECTORY, VERSION, token_dtype
 from zerolm.shards.origins import INPUTS
@@ -99,7 +99,6 @@ def write_input_list(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]
 
     `publish_all` makes it durable.
     """
-    path = directory / INPUTS
     entries = [
         {
             "name": each.name,
@@ -108,8 +107,8 @@ def write_input_list(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]
         }
         for each in inputs
     ]
-    write_atomically(path, encode_json({"inputs": entries}), durable=False)
-    return {"file": INPUTS, "size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    write_atomically(directory / INPUTS, encode_json({"inputs": entries}), durable=False)
+    return file_entry(directory / INPUTS, directory)
 
 
 def build_manifest(

@@ -6,9 +6,9 @@ assigns documents to rows; `zerolm.data.packing` describes the format of the ind
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from data_prep.tokenize.best_fit import cut_documents, fill_rows, order_rows
 from zerolm.common.errors import ShardError
-from zerolm.common.files import sync_directory, write_json
+from zerolm.common.files import sha256_file, write_atomically, write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.data.order import num_windows
 from zerolm.data.packing import FORMAT, PARTS, PIECE, ROW_END, VERSION, index_file, open_packing
@@ -85,22 +85,27 @@ def _lock_index(directory: Path, seq_len: int) -> Iterator[None]:
 def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
     counts = {"num_rows": 0, "num_pieces": 0, "num_padding": 0}
     index_file(source.directory, seq_len).unlink(missing_ok=True)
-    files = {part: _IndexFile(index_file(source.directory, seq_len, part)) for part in PARTS}
-    try:
+    paths = {part: index_file(source.directory, seq_len, part) for part in PARTS}
+
+    def fill(row_file: BinaryIO, piece_file: BinaryIO) -> None:
         for starts, lengths in _blocks(source, seq_len, block_pieces):
             rows, _ = fill_rows(lengths, seq_len + 1)
             order, ends = order_rows(starts, rows, lengths)
             records = np.empty(len(order), PIECE)
             records["start"], records["length"] = starts[order], lengths[order]
-            files["pieces"].write(records)
-            files["rows"].write((ends + counts["num_pieces"]).astype(ROW_END))
+            piece_file.write(records.data)
+            row_file.write((ends + counts["num_pieces"]).astype(ROW_END).data)
             counts["num_rows"] += len(ends)
             counts["num_pieces"] += len(order)
             counts["num_padding"] += len(ends) * (seq_len + 1) - int(lengths.sum())
-        entries = {part: file.publish() for part, file in files.items()}
-    finally:
-        for file in files.values():
-            file.close()
+
+    write_atomically(
+        paths["rows"], lambda rows: write_atomically(paths["pieces"], partial(fill, rows))
+    )
+    entries = {
+        part: {"size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for part, path in paths.items()
+    }
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -111,36 +116,8 @@ def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
         **entries,
         "efficiency": [vars(row) for row in efficiency(source, seq_len, counts)],
     }
-    sync_directory(source.directory)
     write_json(index_file(source.directory, seq_len), manifest)
     return manifest
-
-
-class _IndexFile:
-    """A file of an index, written under a temporary name and renamed when it is complete."""
-
-    def __init__(self, path: Path):
-        self.path, self.temporary = path, path.with_name(path.name + ".tmp")
-        self.file: BinaryIO = open(self.temporary, "wb")
-        self.digest, self.size, self.published = hashlib.sha256(), 0, False
-
-    def write(self, values: np.ndarray) -> None:
-        data = values.tobytes()
-        self.file.write(data)
-        self.digest.update(data)
-        self.size += len(data)
-
-    def publish(self) -> dict[str, Any]:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        os.replace(self.temporary, self.path)
-        self.published = True
-        return {"size_bytes": self.size, "sha256": self.digest.hexdigest()}
-
-    def close(self) -> None:
-        if not self.published:
-            self.temporary.unlink(missing_ok=True)
-        self.file.close()
 
 
 def _blocks(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.read.bad_input import Tally, check_bad_fraction, describe_problems, summary_lines
-from data_prep.read.readers import Input
+from data_prep.read.inputs import Input, total_bytes
 from data_prep.read.work_units import WorkUnit
 from data_prep.tasks.phases import (
     RECORDS,
@@ -84,9 +84,7 @@ def run_tokenization(
             f"--input: {len(inputs):,} files are more than {MAX_INPUTS:,}. Join small files."
         )
     directories: list[ShardDirectory] = []
-    sizes = [each.size_bytes for each in inputs]
-    total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-    progress = Progress("tokenize", total_bytes)
+    progress = Progress("tokenize", total_bytes(inputs))
     run = _Run(inputs, tokenizer, options, directories, progress)
     keep_parts = True
     try:

@@ -20,7 +20,7 @@ import orjson
 from data_prep.tokenizer.backends import load_tokenizer_json
 from data_prep.tokenizer.vocabulary import read_definition
 from zerolm.common.errors import ConfigError, did_you_mean, reason
-from zerolm.common.files import sha256_file, write_json
+from zerolm.common.files import file_entry, write_json
 from zerolm.shards.tokenizer import (
     TIKTOKEN_FILE,
     TIKTOKEN_RANKS,
@@ -72,15 +72,8 @@ class Tokenizer:
         directory.mkdir()
         self.save(directory)
         make_portable(directory)
-        files = [
-            {
-                "file": path.relative_to(directory).as_posix(),
-                "size_bytes": path.stat().st_size,
-                "sha256": sha256_file(path),
-            }
-            for path in sorted(directory.rglob("*"))
-            if path.is_file()
-        ]
+        paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+        files = [file_entry(path, directory) for path in paths]
         return {"name": self.name, "fingerprint": self.fingerprint, "files": files}
 
 

@@ -5,16 +5,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from data_prep.read.bad_input import Tally
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
-from data_prep.read.readers import Input
+from data_prep.read.inputs import Input, total_bytes
 from data_prep.read.stage_files import read_stage
 from data_prep.tasks.progress import Progress
 from data_prep.tokenizer import text_sample
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
-from data_prep.tokenizer.encoders import load_encoder
+from data_prep.tokenizer.encoders import Encoder, load_encoder
 from data_prep.tokenizer.report import measure_tokenizer
 from data_prep.tokenizer.text_sample import Sample
 from data_prep.tokenizer.vocabulary import token_texts, unknown_id
@@ -58,9 +59,7 @@ def train_on_inputs(
         groups: inputs, and the rules for reading them.
     """
     inputs = [each for group, _ in groups for each in group]
-    sizes = [each.size_bytes for each in inputs]
-    total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
-    progress, tally = Progress("train-tokenizer", total_bytes), Tally()
+    progress, tally = Progress("train-tokenizer", total_bytes(inputs)), Tally()
     sample = Sample(sample_bytes or REPORT_BYTES, text_sample.source_names(inputs))
     read = (text_sample.read_texts(group, rules, tally, progress.add) for group, rules in groups)
     texts = text_sample.add_to_sample(sample, chain.from_iterable(read))
@@ -110,9 +109,17 @@ def train_on_stages(
 
 def write_report(directory: Path, texts: dict[str, list[str]]) -> None:
     """Write `report.json` beside a tokenizer, measured on documents by source."""
-    known = token_texts(directory)
-    report = measure_tokenizer(
-        load_encoder(directory).encode, max(known) + 1, known, texts, unknown_id(directory),
+    size = max(token_texts(directory)) + 1
+    write_json(
+        directory / REPORT_FILE, measure_copy(directory, load_encoder(directory), size, texts)
+    )
+
+
+def measure_copy(
+    directory: Path, encoder: Encoder, vocab_size: int, texts: dict[str, list[str]]
+) -> dict[str, Any]:
+    """Return the report on a tokenizer's saved copy, measured on documents by source."""
+    return measure_tokenizer(
+        encoder.encode, vocab_size, token_texts(directory), texts, unknown_id(directory),
         load_decoder(directory),
     )  # fmt: skip
-    write_json(directory / REPORT_FILE, report)

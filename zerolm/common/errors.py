@@ -135,3 +135,13 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     cutoff = 0.75 if is_flag else 0.6
     near = difflib.get_close_matches(word.removeprefix("--"), list(by_word), n=1, cutoff=cutoff)
     return f' Did you mean "{by_word[near[0]]}"?' if near else ""
+
+
+def unknown_keys(where: str, given: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Return a problem for each key that is not an option."""
+    known = list(known)
+    return [
+        f"{where}.{key}: is not an option.{did_you_mean(key, known)} Known: {', '.join(known)}."
+        for key in given
+        if key not in known
+    ]

@@ -30,6 +30,12 @@ def sha256_file(path: str | Path) -> str:
     return digest.hexdigest()
 
 
+def file_entry(path: Path, directory: Path) -> dict[str, Any]:
+    """Return what a manifest in a directory lists of a file: its name, size and SHA-256."""
+    name = path.relative_to(directory).as_posix()
+    return {"file": name, "size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+
 def sync_directory(path: str | Path) -> None:
     """Make the creations and renames in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -194,7 +194,7 @@ def test_all_invalid_options_are_refused_at_once(monkeypatch, tmp_path):
         make_executor("slurm", 2, options, "r.json")
     text = "\n".join(refused.value.problems)
     for piece in (
-        'executor.rayy: is not an executor with options. Did you mean "ray"?',
+        'executor.rayy: is not an option. Did you mean "ray"?',
         'executor.slurm.partion: is not an option. Did you mean "partition"?',
         "executor.slurm.qos: 3 is not of type str",
         "executor.slurm.time: is missing",
