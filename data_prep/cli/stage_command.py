@@ -36,11 +36,7 @@ def run_stage(
     chosen: Any,
     run: Callable[..., Json],
 ) -> tuple[Json, float]:
-    """Check everything, run a stage, and return its `stage.json` and the seconds it took.
-
-    Args:
-        chosen: the options of the stage.
-    """
+    """Check everything, run a stage, and return its `stage.json` and the seconds it took."""
     from data_prep.stages.output_rules import output_problems, overlap_problems
     from data_prep.tasks.phases import LocalExecutor
 

@@ -13,7 +13,6 @@ class Format(NamedTuple):
 
     Attributes:
         find: opens what a user gives, checks headers and sizes, and returns the files.
-        write: writes a new directory.
         options: of `ReadOptions` that it has.
     """
 

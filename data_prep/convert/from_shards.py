@@ -48,11 +48,6 @@ def convert(
 
     Args:
         sources: with equal tokenizers.
-        write: of a format.
-        provenance: further keys of `_provenance.json`.
-
-    Raises:
-        ZerolmError: the output cannot be written. Nothing is left of it.
     """
     unfinished = directory.absolute().parent / f".{directory.name}.unfinished"
     try:

@@ -35,7 +35,6 @@ class Rules:
         boundaries: `items`: an item is a document; `eos`: documents end at EOS ids, and run over
             the ends of items and of files.
         append_eos: give an EOS id to documents without one; otherwise they are refused.
-        shard_tokens: maximum tokens of a shard.
     """
 
     boundaries: str = ITEMS
@@ -47,7 +46,6 @@ class _Reader:
     """Reads the documents of input files, and counts what differs from the files.
 
     Attributes:
-        num_ids: that were read.
         appended, dropped: EOS ids that were added, and left out as those of an empty document.
         empty: documents without text, which are left out.
     """
@@ -164,7 +162,6 @@ def convert(
 
     Args:
         arguments: what the user gave, for the manifest.
-        provenance: further keys of the manifest.
     """
     reader = _Reader(files, tokenizer, rules)
     total = sum(file.size_bytes for file in files)

@@ -37,7 +37,6 @@ class SignatureTask:
     """Writes hashes of a unit's documents: of their texts, and of the bands of their signatures.
 
     Args:
-        directory: of the phase; `hashes` is the one of the arrays.
         exact: "text" to compare texts byte by byte, "words" to compare their words.
         layout: None to find exact copies only.
     """

@@ -112,11 +112,7 @@ def shingles_path(members: Path) -> Path:
 
 
 class Shingles:
-    """The shingles of a unit's documents: at least those of its candidates.
-
-    Args:
-        path: of the unit's members.
-    """
+    """The shingles of a unit's documents: at least those of its candidates."""
 
     def __init__(self, path: Path):
         members = np.array(load_array(path))
@@ -140,7 +136,6 @@ def find_names(
 
     Args:
         stores: the names of `units.old`.
-        kept: ids of documents.
     """
     owners = [
         name for name, (_, count) in zip(stores, units.old, strict=True) for _ in range(count)

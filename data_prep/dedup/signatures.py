@@ -213,7 +213,6 @@ class KeepTask:
     """Completes the signatures of a unit, after it is decided which documents are dropped.
 
     Args:
-        directory: of the phase.
         stores: the names of `units.old`.
     """
 
@@ -255,7 +254,6 @@ def publish_signatures(
     """Write `signatures.json`, and return what `stage.json` records of it.
 
     Args:
-        key: fingerprint of the stage.
         records: what the tasks of `KeepTask` returned.
     """
     directory = output / SIGNATURES

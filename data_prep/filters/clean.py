@@ -185,12 +185,7 @@ def run_clean(
     executor: Executor,
     provenance: Mapping[str, Any],
 ) -> Json:
-    """Filter all inputs into a stage and return its `stage.json`; resumes an unfinished stage.
-
-    Args:
-        inputs: what `find_inputs` returned.
-        provenance: of the inputs, for `stage.json`.
-    """
+    """Filter all inputs into a stage and return its `stage.json`; resumes an unfinished stage."""
     phase = _clean_phase(options, inputs, output)
     if (output / STAGE_MANIFEST).exists():
         published = read_stage(output).manifest

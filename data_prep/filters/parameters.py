@@ -33,11 +33,7 @@ Json = dict[str, Any]
 
 
 def filter_problems(specifications: Any, where: str) -> list[str]:
-    """Return the problems of the `filters` of a recipe, without loading models.
-
-    Args:
-        where: file and key, for messages.
-    """
+    """Return the problems of the `filters` of a recipe, without loading models."""
     if not isinstance(specifications, list):
         return [f"{where}: is not a list of filters, each an object with a `filter` key."]
     problems: list[str] = []
@@ -66,11 +62,7 @@ def filter_problems(specifications: Any, where: str) -> list[str]:
 
 
 def resolve_model_paths(directory: Path, specifications: Any) -> Any:
-    """Return the filters with the paths of their models resolved against the recipe's directory.
-
-    Args:
-        directory: of the recipe.
-    """
+    """Return the filters with the paths of their models resolved against the recipe's directory."""
     if not isinstance(specifications, list):
         return specifications
     return [

@@ -25,7 +25,6 @@ class FastText:
     """datatrove's fastText filter with a model file; also stores the scores of all labels.
 
     Args:
-        model: path of the file.
         name: of the scores: `scores["NAME.LABEL"]`; default: the name of the file.
     """
 

@@ -23,10 +23,6 @@ def stage_fingerprints(
     """Return {stage: fingerprint of everything that determines it} of a source, in order.
 
     A fingerprint covers the inputs, the options of the stage, and all stages before it.
-
-    Args:
-        tokenizer: the tokenizer's fingerprint.
-        dedup: the result of `dedup_fingerprints`.
     """
     before = ""
     fingerprints = {}
@@ -99,9 +95,6 @@ def print_plan(
     """Print what a run would do: the stages with their states, tasks, bytes and options.
 
     The options of a stage are those of all sources, so they are shown with the first.
-
-    Args:
-        pipelines, training: the `Pipeline` of each source, and the `Training` or None.
     """
     print(f"recipe    {recipe.path}")
     print(f"output    {recipe.output}")

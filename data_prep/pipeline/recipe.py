@@ -70,7 +70,6 @@ class Recipe:
     """A valid recipe.
 
     Attributes:
-        content: the JSON object.
         clean: without the input rules, which are options of each source.
         against: ids of the signatures that all sources are compared with.
         shards: None if the pipeline ends before tokenization.

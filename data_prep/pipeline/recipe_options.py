@@ -133,11 +133,7 @@ class SourcesDedupOptions(DedupOptions):
         return problems
 
     def of_stage(self, earlier: Sequence[str]) -> DedupOptions:
-        """Return the options of one source's stage.
-
-        Args:
-            earlier: outputs of the sources that come before it.
-        """
+        """Return the options of one source's stage."""
         given = {field.name: getattr(self, field.name) for field in fields(DedupOptions)}
         given["against"] = (*self.against, *earlier)
         given["keep_signatures"] = self.keep_signatures or self.across_sources

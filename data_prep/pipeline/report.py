@@ -25,11 +25,7 @@ Json = dict[str, Any]
 
 
 def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
-    """Write the report of all sources in a pipeline's output; return the path of the HTML page.
-
-    Args:
-        recipe: its provenance.
-    """
+    """Write the report of all sources in a pipeline's output; return the path of the HTML page."""
     report: Json = {"recipe": dict(recipe), "sources": {}}
     for directory in sorted(path.parent for path in output.glob("*/pipeline.json")):
         report["sources"][directory.name] = _source(directory, recipe.get("content", {}))

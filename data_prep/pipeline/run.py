@@ -103,12 +103,7 @@ class Pipeline:
         return [stage for stage in self._started() if stage not in self.recipe.stages]
 
     def run(self, stages: Sequence[str]) -> None:
-        """Run the given stages that are not complete.
-
-        Raises:
-            ConfigError: bad input under the policy "fail".
-            ZerolmError: a task was lost.
-        """
+        """Run the given stages that are not complete."""
         states, keys, started = self.states(), self.keys(), self._started()
         for stage in self.removed_stages() if "clean" in stages else ():
             print(f"{self.source.name}/{stage}: is no longer in the recipe; its files are kept")

@@ -36,12 +36,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class CountTask:
-    """Counts the documents of one file by the value of each key.
-
-    Args:
-        directory: of the phase.
-        val_fraction: share of the documents that is held out.
-    """
+    """Counts the documents of one file by the value of each key."""
 
     paths: tuple[Path, ...]
     directory: Path
@@ -99,7 +94,6 @@ def count_shares(
     """Write `shares.json` of a source, unless it is up to date.
 
     Args:
-        directory: of the source, with the stage `clean`.
         shards: training and held-out shards; empty if there are none.
     """
     first, last = read_stage(directory / "clean"), read_stage(last_stage)

@@ -283,7 +283,6 @@ def publish_stage(
         inputs: fingerprint of the stage's inputs and options.
         counts: sum over all tasks; see `merge_counts`.
         provenance: `provenance_of` the previous stage, or the inputs of the first stage.
-        more: further keys of `stage.json`.
     """
     manifest = {
         "format": FORMAT,

@@ -205,11 +205,7 @@ def _too_long(size: int, max_bytes: int) -> Failure:
 
 
 def page_of(record: Record, max_bytes: int) -> Page | Failure | None:
-    """Return the page in a record, a page to skip, or None for a record that describes others.
-
-    Args:
-        max_bytes: largest content.
-    """
+    """Return the page in a record, a page to skip, or None for a record that describes others."""
     from warcio.recordloader import ArcWarcRecordLoader
 
     stream = BytesIO(_TYPE_LINE.sub(lambda line: line[0].lower(), record.data, count=1))

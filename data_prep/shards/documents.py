@@ -177,9 +177,6 @@ class Chosen(NamedTuple):
 
         Args:
             keys: (M,) of them.
-
-        Raises:
-            ShardError: a file is damaged, or a document does not end in the EOS id.
         """
         starts = self.ends - np.diff(self.ends, prepend=0)
         new_ends = np.cumsum(self.lengths)

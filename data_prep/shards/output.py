@@ -30,7 +30,6 @@ class Output:
 
     Args:
         copy_tokenizer: writes the tokenizer to a new directory; returns its manifest entry.
-        counts_text: whether to count the bytes of text.
     """
 
     def __init__(
@@ -83,13 +82,8 @@ def write_outputs(
     """Write shard directories, publish their manifests, and return these.
 
     Args:
-        outputs: each starts one output.
-        write: adds the documents.
         input_entries: the inputs that origins refer to.
         keys: of an output's manifest, by its number.
-
-    Raises:
-        ZerolmError: an output cannot be written. Nothing is left of it.
     """
     directory: Any = ""
     with ExitStack() as stack:

@@ -32,11 +32,9 @@ class Options:
     """What is written.
 
     Attributes:
-        selection: which documents.
         shuffle: the seed of their order; None keeps it.
         parts: share of the documents of each output, by name; None for one output. A document's
             part follows from its ids, so copies of a document are in the same part.
-        shard_tokens: maximum tokens of a shard.
     """
 
     selection: Selection = field(default_factory=Selection)
@@ -120,15 +118,7 @@ class Reshard:
         return space_problems(self.directory, size * (1 if self.shuffle is None else 2))
 
     def run(self, provenance: dict[str, Any]) -> list[dict[str, Any]]:
-        """Write the outputs; return their manifests.
-
-        Args:
-            provenance: further keys of the manifests.
-
-        Raises:
-            ConfigError: a part would be empty, or an input is damaged.
-            ZerolmError: an output cannot be written.
-        """
+        """Write the outputs; return their manifests."""
         source, options = self.sources[0], self.options
         common = self._common_keys() | provenance
         itemsize = source.dtype.itemsize

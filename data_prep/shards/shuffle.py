@@ -31,7 +31,6 @@ class Shuffle:
     Args:
         choose: yields the chosen documents, the same at each call.
         selection: its limits apply to the shuffled documents.
-        dtype: of the ids.
     """
 
     def __init__(

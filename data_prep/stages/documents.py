@@ -53,9 +53,6 @@ class Documents:
 
         Args:
             tally: counts what was skipped.
-
-        Raises:
-            ConfigError: bad input, or a file that is damaged or has changed.
         """
         raise NotImplementedError
 

@@ -13,11 +13,7 @@ from zerolm.common.url import is_url
 
 
 def output_problems(output: Path, where: str = "--output") -> list[str]:
-    """Return why a stage cannot be written to a directory, which must be new, empty or a stage.
-
-    Args:
-        where: flag or key, for messages.
-    """
+    """Return why a stage cannot be written to a directory, which must be new, empty or a stage."""
     existing = output
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -54,7 +50,6 @@ class Outputs:
 
         Args:
             arguments: of --input; a directory includes all files below it, unless it is a stage.
-            inputs: the inputs that `find_inputs` returned for them.
         """
         for argument in arguments:
             path = Path(argument).resolve()

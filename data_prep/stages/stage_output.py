@@ -37,7 +37,6 @@ class StageOutput:
     As a context manager it removes both unless `close` was called.
 
     Args:
-        output: directory of the stage.
         kept, notes: the files; `notes` is None where dropped documents are only counted.
     """
 
@@ -58,11 +57,7 @@ class StageOutput:
         self.kept.write_line(line, text_bytes_out)
 
     def drop(self, reason: str, text_bytes: int, document_id: Any, shown: str, note: Json) -> None:
-        """Count a dropped document, and write a note on it.
-
-        Args:
-            shown: part of its text, as an example.
-        """
+        """Count a dropped document, and write a note on it."""
         self.counts.add_input(text_bytes)
         self.counts.add_dropped(reason, text_bytes, document_id, shown)
         self.note(note)
@@ -101,10 +96,8 @@ class StageRun:
     """A run of a stage that reads documents in tasks; resumes an interrupted one.
 
     Attributes:
-        key: fingerprint of everything that determines the result.
         published: `stage.json`, if the stage is published already. A stage of the same name from
             other inputs or options is no longer published from here on.
-        documents: the input, in tasks of bounded size.
     """
 
     def __init__(
@@ -161,7 +154,6 @@ class StageRun:
 
         Args:
             task: returns what `StageOutput.close` returned, and a `tally`.
-            notes: name of the file of the notes.
             more: further keys of `stage.json`; a function gets the records of the tasks.
         """
         records = self.phase(name, self.documents.num_tasks, task, is_last=True)

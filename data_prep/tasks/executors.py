@@ -35,9 +35,7 @@ def make_executor(name: str, num_workers: int, options: Json, where: str) -> Exe
     """Return an executor.
 
     Args:
-        num_workers: tasks that run at a time.
         options: `executor` of the recipe: `{"slurm": {...}, "ray": {...}}`.
-        where: file of the options, for messages.
     """
     problems = unknown_keys(f"{where}: executor", options, EXECUTORS[1:])
     for key, known in (("slurm", SLURM_KEYS), ("ray", RAY_KEYS)):

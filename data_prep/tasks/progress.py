@@ -29,7 +29,6 @@ class Progress:
     """Counts the input processed so far, and shows the counts on standard error.
 
     Args:
-        command: the name to show.
         total_bytes: size of all inputs; None if it is unknown, as for a hub dataset.
     """
 
@@ -107,7 +106,6 @@ class TaskProgress:
 
     Args:
         path: of the note, which `phases.run_task` creates and removes; its other keys are kept.
-        total_bytes: of the task's input.
     """
 
     def __init__(self, path: Path, total_bytes: int):
@@ -186,8 +184,6 @@ class ProgressWatcher:
     """Shows the progress of a phase's tasks from a thread; a context manager.
 
     Args:
-        records: the directory of the phase's records and notes.
-        labels: the input of each task, for display.
         is_started: whether to start the thread at once, rather than when `start` is called.
     """
 

@@ -41,11 +41,7 @@ class SlurmExecutor:
     options: Json
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Submit the tasks, and return when all jobs have ended.
-
-        Raises:
-            ZerolmError: sbatch failed.
-        """
+        """Submit the tasks, and return when all jobs have ended."""
         logs = new_log_directory(phase)
         job_ids: list[str] = []
         options: Json = {"max_array_size": MAX_ARRAY_SIZE, "qos": "", "tasks_per_job": 1}

@@ -40,9 +40,7 @@ def run_assembly(
 
     Args:
         directories: of the outputs; other shards in them are removed.
-        parts: the directory of the parts.
         records: of all units, as returned by `EncodeUnits`.
-        token_bytes: size of an id.
         assembled: the entries of shards that `BackgroundAssembly` has assembled.
     """
     shards = [
@@ -78,7 +76,6 @@ class AssembleShards:
     """Task j assembles shard j; its record contains the shard's manifest entry.
 
     Args:
-        token_bytes: size of an id in the parts and in the shards.
         relative_to: the directory to which file names in the records are relative.
         entries: of the shards that are already assembled; None for the others.
     """
@@ -106,13 +103,7 @@ class AssembleShards:
 
 
 class BackgroundAssembly:
-    """Assembles shards during encoding, in one thread per output.
-
-    Args:
-        directories: of the outputs.
-        parts: the directory of the parts.
-        token_bytes: size of an id.
-    """
+    """Assembles shards during encoding, in one thread per output."""
 
     def __init__(
         self, directories: Sequence[Path], parts: Path, shard_tokens: int, token_bytes: int

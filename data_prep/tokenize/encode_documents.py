@@ -53,9 +53,6 @@ class DocumentEncoder:
 
         Returns:
             A batch for each split (only the first if no document is held out), and counts.
-
-        Raises:
-            ShardError: an id outside the vocabulary.
         """
         texts, inputs, starts, _ = zip(*documents, strict=True)
         ids, text_bytes = encoder.encode(texts)

@@ -52,12 +52,10 @@ class EncodeUnits:
     """Task i encodes unit i; its record lists the parts, and counts what was encoded and skipped.
 
     Args:
-        directory: of the parts.
         units: each with the fingerprint of everything that determines its parts; parts with another
             fingerprint are removed.
         open_encoder: called once in each process.
         running: directory in which a task records its progress.
-        part_seconds: of work in a part.
     """
 
     directory: Path

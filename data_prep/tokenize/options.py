@@ -14,12 +14,10 @@ class TokenizeOptions:
     """Options of a tokenization, in addition to its inputs and tokenizer.
 
     Attributes:
-        rules: how documents are read.
         encoder: a backend, or "auto" for the fastest one equivalent to the reference.
         val_fraction: share of the documents for the second output; None for a single output.
         shard_tokens: maximum size of a shard.
         unit_bytes: size of a unit of the input; None derives it from the size of the input.
-        part_seconds: of work in a part.
         max_unknown: largest share of the tokens that may be the tokenizer's unknown token.
     """
 

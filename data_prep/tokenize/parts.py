@@ -69,8 +69,6 @@ class PartWriter:
 
         Args:
             previous: name of the previous part; None for the first.
-            last: whether the unit ends here.
-            extra: further keys of the record.
         """
         splits = [each.close() for each in self._splits]
         record = {"name": self.name, "previous": previous, "splits": splits, **extra}

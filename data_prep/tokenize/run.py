@@ -49,8 +49,6 @@ class Summary:
     """The result of a tokenization.
 
     Attributes:
-        manifests: of the outputs.
-        records: of the units.
         input_lines: messages about skipped and bad input.
         note: why the fast encoder was not used.
     """
@@ -74,10 +72,6 @@ def run_tokenization(
 
     Args:
         outputs: for training documents and, if there is a `val_fraction`, for held-out documents.
-        provenance: further keys of the manifests.
-
-    Raises:
-        ZerolmError: a worker died, a disk is full, or only some of the outputs were published.
     """
     if len(inputs) > MAX_INPUTS:
         raise ConfigError(
@@ -135,11 +129,7 @@ class _Run:
         return self.directories[0].directory / PARTS
 
     def encode(self, executor: Executor) -> list[Record]:
-        """Run the first phase, and return its records.
-
-        Raises:
-            ConfigError: input that cannot be read.
-        """
+        """Run the first phase, and return its records."""
         resume.resume_or_clear(self.directories, self.inputs, self.settings)
         for output in self.directories:
             copy = output.directory / TOKENIZER_DIRECTORY
@@ -251,11 +241,7 @@ class _Run:
     def publish(
         self, records: Sequence[Record], shards: Sequence[list[Entry]], provenance: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Write and return the manifests, which publishes the outputs.
-
-        Raises:
-            ZerolmError: only some of the outputs could be published.
-        """
+        """Write and return the manifests, which publishes the outputs."""
         keys = shard_manifests.input_keys(self.inputs, records, self.options.rules)
         keys["encoder"] = shard_manifests.encoder_entry(records, self.choice.record())
         text_bytes = shard_manifests.split_totals(records, "text_bytes", len(self.directories))
@@ -283,11 +269,7 @@ class _Run:
         return manifests
 
     def close(self, keep_parts: bool) -> None:
-        """Release the unpublished outputs; keep their parts for a later run, or remove everything.
-
-        Args:
-            keep_parts: whether to keep parts, if there are any.
-        """
+        """Release the unpublished outputs; keep their parts for a later run, or remove all."""
         unpublished = [output for output in self.directories if output.is_locked]
         encoded = (f"{ENCODED_DIRECTORY}/*/*.json", f"{RECORDS}/*/*.json")
         has_parts = unpublished and any(path for each in encoded for path in self.parts.glob(each))

@@ -57,9 +57,7 @@ def plan_output(
     """Return the shards of an output, made of one split of all units.
 
     Args:
-        parts: the directory of the parts.
         records: of all units, as returned by `EncodeUnits`.
-        token_bytes: size of an id.
     """
     unit_parts = (each for record in records for each in parts_of_unit(record, parts, split))
     slices = plan_shards(unit_parts, shard_tokens, token_bytes)
@@ -87,7 +85,6 @@ def plan_shards(
 
     Args:
         parts: path, number of documents and number of tokens of each part.
-        token_bytes: size of an id.
     """
     number, is_empty, room = 0, True, shard_tokens
     for path, num_documents, num_tokens in parts:

@@ -105,9 +105,6 @@ def split_pattern(split: str, digits: str | None = None, whitespace: str = "runs
 def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress: bool) -> int:
     """Train a byte-level BPE tokenizer and write it for `AutoTokenizer.from_pretrained`.
 
-    Args:
-        progress: whether the library shows a progress bar.
-
     Returns:
         The vocabulary size, which is smaller than requested if the texts have too few pairs.
     """

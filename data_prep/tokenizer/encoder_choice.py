@@ -43,7 +43,6 @@ class EncoderChoice:
     Attributes:
         backend: one of `backends.BACKENDS`.
         reference: the backend whose ids are correct by definition.
-        version: of the backend's package.
         proven: ranges [start, stop) of the code points for which the backend equals the reference;
             texts with other code points need the reference.
         note: for the user, why the fast backend is not used.

@@ -51,7 +51,6 @@ def check_equivalence(
 
     Args:
         vocabulary: the texts of tokens, including special ones.
-        seed: of the random texts.
     """
     comparison = _Comparison(reference, candidate)
     different = comparison.differing(fuzz_texts.ascii_texts())

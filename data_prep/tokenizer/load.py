@@ -57,7 +57,6 @@ class Tokenizer:
             have gaps.
         fingerprint: hex SHA-256 of everything that determines the ids.
         save: writes the copy into an existing directory.
-        notices: lines for the user.
     """
 
     name: str

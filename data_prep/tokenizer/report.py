@@ -38,7 +38,6 @@ def measure_tokenizer(
 
     Args:
         token_texts: {id: text} without special tokens.
-        sources: {source: documents}.
         unknown_id: the id of text that is not in the vocabulary, if there is one.
         decode: the inverse of `encode`, for one document.
     """

@@ -21,9 +21,6 @@ class Sample:
     """The documents of all sources with the smallest hashes, at most `limit_bytes` of UTF-8.
 
     Copies of a document are all in it or none. It has one document, with its copies, at least.
-
-    Args:
-        sources: the names of the sources.
     """
 
     def __init__(self, limit_bytes: int, sources: Sequence[str]):

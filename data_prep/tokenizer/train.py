@@ -35,7 +35,6 @@ class TrainingResult:
         vocab_size: the size reached.
         num_documents, num_bytes: trained on; bytes of UTF-8 text.
         read_documents, read_bytes: read; more than trained on if the text was sampled.
-        tally: counts of what was read and skipped.
     """
 
     vocab_size: int
@@ -53,11 +52,7 @@ def train_on_inputs(
     sample_bytes: int,
     output: Path,
 ) -> TrainingResult:
-    """Train on all documents of the inputs, or on a sample of `sample_bytes` if that is not 0.
-
-    Args:
-        groups: inputs, and the rules for reading them.
-    """
+    """Train on all documents of the inputs, or on a sample of `sample_bytes` if that is not 0."""
     inputs = [each for group, _ in groups for each in group]
     progress, tally = Progress("train-tokenizer", total_bytes(inputs)), Tally()
     sample = Sample(sample_bytes or REPORT_BYTES, text_sample.source_names(inputs))
