@@ -24,6 +24,10 @@ COMMANDS = Group(
             "start or resume a run (runs deepspeed ... pretrain.py ...)", "launch.command.train",
             TRAIN, own_parser=True,
         ),
+        "sweep": Command(
+            "start a grid of runs, and find the best settings", "launch.experiments.sweep", TRAIN,
+            passes_on=True,
+        ),
         "supervise": Command(
             "start a run, and restart it after failures until it is done",
             "launch.supervise.command", TRAIN, takes_run=True,

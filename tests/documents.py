@@ -96,7 +96,8 @@ def flags_of_command(words: tuple[str, ...]) -> set[str] | None:
         return PRETRAIN | LAUNCHER
     parser = Parser("", "")
     import_module(found.module).add_flags(parser)
-    return {spelled(flag) for action in parser._actions for flag in action.option_strings}
+    own = {spelled(flag) for action in parser._actions for flag in action.option_strings}
+    return own | PRETRAIN | LAUNCHER if found.passes_on else own
 
 
 @cache

@@ -65,6 +65,7 @@ LADDER = {
     "launch.supervise": 1,
     "launch.doctor": 2,
     "launch.render": 2,
+    "launch.experiments": 3,
 }
 ENTRY_POINTS = 11  # pretrain.py and the modules directly in a package
 ALL = ("pretrain", "zerolm.__main__")  # entry points of all three packages

@@ -32,11 +32,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "kind", choices=("slurm",),
         help="the scheduler; for Kubernetes and SkyPilot copy a file of docs/examples",
     )  # fmt: skip
-    _add_run_flags(parser)
-    _add_scheduler_flags(parser)
-
-
-def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", type=count, required=True, metavar="N", help="number of nodes of the run"
     )
@@ -46,6 +41,11 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--output", metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument("--settings", metavar="FILE", help="settings file or run.json of the run")
+    add_job_flags(parser)
+
+
+def add_job_flags(parser: argparse._ActionsContainer) -> None:
+    """Add the flags of a job file that do not depend on what the job starts."""
     parser.add_argument("--name", help="name of the job (default: last part of --run_dir)")
     parser.add_argument(
         "--time", type=duration, default=86400.0, metavar="DURATION",
@@ -76,9 +76,6 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         help="environment variable whose value the scheduler supplies, such as WANDB_API_KEY, "
         "repeatable",
     )  # fmt: skip
-
-
-def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--slurm", action="append", default=[], metavar="OPTION",
         help="additional #SBATCH option, repeatable: --slurm=--partition=gpu",
@@ -90,13 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
     text = slurm_script(job_from(arguments, run_command(arguments)))
     if arguments.output is None:
         sys.stdout.write(text)
-        return 0
-    try:
-        Path(arguments.output).write_text(text)
-    except OSError as error:
-        raise ConfigError(f"--output {arguments.output}: {error}. Name another file.") from None
-    print(f"{arguments.output}: start it with: sbatch {arguments.output}")
+    else:
+        write_job(text, arguments.output, "--output")
     return 0
+
+
+def write_job(text: str, path: str, flag: str) -> None:
+    """Write a job file to the path that a flag has given, and print how to start it."""
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error}. Name another file.") from None
+    print(f"{path}: start it with: sbatch {path}")
 
 
 def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:

@@ -5,7 +5,7 @@ run that ends with exit code 75. No side effects.
 """
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zerolm.common.errors import EXIT_STOPPED
 
@@ -21,6 +21,8 @@ class Job:
         secrets: variables whose values the scheduler supplies.
         save_seconds: time to save and stop before the time limit.
         slurm: additional `#SBATCH` options.
+        points: of an array job: the further flags of each of its runs.
+        at_once: of an array job: how many of its runs may run at once; None: any number.
     """
 
     name: str
@@ -35,13 +37,19 @@ class Job:
     time_seconds: float
     save_seconds: float
     slurm: list[str]
+    points: list[list[str]] = field(default_factory=list)
+    at_once: int | None = None
 
     def node_shell_command(self) -> str:
         """Return the command that each node runs, for a shell whose `$master` is the address."""
         node = [self.python, "-m", "launch", "node", "--nodes", str(self.nodes)]
-        node += ["--devices_per_node", str(self.devices), "--master_port", str(self.master_port)]
+        node += ["--devices_per_node", str(self.devices)]
         run = ["--", "pretrain.py", *self.flags]
-        return f'{shlex.join(node)} --master_addr "$master" {shlex.join(run)}'
+        port, point = str(self.master_port), ""
+        if self.points:  # tasks of an array may share a node
+            port, point = f"$(({port} + SLURM_ARRAY_TASK_ID))", ' "${point[@]}"'
+        where = f'--master_port {port} --master_addr "$master"'
+        return f"{shlex.join(node)} {where} {shlex.join(run)}{point}"
 
 
 def slurm_script(job: Job) -> str:
@@ -65,7 +73,8 @@ def slurm_script(job: Job) -> str:
         f"#SBATCH --signal=B:USR1@{job.save_seconds:.0f}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
-        f"#SBATCH --output={job.name}-%j.log",
+        f"#SBATCH --output={job.name}-{'%A-%a' if job.points else '%j'}.log",
+        *_array_options(job),
         *([] if shares_nodes else ["#SBATCH --exclusive", "#SBATCH --mem=0"]),
         *(f"#SBATCH {option}" for option in job.slurm),
         "",
@@ -79,6 +88,11 @@ def slurm_script(job: Job) -> str:
         lines.append(f': "${{{name}:?set it in the shell that calls sbatch}}"')
     for name, value in job.environment.items():
         lines.append(f"export {name}={shlex.quote(value)}")
+    if job.points:
+        lines.append("case $SLURM_ARRAY_TASK_ID in")
+        for number, flags in enumerate(job.points):
+            lines.append(f"    {number}) point=({shlex.join(flags)}) ;;")
+        lines.append("esac")
     task = f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
     lines += [
         'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"',
@@ -88,3 +102,8 @@ def slurm_script(job: Job) -> str:
         f"    {job.node_shell_command()}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _array_options(job: Job) -> list[str]:
+    limit = f"%{job.at_once}" if job.at_once is not None else ""
+    return [f"#SBATCH --array=0-{len(job.points) - 1}{limit}"] if job.points else []

@@ -286,6 +286,6 @@ def _is_writable(directory: Path) -> bool:
     return True
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process if its parent ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process if its parent ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)

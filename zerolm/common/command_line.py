@@ -69,6 +69,8 @@ class Command:
         takes_run: the command that starts a run may follow `--`; `run` gets it as the list
             `arguments.run_command`, None without `--`.
         own_parser: `run` gets argv as a list and parses it; `add_flags` only serves completion.
+        passes_on: words that are not its flags are for another command; `run` gets them as the list
+            `arguments.others`.
     """
 
     help: str
@@ -76,6 +78,7 @@ class Command:
     topic: str = "commands"
     takes_run: bool = False
     own_parser: bool = False
+    passes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -204,9 +207,14 @@ def _parse(command: Command, module: Any, argv: list[str], name: str) -> argpars
         argv, run_command = argv[:place], argv[place + 1 :]
     parser = Parser(name, f"{command.help[:1].upper()}{command.help[1:]}.")
     module.add_flags(parser)
+    others: list[str] = []
+    if command.passes_on:
+        argv, others = parser.split(argv)
     arguments = parser.parse(argv)
     if command.takes_run:
         arguments.run_command = run_command
+    if command.passes_on:
+        arguments.others = others
     return arguments
 
 
@@ -269,6 +277,26 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             program, description=description, allow_abbrev=False, formatter_class=_Formatter, **more
         )
+
+    def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Split arguments into the command's own flags with their values, and all others."""
+        takes_value = {
+            _with_underscores(flag): action.nargs != 0
+            for action in self._actions
+            for flag in action.option_strings
+        }
+        own: list[str] = []
+        others: list[str] = []
+        remaining = list(argv)
+        while remaining:
+            word = remaining.pop(0)
+            written, equals, _ = word.partition("=")
+            name = _with_underscores(written)
+            (own if name in takes_value else others).append(word)
+            if takes_value.get(name) and not equals:
+                own += remaining[:1]
+                del remaining[:1]
+        return own, others
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse the arguments after the command's name.

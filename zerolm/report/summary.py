@@ -10,6 +10,7 @@ from zerolm.common.values import count, duration
 from zerolm.config.run_records import lineage
 from zerolm.plan.lost_time import Lost, measured
 from zerolm.report import diagnosis
+from zerolm.report.curves import Curves
 from zerolm.report.run_history import RunHistory, seconds_of
 
 LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # last lines over which the shown training loss is averaged
@@ -38,10 +39,8 @@ def figures(run: RunHistory) -> list[Pair]:
     def add(name: str, value: str, note: str = "") -> None:
         found.append([name, value, note])
 
-    losses = curves.values("train/loss")
-    if losses:
-        last = losses[-max(MIN_LAST_LINES, round(LAST_SHARE * len(losses))) :]
-        add("Training loss", f"{sum(last) / len(last):.4f}", f"mean of the last {len(last)} lines")
+    if (training := last_training_loss(curves)) is not None:
+        add("Training loss", f"{training[0]:.4f}", f"mean of the last {training[1]} lines")
     if (loss := curves.last("eval/loss")) is not None:
         perplexity = curves.last("eval/perplexity")
         best = min(curves.values("eval/loss"))
@@ -76,6 +75,13 @@ def figures(run: RunHistory) -> list[Pair]:
         rollbacks = int(curves.last("health/rollbacks") or 0)
         add("Refused steps", f"{int(refused)}", f"{rollbacks} rollback(s)")
     return found
+
+
+def last_training_loss(curves: Curves) -> tuple[float, int] | None:
+    """Return the mean training loss of the last lines, and their number; None without any."""
+    losses = curves.values("train/loss")
+    last = losses[-max(MIN_LAST_LINES, round(LAST_SHARE * len(losses))) :]
+    return (sum(last) / len(last), len(last)) if last else None
 
 
 def lost_time(run: RunHistory) -> tuple[Lost, Lost | None, int] | None:

@@ -1,0 +1,99 @@
+"""The grid of a sweep: `--set NAME=V1,V2` as axes, and a named point for each combination.
+
+A point's name is that of its run directory. It depends on the values alone, not on how they are
+written or ordered. Must not read or start runs.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from zerolm.common.errors import did_you_mean
+from zerolm.common.values import shown_setting
+from zerolm.config.flags import convert
+from zerolm.config.other_names import answer_for
+from zerolm.config.settings import COMMAND_LINE, FLAGS
+
+OF_THE_SWEEP = ("run_dir", "upload_to", "wandb_name")  # each point has its own
+SWEPT = [name for name, about in FLAGS.items() if about["saved"] and name not in OF_THE_SWEEP]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of values.
+
+    Attributes:
+        labels: {setting: its value as in the name}.
+        flags: the flags of pretrain.py for them.
+    """
+
+    labels: dict[str, str]
+    flags: list[str]
+
+    @property
+    def name(self) -> str:
+        return ",".join(f"{axis}={label}" for axis, label in self.labels.items())
+
+
+def read_axes(given: Sequence[str], problems: list[str]) -> dict[str, dict[str, str]]:
+    """Return {setting: {label: value as written}} of some `NAME=V1,V2`, sorted by name."""
+    axes: dict[str, dict[str, str]] = {}
+    for text in given:
+        written, equals, values = text.partition("=")
+        name, where = written.replace("-", "_"), f"{COMMAND_LINE}: --set: {written}"
+        if name in OF_THE_SWEEP:
+            problems.append(f"{where}, each run of a sweep has its own. Remove it.")
+        elif name not in SWEPT:
+            near = answer_for(name) if name not in FLAGS else ""
+            near = near or did_you_mean(name, SWEPT)
+            near = near or " zerolm train --help all lists the settings."
+            problems.append(f"{where}, no such setting.{near}")
+        elif name in axes:
+            problems.append(f"{where}, given twice. Write all of its values in one --set.")
+        elif not equals or not all(values.split(",")):
+            problems.append(f"{where}, lacks a value. Write for example --set {name}=A,B.")
+        else:
+            axes[name] = _labelled(name, values.split(","), problems)
+    return dict(sorted(axes.items()))
+
+
+def _labelled(name: str, values: Sequence[str], problems: list[str]) -> dict[str, str]:
+    labelled: dict[str, str] = {}
+    where = f"{COMMAND_LINE}: --set: {name}"
+    for value in values:
+        try:
+            label = _label(name, value)
+        except ValueError as error:
+            problems.append(f"{where}: {shown_setting(where, value)}, {error}")
+            continue
+        if label in labelled:
+            problems.append(
+                f"{where}: {value}, would have the same directory as {labelled[label]}: {label}. "
+                f"Remove one of them, or rename its file."
+            )
+        labelled[label] = value
+    return labelled
+
+
+def _label(name: str, value: str) -> str:
+    """Return a value as part of a directory's name: numbers alike however they are written."""
+    converted = convert(name, value)
+    if isinstance(converted, float):
+        label = f"{converted:g}" if float(f"{converted:g}") == converted else repr(converted)
+    elif isinstance(converted, int) and not isinstance(converted, bool):
+        label = str(converted)
+    else:
+        label = Path(value).name.removesuffix(".json")
+    return re.sub(r"[^\w.+@-]+", "-", label)
+
+
+def grid(axes: Mapping[str, Mapping[str, str]]) -> list[Point]:
+    """Return a point for each combination; the values of the last axis change first."""
+    points = []
+    for labels in product(*axes.values()):
+        chosen = dict(zip(axes, labels, strict=True))
+        flags = [f"--{axis}={axes[axis][label]}" for axis, label in chosen.items()]
+        points.append(Point(chosen, flags))
+    return points

@@ -1,0 +1,149 @@
+"""The results of runs as an experiment sees them: final losses, and the table of a sweep."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launch.experiments.grid import Point
+from launch.experiments.optimum import Optimum, find_optimum
+from zerolm.common.errors import ConfigError
+from zerolm.common.events import DONE
+from zerolm.common.run_files import RunFiles
+from zerolm.common.values import count, parse_number
+from zerolm.report.run_history import RunHistory, read_run
+from zerolm.report.summary import last_training_loss
+
+SEED, LEARNING_RATE = "seed", "learning_rate"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a point. Fields are JSON keys.
+
+    Attributes:
+        state: as in `zerolm status`; `new` before its first start.
+        loss, metric: None and empty unless it is done.
+    """
+
+    name: str
+    run_dir: str
+    values: dict[str, str]
+    state: str
+    tokens: int
+    loss: float | None
+    metric: str
+
+
+def final_loss(run: RunHistory) -> tuple[float, str] | None:
+    """Return the final loss of a run and what it is: of the validation data, if it has any."""
+    if (loss := run.curves.last("eval/loss")) is not None:
+        return loss, "eval/loss"
+    found = last_training_loss(run.curves)
+    return None if found is None else (found[0], f"train/loss, mean of the last {found[1]} lines")
+
+
+def is_done(run: RunHistory, tokens: int) -> bool:
+    """Return whether a run has ended after all of its tokens; it may be given more."""
+    return run.state()[0] == DONE and run.tokens >= tokens
+
+
+def result_of(point: Point, run_dir: Path) -> Result:
+    if not RunFiles(run_dir).record.is_file():
+        return Result(point.name, str(run_dir), point.labels, "new", 0, None, "")
+    run = read_run(run_dir)
+    state, found = run.state()[0], final_loss(run) if run.state()[0] == DONE else None
+    loss, metric = found or (None, "")
+    return Result(point.name, str(run_dir), point.labels, state, run.tokens, loss, metric)
+
+
+def curve_axis(results: Sequence[Result]) -> str | None:
+    """Return the setting to find the optimum of: the learning rate, else one of positive numbers.
+
+    None if there is no such setting with several values.
+    """
+    axes = [axis for axis in results[0].values if axis != SEED]
+    for axis in sorted(axes, key=lambda axis: axis != LEARNING_RATE):
+        numbers = {_number(result.values[axis]) for result in results}
+        if len(numbers) > 1 and all(number > 0 for number in numbers):
+            return axis
+    return None
+
+
+def _number(label: str) -> float:
+    try:
+        return float(parse_number(label))
+    except ValueError:
+        return math.nan
+
+
+def curves(results: Sequence[Result], axis: str) -> dict[str, dict[float, list[float]]]:
+    """Return {combination of the other settings: {value: losses of its seeds}} of done runs."""
+    found: dict[str, dict[float, list[float]]] = {}
+    for result in results:
+        if result.loss is not None:
+            others = [f"{key}={value}" for key, value in result.values.items()
+                      if key not in (axis, SEED)]  # fmt: skip
+            of_group = found.setdefault(",".join(others), {})
+            of_group.setdefault(_number(result.values[axis]), []).append(result.loss)
+    return found
+
+
+def optima(results: Sequence[Result], axis: str) -> dict[str, Optimum]:
+    """Return {combination of the other settings: the optimum of a setting}."""
+    return {group: find_optimum(losses) for group, losses in curves(results, axis).items()}
+
+
+def require_one_metric(results: Sequence[Result]) -> None:
+    """Refuse losses that cannot be compared."""
+    kinds = {result.metric.partition(",")[0] for result in results if result.metric}
+    if len(kinds) > 1:
+        raise ConfigError(
+            "the runs: some have an eval/loss and some have none, so their losses cannot be "
+            "compared. Give all of them the same --val_data."
+        )
+
+
+def as_text(results: Sequence[Result], axis: str | None, found: Mapping[str, Optimum]) -> str:
+    """Return the table of a sweep, best first, and its optima."""
+    width = max(len(result.name) for result in results)
+    metrics = sorted({result.metric for result in results if result.metric})
+    lines = [f"{'point':<{width}}  {'tokens':>8}  {'loss':>9}  state"]
+    for result in sorted(results, key=lambda each: math.inf if each.loss is None else each.loss):
+        loss = "" if result.loss is None else f"{result.loss:.5f}"
+        tokens = count(result.tokens)
+        lines.append(f"{result.name:<{width}}  {tokens:>8}  {loss:>9}  {result.state}")
+    lines += [f"loss: {metric}" for metric in metrics]
+    for group, optimum in found.items() if axis is not None else ():
+        lines += ["", f"{group + ': ' if group else ''}{describe(str(axis), optimum)}"]
+    return "\n".join(lines)
+
+
+def describe(axis: str, optimum: Optimum) -> str:
+    """Return the optimum in a sentence, with its uncertainty or why it has none."""
+    text = f"best {axis} {optimum.value:.3g}, loss {optimum.loss:.5f}"
+    if optimum.parabola is None:
+        text += "; fewer than three values, so no parabola was fitted"
+    elif optimum.at_edge:
+        text += "; no minimum inside the grid"
+    else:
+        text += f": minimum of a parabola through {optimum.points} values"
+    if optimum.interval is not None:
+        low, high = optimum.interval
+        text += f", 90% interval {low:.3g} to {high:.3g} from {optimum.seeds} seeds"
+    elif optimum.parabola is not None:
+        text += ", no interval with one seed"
+    if optimum.at_edge:
+        text += f". It lies at the edge of the grid: add values beyond {optimum.value:.3g}"
+    elif optimum.edge_share:
+        text += f"; at the edge of the grid in {optimum.edge_share:.0%} of the resamples"
+    return f"{text}."
+
+
+def as_json(results: Sequence[Result], axis: str | None, found: Mapping[str, Optimum]) -> dict:
+    """Return the content of sweep.json."""
+    return {
+        "axis": axis,
+        "points": [asdict(result) for result in results],
+        "optima": {group: asdict(optimum) for group, optimum in found.items()},
+    }
