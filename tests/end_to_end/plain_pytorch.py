@@ -18,6 +18,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.end_to_end import plain_optimizers
+from tests.end_to_end.recipe import (
+    BATCH,
+    CLIPPING,
+    MINIMUM,
+    PEAK,
+    SEED,
+    SEQ_LEN,
+    STEPS,
+    WARMUP_TOKENS,
+)
 from zerolm.data.order import Order
 
 
@@ -341,15 +351,15 @@ def train(
     config: dict,
     shards: Path,
     *,
-    seed: int,
-    seq_len: int,
-    batch_sequences: int,
-    micro_batch_size: int,
-    steps: int,
-    peak: float,
-    minimum: float,
-    warmup_tokens: int,
-    clipping: float,
+    seed: int = SEED,
+    seq_len: int = SEQ_LEN,
+    batch_sequences: int = BATCH,
+    micro_batch_size: int = 2,
+    steps: int = STEPS,
+    peak: float = PEAK,
+    minimum: float = MINIMUM,
+    warmup_tokens: int = WARMUP_TOKENS,
+    clipping: float = CLIPPING,
     weight_decay: float = 0.1,
     bf16: bool = False,
     optimizer_of: Callable[[dict[str, torch.Tensor], float], Any] = adamw,
@@ -360,7 +370,7 @@ def train(
     qk_clip: float = 0.0,
     change: Callable[[torch.nn.Module], None] = lambda model: None,
 ) -> list[Step]:
-    """Train, and return the figures of each step.
+    """Train by the recipe of the end-to-end tests, and return the figures of each step.
 
     Args:
         bf16: train bf16 weights with float32 master weights.

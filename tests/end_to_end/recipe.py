@@ -6,6 +6,8 @@ from tests.launching import write_json
 
 SEQ_LEN, BATCH, SEED, CLIPPING = 32, 8, 11, 0.5
 STEP_TOKENS = BATCH * SEQ_LEN
+# Of the runs that are compared with plain PyTorch.
+STEPS, WARMUP_TOKENS = 20, 4 * STEP_TOKENS
 PEAK, MINIMUM = 3e-3, 3e-4
 
 
@@ -18,7 +20,7 @@ def recipe(
         "--run_dir", run_dir, "--seq_len", SEQ_LEN, "--batch_tokens", STEP_TOKENS,
         "--micro_batch_size", micro, "--total_tokens", steps * STEP_TOKENS,
         "--learning_rate", PEAK, "--min_learning_rate", MINIMUM, "--weight_decay", 0.1,
-        "--seed", SEED, "--log_interval", 1,
+        "--seed", SEED, "--log_interval", 1, "--report_interval", 0,
     ]  # fmt: skip
 
 

@@ -40,7 +40,7 @@ Weights = dict[str, np.ndarray]
 def flags_of(llama, corpus, held_out, run_dir: Path, json_file: Path) -> list[object]:
     flags = recipe(llama, corpus, run_dir, json_file, STEPS, micro=2)
     flags += ["--checkpoint_interval", 1, "--checkpoint_keep", STEPS, "--wandb", "off"]
-    return [*flags, "--val_data", held_out, "--eval_interval", 2, "--report_interval", 0]
+    return [*flags, "--val_data", held_out, "--eval_interval", 2]
 
 
 def trained(directory: Path) -> list[Weights]:

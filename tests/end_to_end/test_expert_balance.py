@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.end_to_end import plain_pytorch, runs_in_one_process, test_resume
-from tests.end_to_end.recipe import CLIPPING, profile
+from tests.end_to_end.recipe import profile
 from tests.launching import (
     LLAMA,
     kill_session,
@@ -72,7 +72,7 @@ def plain_curve(
     return plain_pytorch.train(
         DEEPSEEK, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=micro,
         steps=steps, peak=PEAK, minimum=MINIMUM, warmup_tokens=2 * BATCH * SEQ_LEN,
-        clipping=CLIPPING, balance_rate=rate,
+        balance_rate=rate,
     )  # fmt: skip
 
 
@@ -243,7 +243,7 @@ def test_losses_of_the_global_batch_do_not_depend_on_its_division(
     curve = plain_pytorch.train(
         MIXTRAL, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,
         steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=2 * BATCH * SEQ_LEN,
-        clipping=CLIPPING, penalties=plain_pytorch.Penalties(2, 0.05, 0.02, 0.01),
+        penalties=plain_pytorch.Penalties(2, 0.05, 0.02, 0.01),
     )  # fmt: skip
     expected = {"train/loss": [step.loss for step in curve]}
     expected["train/grad_norm"] = [step.grad_norm for step in curve]

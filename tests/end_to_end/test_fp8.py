@@ -8,21 +8,14 @@ import pytest
 
 from tests.end_to_end import plain_pytorch, runs_in_one_process
 from tests.end_to_end.recipe import (
-    BATCH,
-    CLIPPING,
-    MINIMUM,
-    PEAK,
-    SEED,
-    SEQ_LEN,
-    STEP_TOKENS,
+    STEPS,
+    WARMUP_TOKENS,
     profile,
     recipe,
 )
 from tests.launching import LLAMA, rows, write_json
 from tests.zerolm.fp8.emulation import emulate
 
-STEPS = 20
-WARMUP_TOKENS = 4 * STEP_TOKENS
 FIRST_STEP = (1e-7, 1e-4)  # relative difference of the first loss; compiled: other rounding in bf16
 # {group: {case: (ranks, ZeRO stage, micro-batch, other flags)}}
 GROUPS = {
@@ -57,11 +50,7 @@ MODELS = {
 
 
 def emulated_curve(config: dict, corpus: Path) -> np.ndarray:
-    curve = plain_pytorch.train(
-        config, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,
-        steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING,
-        bf16=True, change=emulate,
-    )  # fmt: skip
+    curve = plain_pytorch.train(config, corpus, bf16=True, change=emulate)
     losses = np.array([step.loss for step in curve])
     assert losses[0] - losses[-1] > 0.1, "the reference itself must learn"
     return losses

@@ -11,12 +11,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.end_to_end import plain_pytorch, runs_in_one_process
-from tests.end_to_end.recipe import BATCH, CLIPPING, MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS
+from tests.end_to_end.recipe import (
+    BATCH,
+    MINIMUM,
+    PEAK,
+    SEED,
+    SEQ_LEN,
+    STEP_TOKENS,
+    STEPS,
+    WARMUP_TOKENS,
+)
 from tests.end_to_end.recipe import profile as write_profile
 from tests.launching import LLAMA, VOCABULARY, rows, run_ranks, write_json
 
-STEPS = 20
-WARMUP_TOKENS = 4 * STEP_TOKENS
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 CONFIGS = {
     "llama": LLAMA,
@@ -81,10 +88,8 @@ def test_curve_equals_plain_pytorch_from_the_same_weights(
     runs_in_one_process.launch(jobs, tmp_path, world_size)
     for name in CONFIGS:
         curve = plain_pytorch.train(
-            CONFIGS[name], corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH,
-            micro_batch_size=micro, steps=STEPS, peak=PEAK, minimum=MINIMUM,
-            warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING, source=models / name,
-        )  # fmt: skip
+            CONFIGS[name], corpus, micro_batch_size=micro, source=models / name
+        )
         expected = np.array([step.loss for step in curve])
         own = transformers_loss(models / name, corpus)
         for stage in (1, 2, 3):

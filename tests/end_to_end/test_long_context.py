@@ -8,10 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.end_to_end import plain_pytorch, runs_in_one_process
 from tests.end_to_end.recipe import (
     BATCH,
-    CLIPPING,
-    MINIMUM,
-    PEAK,
-    SEED,
     SEQ_LEN,
     STEP_TOKENS,
     profile,
@@ -49,9 +45,8 @@ def test_a_longer_stage_from_weights_equals_plain_pytorch(trunk, corpus, tmp_pat
     model.load_state_dict(torch.load(trunk / "weights" / f"{TRUNK_STEPS:03d}.pt"))
     model.save_pretrained(tmp_path / "weights")
     curve = plain_pytorch.train(
-        LONG, corpus, seed=SEED, seq_len=TIMES * SEQ_LEN, batch_sequences=BATCH // TIMES,
-        micro_batch_size=1, steps=STEPS, peak=PEAK, minimum=MINIMUM,
-        warmup_tokens=STEP_TOKENS, clipping=CLIPPING, source=tmp_path / "weights",
+        LONG, corpus, seq_len=TIMES * SEQ_LEN, batch_sequences=BATCH // TIMES, micro_batch_size=1,
+        steps=STEPS, warmup_tokens=STEP_TOKENS, source=tmp_path / "weights",
     )  # fmt: skip
     expected = [step.loss for step in curve]
     np.testing.assert_allclose(list(rows(tmp_path / "run", "train/loss").values()), expected, 1e-6)

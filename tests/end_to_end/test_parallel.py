@@ -17,12 +17,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.end_to_end import plain_pytorch, run_digest
 from tests.end_to_end.recipe import (
     BATCH,
-    CLIPPING,
-    MINIMUM,
-    PEAK,
     SEED,
     SEQ_LEN,
     STEP_TOKENS,
+    STEPS,
+    WARMUP_TOKENS,
     profile,
     recipe,
 )
@@ -30,7 +29,6 @@ from tests.end_to_end.test_parity import assert_equal_to_reference, check_health
 from tests.launching import LLAMA, rows, run_module, run_ranks, write_json
 from zerolm.train.step import seed_step
 
-STEPS, WARMUP_TOKENS = 20, 4 * STEP_TOKENS
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 SEQUENCE = {"sequence_parallel_size": 2}
 QWEN3 = {
@@ -87,11 +85,7 @@ def reference(corpus):
     def curve(config, bf16: bool) -> list[plain_pytorch.Step]:
         key = json.dumps([config, bf16])
         if key not in known:
-            known[key] = plain_pytorch.train(
-                config, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH,
-                micro_batch_size=2, steps=STEPS, peak=PEAK, minimum=MINIMUM,
-                warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING, bf16=bf16,
-            )  # fmt: skip
+            known[key] = plain_pytorch.train(config, corpus, bf16=bf16)
         return known[key]
 
     return curve
@@ -282,10 +276,7 @@ def test_attention_dropout_of_a_head_is_drawn_by_its_rank(tmp_path, corpus, form
     assert done.returncode == 0, done.stdout[-4000:]
     register_two_ranks(calls_of_a_step=BATCH // 2 * LLAMA["num_hidden_layers"])
     config = {**dropping, "attn_implementation": "two_ranks"}
-    curve = plain_pytorch.train(
-        config, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,
-        steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING,
-    )  # fmt: skip
+    curve = plain_pytorch.train(config, corpus)
     assert_equal_to_reference(tmp_path / "run", "train/loss", [step.loss for step in curve], 1e-5)
     assert_equal_to_reference(
         tmp_path / "run", "train/grad_norm", [step.grad_norm for step in curve], 1e-4

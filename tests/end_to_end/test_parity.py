@@ -7,18 +7,13 @@ from tests.end_to_end import plain_pytorch
 from tests.end_to_end.recipe import (
     BATCH,
     CLIPPING,
-    MINIMUM,
-    PEAK,
-    SEED,
     SEQ_LEN,
-    STEP_TOKENS,
+    STEPS,
+    WARMUP_TOKENS,
     profile,
     recipe,
 )
 from tests.launching import LLAMA, rows, run_ranks, write_json
-
-STEPS = 20
-WARMUP_TOKENS = 4 * STEP_TOKENS
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +22,8 @@ def reference(corpus):
 
     def curve(bf16: bool, tied: bool) -> list[plain_pytorch.Step]:
         if (bf16, tied) not in known:
-            known[bf16, tied] = plain_pytorch.train(
-                {**LLAMA, "tie_word_embeddings": tied}, corpus, seed=SEED, seq_len=SEQ_LEN,
-                batch_sequences=BATCH, micro_batch_size=2, steps=STEPS, peak=PEAK,
-                minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING, bf16=bf16,
-            )  # fmt: skip
+            config = {**LLAMA, "tie_word_embeddings": tied}
+            known[bf16, tied] = plain_pytorch.train(config, corpus, bf16=bf16)
         return known[bf16, tied]
 
     return curve

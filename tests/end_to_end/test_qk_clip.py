@@ -9,17 +9,14 @@ import pytest
 
 from tests.end_to_end import plain_optimizers, plain_pytorch, runs_in_one_process, test_resume
 from tests.end_to_end.recipe import (
-    BATCH,
-    MINIMUM,
     PEAK,
-    SEED,
-    SEQ_LEN,
     STEP_TOKENS,
+    STEPS,
     recipe,
 )
 from tests.launching import LLAMA, kill_session, rows, run_ranks, write_json, write_shards
 
-STEPS, STOP, MICRO, MUON_RATE = 20, 9, 2, 0.03
+STOP, MICRO, MUON_RATE = 9, 2, 0.03
 # Shared keys; and keys of each head, with biases.
 MODELS = {
     "llama": LLAMA,
@@ -58,7 +55,7 @@ def flags(
     ds = profile(base / f"{optimizer}-{stage}-{bf16}.json", stage, optimizer, bf16)
     return [
         *recipe(model_dir, corpus, base / name, ds, steps, micro), "--warmup_tokens", 0,
-        "--schedule", "cosine", "--wandb", "off", "--report_interval", 0, "--spike_threshold", 0,
+        "--schedule", "cosine", "--wandb", "off", "--spike_threshold", 0,
         "--checkpoint_interval", 1000, "--qk_clip", threshold, *more,
     ]  # fmt: skip
 
@@ -66,10 +63,8 @@ def flags(
 def plain_curve(corpus: Path, model: str, optimizer: str) -> list[plain_pytorch.Step]:
     kind = plain_optimizers.muon(MUON_RATE / PEAK) if optimizer == "Muon" else plain_pytorch.adamw
     return plain_pytorch.train(
-        MODELS[model], corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH,
-        micro_batch_size=MICRO, steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=0,
-        clipping=0.0, optimizer_of=kind, qk_clip=THRESHOLD,
-    )  # fmt: skip
+        MODELS[model], corpus, warmup_tokens=0, clipping=0.0, optimizer_of=kind, qk_clip=THRESHOLD
+    )
 
 
 @pytest.mark.soak
