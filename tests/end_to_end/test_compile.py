@@ -8,19 +8,13 @@ import pytest
 from tests.end_to_end import plain_pytorch
 from tests.end_to_end.recipe import (
     BATCH,
-    CLIPPING,
-    MINIMUM,
-    PEAK,
-    SEED,
-    SEQ_LEN,
-    STEP_TOKENS,
+    STEPS,
+    WARMUP_TOKENS,
     profile,
     recipe,
 )
 from tests.launching import LLAMA, rows, run_ranks
 
-STEPS = 20
-WARMUP_TOKENS = 4 * STEP_TOKENS
 # bf16: the compiler does not round between the operations that it fuses
 TOLERANCES = {False: 1e-5, True: 5e-3}
 CASES = [(3, False), (2, False), (2, True), (3, True)]
@@ -34,16 +28,14 @@ def test_compiled_blocks_give_the_curve_of_plain_pytorch(
     tmp_path, corpus, held_out, llama, stage, bf16
 ) -> None:
     """The first half runs compiled; the second half resumes from its checkpoint, not compiled."""
-    expected = plain_pytorch.train(
-        LLAMA, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,
-        steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=WARMUP_TOKENS, clipping=CLIPPING,
-        bf16=bf16,
-    )  # fmt: skip
+    expected = plain_pytorch.train(LLAMA, corpus, bf16=bf16)
     json_file = profile(tmp_path / "ds.json", stage, bf16)
     flags = recipe(llama, corpus, tmp_path / "run", json_file, STEPS, BATCH // 4)
     flags += ["--warmup_tokens", WARMUP_TOKENS, "--schedule", "cosine", "--wandb", "off"]
     flags += ["--val_data", held_out, "--eval_interval", STEPS, "--eval_tokens", 512]
-    done = run_ranks(2, *flags, "--compile", "--checkpoint_interval", STEPS // 2, timeout=500)
+    # Each rank compiles for itself.
+    ranks = 1 if (stage, bf16) == CASES[0] else 2
+    done = run_ranks(ranks, *flags, "--compile", "--checkpoint_interval", STEPS // 2, timeout=500)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "compile: 2 blocks (LlamaDecoderLayer)" in done.stdout
     assert "graph breaks" not in done.stdout, "one graph, also under ZeRO-3"

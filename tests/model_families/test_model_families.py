@@ -16,12 +16,19 @@ def rows(families, directory, *flags) -> dict[str, table.Cells]:
     return {family: table.cells(table.outcomes(directory, family)) for family in families}
 
 
-def test_families_of_three_kinds_have_the_losses_of_plain_pytorch_and_are_exported(tmp_path):
-    """Infinite values in the config, a nested config, and a frozen parameter."""
-    found = rows(["mamba2", "emu3", "roformer"], tmp_path, "--phases", "check,zero3")
+@pytest.mark.parametrize(
+    "families",
+    [
+        pytest.param(["emu3"], id="nested config"),
+        pytest.param(["mamba2", "roformer"], id="infinity, frozen", marks=pytest.mark.soak),
+    ],
+)
+def test_families_have_the_losses_of_plain_pytorch_and_are_exported(tmp_path, families):
+    """A nested config; infinite values in a config, and a frozen parameter."""
+    found = rows(families, tmp_path, "--phases", "check,zero3")
     assert {row["export"] for row in found.values()} == {"equal"}
     assert max(float(row["zero3"]) for row in found.values()) < table.TOLERANCE
-    assert "carries state" in found["mamba2"]["mask"]
+    assert "mamba2" not in found or "carries state" in found["mamba2"]["mask"]
 
 
 @pytest.mark.soak

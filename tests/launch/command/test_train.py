@@ -80,8 +80,8 @@ def inputs(tmp_path_factory) -> list[str]:
     return [str(word) for word in [*words, "--total_tokens", 256, "--log_interval", 1]]
 
 
+@pytest.mark.soak  # always: that of ranks below, and of a run that succeeds in test_readme.py
 def test_exit_codes_are_those_of_pretrain(inputs: list[str], tmp_path: Path):
-    """That of a run that succeeds: tests/end_to_end/test_readme.py."""
     words = ["zerolm", "train", "--num_gpus", 1, "--master_port", free_port(), *inputs]
     words += ["--run_dir", tmp_path / "run", "--batch_tokens", 999]
     refused = subprocess.run(

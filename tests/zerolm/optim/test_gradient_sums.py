@@ -8,7 +8,7 @@ import pytest
 from tests.launching import run_workers
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_steps_with_fewer_passes_over_memory_are_the_same_in_every_bit(tmp_path, ranks):
     output = tmp_path / "report.json"
     run_workers(ranks, Path(__file__).with_name("gradient_sums_worker.py"), output)
