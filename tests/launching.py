@@ -90,6 +90,15 @@ def command(num_ranks: int, *arguments: object, launcher: tuple[str, ...] = ()) 
     return argv + [str(argument) for argument in arguments]
 
 
+def start(num_ranks: int, log: Path, *arguments: object, **more: str) -> subprocess.Popen[bytes]:
+    """Start `pretrain.py` under `deepspeed` in a session of its own, with its output in a file."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command(num_ranks, *arguments), env=environment(**more), stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+
 def launch(
     num_ranks: int, *arguments: object, timeout: float = LAUNCH_SECONDS, **more: str
 ) -> subprocess.CompletedProcess[str]:

@@ -1,19 +1,21 @@
 """Checkpoints under kills, full disks and damage, compared with an uninterrupted run."""
 
-import json
 import os
 import pickle
 import resource
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.end_to_end.recipe import profile, recipe
 from tests.end_to_end.run_digest import differences, digest
-from tests.launching import ROOT, environment, events, run_module, run_ranks
+from tests.launching import events, run_module, run_ranks
+from zerolm.checkpoint import load
+from zerolm.common.errors import ConfigError
 from zerolm.common.faults import POINTS
 
 STEPS, SAVE = 24, 6
@@ -146,51 +148,41 @@ def _flip(content: bytes) -> bytes:
     return content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :]
 
 
-FIND_NEWEST = """
-import json, sys
-from pathlib import Path
-import torch
-from zerolm.checkpoint import load
-from zerolm.common.errors import ConfigError
-address = "file://" + sys.argv[1]
-torch.distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
-for run_dir in sys.argv[2:]:
-    try:
-        found, damage = load.newest_complete(Path(run_dir), 0, 1)
-        lines = [line for each in damage for line in each.problems]
-        print(json.dumps([found.directory.name, lines]))
-    except ConfigError as error:
-        print(json.dumps([None, error.problems]))
-"""
+@pytest.fixture
+def one_rank(tmp_path) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
-def test_every_kind_of_damage_to_every_file_is_found(tmp_path, uninterrupted) -> None:
+def test_every_kind_of_damage_to_every_file_is_found(tmp_path, uninterrupted, one_rank) -> None:
     _, source, _ = uninterrupted
     newest = source / "checkpoints" / "step-00000024"
-    runs, victims = [], []
+    num_damaged = 0
     for file in sorted(path.name for path in newest.iterdir()):
         for name, damage in DAMAGE.items():
             if file == "MANIFEST.json" and name == "missing":
                 continue  # without a manifest it is not a checkpoint
-            runs.append(tmp_path / f"{file}-{name}")
-            shutil.copytree(source / "checkpoints", runs[-1] / "checkpoints")
-            victims.append(runs[-1] / "checkpoints" / newest.name / file)
-            damage(victims[-1])
+            run_dir = tmp_path / f"{file}-{name}"
+            shutil.copytree(source / "checkpoints", run_dir / "checkpoints")
+            victim = run_dir / "checkpoints" / newest.name / file
+            damage(victim)
+            found, damaged = load.newest_complete(run_dir, 0, 1)
+            assert found is not None and found.directory.name == "step-00000018", victim
+            (problem,) = [line for each in damaged for line in each.problems]
+            assert str(victim) in problem
+            num_damaged += 1
+    assert num_damaged >= 15
     all_damaged = tmp_path / "all-damaged"
     shutil.copytree(source / "checkpoints", all_damaged / "checkpoints")
     for path in all_damaged.glob("checkpoints/step-*/*.pt"):
         DAMAGE["flipped"](path)
     before = sorted(all_damaged.rglob("*"))
-    result = subprocess.run(
-        [sys.executable, "-c", FIND_NEWEST, tmp_path / "group", *runs, all_damaged],
-        env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=240, check=True,
-    )  # fmt: skip
-    *reports, last = map(json.loads, result.stdout.splitlines())
-    assert len(reports) == len(victims) >= 15
-    for victim, (used, problems) in zip(victims, reports, strict=True):
-        assert used == "step-00000018" and len(problems) == 1, victim
-        assert str(victim) in problems[0]
-    assert last[0] is None and "Nothing was deleted" in last[1][-1]
+    with pytest.raises(ConfigError) as refused:
+        load.newest_complete(all_damaged, 0, 1)
+    assert "Nothing was deleted" in refused.value.problems[-1]
     assert sorted(all_damaged.rglob("*")) == before
 
 

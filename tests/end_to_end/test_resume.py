@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -11,17 +10,8 @@ import pytest
 import torch
 
 from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
-from tests.launching import (
-    command,
-    environment,
-    events,
-    kill_session,
-    rows,
-    run_module,
-    run_ranks,
-    session_members,
-    start_ranks,
-)
+from tests.launching import events, kill_session, rows, run_module, run_ranks, start_ranks
+from zerolm.watchdog.progress import read_heartbeats
 
 STEPS, SAVE, VALIDATE = 40, 5, 20
 HEALTH = ("clipped_share", "param_norm/layers.0", "update_ratio", "update_ratio/embed_tokens")
@@ -37,13 +27,6 @@ def run_flags(llama, corpus, held_out, run_dir: Path, json_file: Path) -> list[o
     arguments += ["--val_data", held_out, "--eval_tokens", 640, "--eval_interval", VALIDATE]
     arguments += ["--ema_tokens", 10 * STEP_TOKENS]
     return [*arguments, "--checkpoint_interval", SAVE, "--checkpoint_keep", 2]
-
-
-def start(num_ranks: int, log: Path, *arguments: object, **more: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        command(num_ranks, *arguments), env=environment(**more), stdout=open(log, "w"),
-        stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
 
 
 def wait_for_step(run_dir: Path, step: int, seconds: float) -> None:
@@ -100,37 +83,25 @@ def test_a_killed_run_equals_an_uninterrupted_one(
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, llama, corpus, held_out):
-    """A run that stopped because of a SIGTERM to one rank: (directory, flags, exit code, log)."""
+    """A run that stopped because of a SIGTERM to one rank: (directory, exit codes, log)."""
     base = tmp_path_factory.mktemp("stopped")
     run_dir = base / "run"
     json_file = profile(base / "ds.json", 2, bf16=False)
     arguments = run_flags(llama, corpus, held_out, run_dir, json_file)
-    process = start(2, base / "log", *arguments)
+    with open(base / "log", "w") as log:
+        ranks = start_ranks(2, log, *arguments)
     try:
         wait_for_step(run_dir, 20, seconds=120)
-        ranks = [pid for pid in session_members(process.pid) if is_rank(pid, 1)]
-        assert len(ranks) == 1
-        signal_rank(ranks[0])
-        code = process.wait(timeout=60)
+        os.kill(read_heartbeats(run_dir)[1]["pid"], signal.SIGTERM)
+        codes = ranks.codes(timeout=60)
     finally:
-        kill_session(process.pid)
-    return run_dir, arguments, code, (base / "log").read_text()
-
-
-def is_rank(pid: int, local_rank: int) -> bool:
-    try:
-        return f"--local_rank={local_rank}".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
-
-
-def signal_rank(pid: int) -> None:
-    os.kill(pid, signal.SIGTERM)
+        kill_session(ranks.session)
+    return run_dir, codes, (base / "log").read_text()
 
 
 def test_a_stop_on_request_saves_and_exits_75(stopped) -> None:
-    run_dir, _, code, log = stopped
-    assert code == 75, log[-4000:]
+    run_dir, codes, log = stopped
+    assert dict(codes or []) == {0: 75, 1: 75}, log[-4000:]
     last = events(run_dir)[-1]
     assert last["event"] == "stopped" and last["reason"] == "SIGTERM"
     pointer = (run_dir / "checkpoints" / "latest").read_text().strip()

@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.recipe import profile, recipe
-from tests.end_to_end.test_resume import events, start, wait_for_step
+from tests.end_to_end.test_resume import wait_for_step
 from tests.endpoints import WandbServer
-from tests.launching import ROOT, environment, free_port, kill_session, run_ranks, session_members
+from tests.launching import (
+    ROOT,
+    environment,
+    events,
+    free_port,
+    kill_session,
+    run_ranks,
+    session_members,
+    start,
+)
 from tests.wandb_reader import of_kind, own_rows, wandb_rows, wandb_runs
 
 STEPS, SAVE = 40, 8

@@ -9,7 +9,7 @@ import pytest
 
 from tests.end_to_end import run_digest
 from tests.end_to_end.recipe import profile, recipe
-from tests.end_to_end.test_resume import start, wait_for_step
+from tests.end_to_end.test_resume import wait_for_step
 from tests.endpoints import (
     BUCKET,
     NO_S3,
@@ -19,7 +19,7 @@ from tests.endpoints import (
     s3_environment,
     s3_server,
 )
-from tests.launching import events, kill_session, rows, run_ranks
+from tests.launching import events, kill_session, rows, run_ranks, start
 
 pytestmark = pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
 STEPS, SAVE = 60, 10

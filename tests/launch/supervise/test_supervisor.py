@@ -33,7 +33,7 @@ class FakeRun:
         self.mark = f"ZEROLM_TEST={directory}"
 
     def start(self, plan: str, *flags: str, launcher=(), **more: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "launch", "supervise", "--backoff", "0.1s", *flags, "--"]
+        command = [sys.executable, "-m", "launch", "supervise", "--backoff", "0.02s", *flags, "--"]
         command += [sys.executable, self.script, *launcher, "--run_dir", str(self.run_dir)]
         variables = {"PLAN": plan, "ZEROLM_TEST": str(self.directory), **more}
         return subprocess.Popen(
@@ -190,7 +190,7 @@ def test_orphans_of_the_run_are_killed_and_no_other_process(fake_run) -> None:
         run = [sys.executable, fake_run.script, "--run_dir", str(fake_run.run_dir)]
         variables = {"PLAN": "orphan done", "ZEROLM_TEST": str(fake_run.directory)}
         done = subprocess.run(
-            [sys.executable, "-c", script, "supervise", "--backoff", "0.1s", "--", *run],
+            [sys.executable, "-c", script, "supervise", "--backoff", "0.02s", "--", *run],
             cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True,
             timeout=SECONDS, check=False,
         )  # fmt: skip
@@ -338,11 +338,11 @@ def test_a_host_that_fails_its_check_is_left_out(fake_run) -> None:
     assert code == 0 and "--num_nodes 2" in output
     # node1 corrupts values: it stays while there is no other host, and is left out once there is.
     launch[3] = "2"
-    code, output = supervise("--backoff", "0.1s", plan="done done corrupt done")
+    code, output = supervise("--backoff", "0.02s", plan="done done corrupt done")
     assert code == 0 and "node1 computed or stored wrong values, but there is no spare" in output
     hostfile.write_text("node1 slots=2\nnode3 slots=2\nnode4 slots=2\n")
     (fake_run.run_dir / "starts").unlink()
-    code, output = supervise("--backoff", "0.1s", plan="corrupt done")
+    code, output = supervise("--backoff", "0.02s", plan="corrupt done")
     assert code == 0 and "step 7: a bit flipped" in output and "hosts: node3, node4" in output
 
 

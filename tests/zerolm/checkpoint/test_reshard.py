@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -91,22 +92,25 @@ def tied(name: str) -> bool:
     return PROFILES[name]["zero_optimization"]["stage"] == 2  # half of the checkpoints
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
-    """Return a directory with a checkpoint of two ranks and its state for each profile."""
-    base = tmp_path_factory.mktemp("saved")
+def save(names: Iterable[str], base: Path) -> Path:
+    """Write a checkpoint of two ranks and its state for each profile."""
     jobs = [
         {
             "do": "save",
-            "config": profile,
+            "config": PROFILES[name],
             "tied": tied(name),
             "checkpoint": str(base / name),
             "state": str(base / f"{name}.state"),
         }
-        for name, profile in PROFILES.items()
+        for name in names
     ]
     run(SOURCE_RANKS, jobs, base)
     return base
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    return save(PROFILES, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture(
@@ -198,10 +202,10 @@ def test_checkpoint_saved_after_resharding_loads_without_resharding(resharded) -
 
 
 def test_states_that_cannot_be_resharded_are_refused_before_the_engine_is_modified(
-    saved, tmp_path
+    tmp_path,
 ) -> None:
     """A state of another shape, another model, a missing shard."""
-    jobs = []
+    jobs, saved = [], save(["zero3"], tmp_path)
     for change in ("state", "model", "shard"):
         directory = tmp_path / change
         shutil.copytree(saved / "zero3", directory)

@@ -24,9 +24,9 @@ def sources(tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-@pytest.mark.parametrize("num_workers", [1, 3])
-@pytest.mark.parametrize("micro_batch_size", [1, 4])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batch_size", "num_workers"), [(1, 4, 3), (2, 1, 3), (4, 1, 1), (4, 4, 1)]
+)
 def test_loader_workers_do_not_change_batches(
     sources, monkeypatch, num_workers, world_size, micro_batch_size
 ):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from tests import ROOT
+from tests.launching import run_workers
 from zerolm.config.settings import Settings
 from zerolm.distributed import process_group
 from zerolm.watchdog import liveness
@@ -66,11 +66,10 @@ process_group.exit_process(0)
 """
 
 
-def test_no_group_times_out_before_the_watchdog():
-    done = subprocess.run(
-        [sys.executable, "-c", GROUPS], capture_output=True, text=True, timeout=120, cwd=ROOT,
-        check=True,
-    )  # fmt: skip
-    limits = [float(line) for line in done.stdout.splitlines()[-4:]]
+def test_no_group_times_out_before_the_watchdog(tmp_path):
+    script = tmp_path / "groups.py"
+    script.write_text(GROUPS)
+    output = run_workers(1, script, timeout=120)
+    limits = [float(line) for line in output.splitlines()[-4:]]
     longest = Settings().hang_timeout * liveness.START_FACTOR
-    assert len(limits) == 4 and min(limits) >= 2 * longest, done.stdout
+    assert len(limits) == 4 and min(limits) >= 2 * longest, output

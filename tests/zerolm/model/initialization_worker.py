@@ -105,7 +105,7 @@ def main(result_path):
     generator_before = torch.get_rng_state()
     for family in FAMILIES:
         for precision in DTYPES:
-            for stage in (1, 2, 3):
+            for stage in (2, 3):  # 1 is built as 2 is
                 config, model = build(family, stage, precision)
                 result[f"{family} zero{stage} {precision}"] = described(model, config)
     result["generator untouched"] = torch.equal(generator_before, torch.get_rng_state())

@@ -6,15 +6,13 @@ It is on by default, with 2,000 records, in the releases of torch that are suppo
 import json
 import os
 import pickle
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch.distributed.flight_recorder import fr_trace
 
-from tests.launching import ROOT, environment
+from tests.launching import run_workers
 from zerolm.watchdog import flight_recorder
 
 RANKS = """
@@ -53,10 +51,9 @@ os._exit(0)
 
 
 def test_entered_and_finished_collectives_of_each_group_are_known(tmp_path, caplog) -> None:
-    subprocess.run(
-        [sys.executable, "-c", RANKS, str(tmp_path)], cwd=ROOT, timeout=60, check=True,
-        env=environment(GLOO_SOCKET_IFNAME="lo"),
-    )  # fmt: skip
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    run_workers(1, script, tmp_path, timeout=60)
     counts, no_calls, known, calls, seconds = json.loads((tmp_path / "found").read_text())
     assert {name: group["entered"] for name, group in counts.items()} == {"0/0": 4, "3/0": 1}
     assert all(group["finished"] is None for group in counts.values()) and no_calls == []
@@ -75,7 +72,7 @@ def test_entered_and_finished_collectives_of_each_group_are_known(tmp_path, capl
     trace = pickle.loads(kept[0].read_bytes())
     names = [entry["profiling_name"] for entry in trace["entries"]]
     assert names[0] == "gloo:all_reduce" and len(names) == 5
-    assert any(frame["filename"] == "<string>" for frame in trace["entries"][0]["frames"])
+    assert any(frame["filename"] == str(script) for frame in trace["entries"][0]["frames"])
     with caplog.at_level("INFO"):
         fr_trace.main(["--prefix", "flight-recorder-now-", str(tmp_path / "ranks")])
     assert "Not all ranks joining collective" in caplog.text and "broadcast" in caplog.text

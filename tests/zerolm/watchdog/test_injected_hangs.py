@@ -1,19 +1,13 @@
 """Real processes that hang: the rank at fault is named, and no other one."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests import injected_hangs
-from tests.launching import ROOT, environment
+from tests.launching import run_module
 
 
 def run(*arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.injected_hangs", *map(str, arguments)], cwd=ROOT,
-        env=environment(), capture_output=True, text=True, timeout=900, check=False,
-    )  # fmt: skip
+    done = run_module("tests.injected_hangs", *arguments, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
