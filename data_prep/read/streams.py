@@ -5,6 +5,7 @@ of documents.
 """
 
 import bz2
+import contextlib
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
@@ -118,49 +119,14 @@ class Stream:
         return blocks
 
     def _gzip(self, raw: BinaryIO) -> Iterator[bytes]:
-        done = 0
-        for block in self._inflate(raw, _fast_zlib(), salvage=False):
-            done += len(block)
-            yield block
-        if self.failure is None:
-            return
-        self.failure, self.read_bytes = None, 0  # read again, up to the last byte before the damage
-        raw.seek(0)
-        for block in self._inflate(raw, zlib, salvage=True):
-            skip, done = min(done, len(block)), max(0, done - len(block))
-            if skip < len(block):
-                yield block[skip:]
-
-    def _inflate(self, raw: BinaryIO, library: Any, salvage: bool) -> Iterator[bytes]:
-        inflate: Any = None
-        data = b""
-        while True:
-            data = data or self._read(raw)
-            if not data:
-                if self.failure is None and (inflate is not None or self.read_bytes == 0):
-                    self.failure = TRUNCATED
+        with contextlib.suppress(OSError):  # the next read reports it
+            start = raw.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)]  # type: ignore[attr-defined]
+            if start and start != GZIP_MAGIC:
+                detail = "is not a gzip file: rename it, or restore it."
+                self.failure = Failure("damaged", detail)
                 return
-            if inflate is None:
-                if self.read_bytes > len(data) and not data.strip(b"\0"):  # padding of a tape
-                    data = b""
-                    continue
-                inflate = library.decompressobj(GZIP)
-            state = inflate.copy() if salvage else None
-            try:
-                block = inflate.decompress(data, BLOCK_BYTES)
-            except (zlib.error, library.error) as error:
-                if state is not None:
-                    yield from _salvage(state, data)
-                hint = RESTORE_HINT
-                if self.read_bytes == len(data) and not data.startswith(GZIP_MAGIC):
-                    hint = "It is not a gzip file: rename it, or restore it."
-                self.failure = Failure("damaged", f"{reason(error, named=False)}. {hint}")
-                return
-            data = inflate.unconsumed_tail
-            if inflate.eof:
-                inflate, data = None, inflate.unused_data
-            if block:
-                yield block
+        fast, exact = partial(_Gzip, _fast_zlib()), partial(_Gzip, zlib)
+        yield from self._members(raw, fast, again=exact)
 
     def _zstd(self, raw: BinaryIO) -> Iterator[bytes]:
         import pyarrow as pa
@@ -219,23 +185,25 @@ class Stream:
         open_member: Callable[[], Any],
         piece_bytes: int = READ_BYTES,
         limit: tuple[int, ...] = (BLOCK_BYTES,),
+        again: Callable[[], Any] | None = None,
     ) -> Iterator[bytes]:
         """Decompress a file of one or more members, and up to the last byte before damage.
 
         Args:
             limit: of what `decompress` of a member returns, if it takes one.
+            again: opens a member where a failed file is read again, also one that is truncated.
         """
         done = 0
         for block in self._decompress(raw, open_member, lambda: piece_bytes, limit):
             done += len(block)
             yield block
-        if self.failure is None or self.failure.reason != "damaged":
+        if self.failure is None or (again is None and self.failure.reason != "damaged"):
             return
         damaged_at = self.read_bytes - piece_bytes  # read again, there byte by byte
         self.failure, self.read_bytes = None, 0
         raw.seek(0)
         pieces = lambda: piece_bytes if self.read_bytes < damaged_at else 1  # noqa: E731
-        for block in self._decompress(raw, open_member, pieces, limit):
+        for block in self._decompress(raw, again or open_member, pieces, limit):
             yield block[done:]
             done = max(0, done - len(block))
 
@@ -280,15 +248,23 @@ def _fast_zlib() -> Any:
     return isal_zlib
 
 
-def _salvage(inflate: Any, data: bytes) -> Iterator[bytes]:
-    """Yield what can be decompressed before the damage in `data`."""
-    for start in range(0, len(data), SALVAGE_BYTES):
-        state = inflate.copy()
-        try:
-            yield inflate.decompress(data[start : start + SALVAGE_BYTES])
-        except zlib.error:
-            for byte in data[start : start + SALVAGE_BYTES]:
-                try:
-                    yield state.decompress(bytes([byte]))
-                except zlib.error:
-                    return
+class _Gzip:
+    """A decompressor of a gzip member with the methods of those of bz2 and lzma."""
+
+    def __init__(self, library: Any):
+        self.inflate = library.decompressobj(GZIP)
+
+    def decompress(self, data: bytes, limit: int) -> bytes:
+        return self.inflate.decompress(data or self.inflate.unconsumed_tail, limit)
+
+    @property
+    def needs_input(self) -> bool:
+        return not self.inflate.unconsumed_tail
+
+    @property
+    def eof(self) -> bool:
+        return self.inflate.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self.inflate.unused_data
