@@ -165,3 +165,9 @@ def structured_array(dtype: np.dtype, *columns: np.ndarray) -> np.ndarray:
 def task_record(directory: Path, sizes: dict[Path, int], **more: int) -> dict:
     """Return the record of a task that wrote files of these sizes in bytes."""
     return {"files": {os.path.relpath(path, directory): n for path, n in sizes.items()}, **more}
+
+
+def save_arrays(directory: Path, arrays: dict[Path, np.ndarray], **more: int) -> dict:
+    """Write the arrays of a task atomically, and return its record."""
+    sizes = {path: save_array(path, array) for path, array in arrays.items()}
+    return task_record(directory, sizes, **more)

@@ -18,9 +18,8 @@ from data_prep.dedup.arrays import (
     UNIT_BITS,
     Units,
     array_path,
-    save_array,
+    save_arrays,
     structured_array,
-    task_record,
 )
 from data_prep.dedup.minhash import BandLayout, band_hashes
 from data_prep.dedup.word_hashes import hash_ngrams, hash_words
@@ -77,13 +76,8 @@ class SignatureTask:
             all_bands = np.concatenate(bands)
             order = np.argsort(all_bands["hash"], kind="stable")
             arrays[array_path(self.hashes, "bands", unit)] = all_bands[order]
-        return task_record(
-            self.directory,
-            {path: save_array(path, array) for path, array in arrays.items()},
-            documents_in=num_documents,
-            text_bytes_in=text_bytes,
-            short=num_short,
-        )
+        counts = {"documents_in": num_documents, "text_bytes_in": text_bytes, "short": num_short}
+        return save_arrays(self.directory, arrays, **counts)
 
     def _digests(self, texts: list[str], words: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Return 128 bits for each document, equal for equal texts (or words): (N, 2) uint64."""
@@ -116,8 +110,7 @@ class ExactTask:
         copies = structured_array(COPY, ids[is_copy], first[is_copy])
         copies = copies[np.argsort(copies["dropped"])]
         members = np.unique(np.concatenate([copies["dropped"], copies["kept"]]))
-        sizes = _save_with_members(self.units.work, "copies", partition, copies, members)
-        return task_record(self.units.work, sizes, copies=len(copies))
+        return _save_with_members(self.units.work, "copies", partition, copies, members)
 
 
 @dataclass(frozen=True)
@@ -132,17 +125,16 @@ class BucketTask:
         pairs = candidate_pairs(hashes, texts, ids)
         pairs = pairs[pairs["two"] >= self.units.num_old << UNIT_BITS]
         members = np.unique(np.concatenate([pairs["one"], pairs["two"]]))
-        sizes = _save_with_members(self.units.work, "pairs", partition, pairs, members)
-        return task_record(self.units.work, sizes, pairs=len(pairs))
+        return _save_with_members(self.units.work, "pairs", partition, pairs, members)
 
 
 def _save_with_members(
     directory: Path, kind: str, partition: int, array: np.ndarray, members: np.ndarray
-) -> dict[Path, int]:
-    """Write copies or pairs, and the ids of all documents in them; return the files' sizes."""
-    path = array_path(directory, kind, partition)
-    members_path = array_path(directory, f"{kind}-members", partition)
-    return {path: save_array(path, array), members_path: save_array(members_path, members)}
+) -> dict:
+    """Write copies or pairs, and the ids of all documents in them; return the task's record."""
+    arrays = {kind: array, f"{kind}-members": members}
+    files = {array_path(directory, name, partition): each for name, each in arrays.items()}
+    return save_arrays(directory, files, **{kind: len(array)})
 
 
 def candidate_pairs(hashes: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> np.ndarray:

@@ -23,6 +23,7 @@ from data_prep.dedup.arrays import (
     load_array,
     rows_of_unit,
     save_array,
+    save_arrays,
     structured_array,
     task_record,
     to_ids,
@@ -266,8 +267,8 @@ class RepeatTask:
 
 def _save_found(directory: Path, kind: str, partition: int, found: np.ndarray) -> dict:
     found = found[np.lexsort((found["position"], found["document"]))]
-    path = array_path(directory, kind, partition)
-    return task_record(directory, {path: save_array(path, found)}, found=len(found))
+    arrays = {array_path(directory, kind, partition): found}
+    return save_arrays(directory, arrays, found=len(found))
 
 
 def found_in_unit(directory: Path, kind: str, num_partitions: int, unit: int) -> np.ndarray:

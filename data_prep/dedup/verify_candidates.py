@@ -16,9 +16,8 @@ from data_prep.dedup.arrays import (
     by_unit,
     load_array,
     rows_of_unit,
-    save_array,
+    save_arrays,
     structured_array,
-    task_record,
 )
 from data_prep.dedup.members import Shingles
 
@@ -51,10 +50,8 @@ class VerifyTask:
                     links.append((one, two, similarity))
         array = np.array(links, LINK)
         array = array[np.lexsort((array["two"], array["one"]))]
-        path = array_path(work, "links", unit)
-        return task_record(
-            work, {path: save_array(path, array)}, pairs=len(pairs), links=len(links)
-        )
+        arrays = {array_path(work, "links", unit): array}
+        return save_arrays(work, arrays, pairs=len(pairs), links=len(links))
 
 
 def jaccard(one: np.ndarray, two: np.ndarray, threshold: float = 0.0) -> float:
@@ -103,9 +100,8 @@ class DecideTask:
         self._mark_near_in_old_units(exact)
         decisions = np.concatenate([exact, near])
         decisions = decisions[np.argsort(decisions["dropped"])]
-        path = array_path(self.units.work, "decisions", 0)
-        sizes = {path: save_array(path, decisions)}
-        return task_record(self.units.work, sizes, dropped=len(decisions))
+        arrays = {array_path(self.units.work, "decisions", 0): decisions}
+        return save_arrays(self.units.work, arrays, dropped=len(decisions))
 
     def _mark_near_in_old_units(self, copies: np.ndarray) -> None:
         """Mark copies of documents that an earlier stage has dropped as near-duplicates.
