@@ -19,6 +19,7 @@ from zerolm.distributed.collectives import gather_objects
 from zerolm.model.compile import eager
 from zerolm.model.loss import IGNORED, token_losses
 from zerolm.plan.plan import Plan
+from zerolm.pretrained.source_config import is_position
 
 MAX_SEQUENCES = 8  # at most one of each source
 LOGIT_TOKENS, LOGIT_POSITIONS, LOGIT_IDS = 64, 8, 16  # maxima; the logits are stored as JSON
@@ -116,6 +117,10 @@ def check(
         return "not in this checkpoint"
     if saved["data"] != _data_identity(plan):
         return "not compared, because this run's data gives other sequences"
+    branch: Mapping[str, Any] = plan.branch or {}
+    begins = branch.get("step") == manifest["progress"]["step"]
+    if begins and any(map(is_position, branch.get("changes", ()))):
+        return "not compared, because the branch has other positions than its trunk"
     if fault_point("resume.probe", manifest["progress"]["step"]) == "x10":
         for parameter in engine.module.parameters():
             parameter.data.mul_(10)

@@ -31,7 +31,7 @@ class RecordedSettings(TypedDict, total=False):
 
 
 class _Mixture(TypedDict, total=False):
-    stages: list[tuple[Count, list[float]]]
+    stages: list[tuple[Count, list[float]] | tuple[Count, list[float], list[Count]]]
 
 
 class _Source(TypedDict):

@@ -110,6 +110,13 @@ class Core:
         "TOKENS",
         changes_curve=True,
     )
+    later_seq_len: int | None = count(
+        "data",
+        "read text in an order in which a branch with this --seq_len, a multiple of the present "
+        "one, can go on with windows that are unread (default: --seq_len)",
+        "TOKENS",
+        changes_curve=True,
+    )
     document_mask: bool = switch(
         "data",
         "let tokens attend only to tokens of their own document",

@@ -48,7 +48,7 @@ class TokenStream(WindowStream):
         end_position: no global batch starts here or later.
         document_mask, packing: see `WindowStream`.
         skipped_windows: ranges [start, end) of sequence numbers to skip, see `zerolm.data.skips`.
-        stages: later stages of weights, see `zerolm.data.order.Order`.
+        stages, group: later stages of weights and grouped windows, see `zerolm.data.order.Order`.
     """
 
     reads_all_data = True
@@ -70,6 +70,7 @@ class TokenStream(WindowStream):
         packing: str = CONCAT,
         skipped_windows: SkippedRanges = (),
         stages: Sequence[Stage] = (),
+        group: int = 1,
     ):
         super().__init__(
             sources,
@@ -80,7 +81,8 @@ class TokenStream(WindowStream):
             document_mask=document_mask,
             packing=packing,
         )
-        self.order = Order(self.reader.num_windows.tolist(), weights, seed, stages=stages)
+        sizes = self.reader.num_windows.tolist()
+        self.order = Order(sizes, weights, seed, stages=stages, group=group)
         self.batch_schedule = batch_schedule
         self.position, self.end_position = position, end_position
         self.skipped_windows = skipped_windows

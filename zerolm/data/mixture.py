@@ -9,14 +9,14 @@ other.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from typing import Any
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import parse_number, shown
-from zerolm.config.settings import REDISTRIBUTE, Settings
+from zerolm.config.settings import BEST_FIT, REDISTRIBUTE, Settings
 from zerolm.data.order import Order, Stage
 from zerolm.data.quotas import MAX_SEQUENCES, block_size, counts_at_end, exact_shares
 
@@ -34,16 +34,23 @@ class Mixture:
         caps: maximum epochs of each source in a run; None for no limit.
         supply: number of sequences that the sources can give within their caps, if sources are
             dropped at their cap; None for no limit.
+        group: windows that are read one after another, see `Order`.
     """
 
     stages: list[Stage]
     caps: list[Fraction | None]
     supply: int | None = None
+    group: int = 1
 
     def order(self, num_windows: Sequence[int], seed: int) -> Order:
         """Return the order of these sources for a seed."""
         first, *later = self.stages
-        return Order(num_windows, first.weights, seed, stages=later)
+        return Order(num_windows, first.weights, seed, stages=later, group=self.group)
+
+
+def group_size(settings: Settings) -> int:
+    """Return the windows of a sequence of `--later_seq_len`: they are read one after another."""
+    return max(1, (settings.later_seq_len or 0) // (settings.seq_len or 1))
 
 
 def temperature_weights(num_tokens: Sequence[int], temperature: float) -> list[float]:
@@ -72,26 +79,31 @@ def redistribute(
     it has at most the r sequences that it has left, and at least r - 2. The order after the supply
     is undefined here: a run that needs more than the supply is refused.
     """
-    left = {
+    most = {
         number: int(cap * num_windows[number]) for number, cap in enumerate(caps) if cap is not None
     }
+    left = most
     dropped: set[int] = set()
     result: list[Stage] = []
     for number, stage in enumerate(stages):
         stop = stages[number + 1].start if number + 1 < len(stages) else MAX_SEQUENCES
-        start = stage.start
+        start, consumed = stage.start, stage.consumed
+        if consumed is not None:
+            left = {n: limit - consumed[n] for n, limit in most.items()}
+            dropped = {n for n, rest in left.items() if rest <= 0}
         while start < stop:
             weights = tuple(0.0 if n in dropped else w for n, w in enumerate(stage.weights))
             if not any(weights):
                 # A stage that begins at the supply ends the block before it, so that no source has
                 # more than its cap there. Nothing reads the stage: such a run is refused.
-                after = [Stage(start, stage.weights), *stages[number + 1 :]]
+                after = [Stage(start, stage.weights, consumed), *stages[number + 1 :]]
                 return Mixture([*result, *after], list(caps), start)
             shares = exact_shares(weights, allow_zero=True)
             lengths = {n: int(left[n] / shares[n]) for n in left if shares[n]}
             end = min([stop, *(start + length for length in lengths.values())])
             if end > start:
-                result.append(Stage(start, weights))
+                result.append(Stage(start, weights, consumed))
+                consumed = None
             used = counts_at_end(shares, end - start)
             left = {n: rest - used[n] for n, rest in left.items()}
             dropped |= {n for n, length in lengths.items() if start + length == end}
@@ -106,7 +118,8 @@ def same_order_until(ours: Sequence[Stage], theirs: Sequence[Stage], end: int) -
     other mixture, all blocks up to the one with the last sequence must be complete in both.
     """
     started, other = ([stage for stage in each if stage.start < end] for each in (ours, theirs))
-    if [stage.start for stage in started] != [stage.start for stage in other]:
+    begins = [[(stage.start, stage.consumed) for stage in each] for each in (started, other)]
+    if begins[0] != begins[1]:
         return False
     if not started:
         return True
@@ -131,14 +144,23 @@ def record(mixture: Mixture, names: Sequence[str]) -> dict[str, Any]:
     """Return the entry of a mixture in run.json."""
     return {
         "sources": list(names),
-        "stages": [[stage.start, list(stage.weights)] for stage in mixture.stages],
+        "stages": [stage_record(stage) for stage in mixture.stages],
         "max_epochs": [None if cap is None else float(cap) for cap in mixture.caps],
     }
 
 
 def stages_from_record(stages: Sequence[Sequence[Any]]) -> list[Stage]:
     """Return the stages of an entry that `record` has made."""
-    return [Stage(int(start), tuple(weights)) for start, weights in stages]
+    return [
+        Stage(int(start), tuple(weights), tuple(consumed[0]) if consumed else None)
+        for start, weights, *consumed in stages
+    ]
+
+
+def stage_record(stage: Stage) -> list[Any]:
+    """Return a stage as JSON; `consumed` only if it has that."""
+    start, weights, consumed = stage
+    return [start, list(weights), *([] if consumed is None else [list(consumed)])]
 
 
 def stage_shares(stage: Stage, names: Sequence[str]) -> dict[str, float]:
@@ -193,9 +215,27 @@ def resolve_mixture(
                 f"{settings.where('max_epochs')}: {float(cap):g}, is less than one of the {size} "
                 f"sequences of {spec}. Raise it, or leave the source out."
             )
-    if settings.over_max_epochs != REDISTRIBUTE or problems:
-        return Mixture(stages, caps)
-    return redistribute(stages, caps, num_windows)
+    problems += _group_problems(settings)
+    mixture = Mixture(stages, caps)
+    if settings.over_max_epochs == REDISTRIBUTE and not problems:
+        mixture = redistribute(stages, caps, num_windows)
+    return replace(mixture, group=group_size(settings))
+
+
+def _group_problems(settings: Settings) -> list[str]:
+    later, seq_len = settings.later_seq_len, settings.seq_len
+    where = f"{settings.where('later_seq_len')}: {later}"
+    if later is None or seq_len is None:
+        return []
+    problems = []
+    if later % seq_len:
+        problems.append(f"{where}, must be a multiple of --seq_len {seq_len}. Choose one.")
+    if settings.packing == BEST_FIT:
+        problems.append(
+            f"{where}, needs --packing concat: packed rows of another length are other rows. "
+            f"Remove one of them."
+        )
+    return problems
 
 
 def _parse_stages(
@@ -205,7 +245,7 @@ def _parse_stages(
     assert seq_len is not None
     stages: list[Stage] = []
     for spec in settings.data_stage:
-        tokens, weights = _parse_stage(spec, num_sources, find, where, problems)
+        tokens, weights, consumed = _parse_stage(spec, num_sources, find, where, problems)
         if weights is None:
             continue
         start = -(-tokens // seq_len)
@@ -215,14 +255,18 @@ def _parse_stages(
                 f"ascending order of their tokens, at least one sequence apart."
             )
             continue
-        stages.append(Stage(start, tuple(weights)))
+        stages.append(Stage(start, tuple(weights), consumed))
     return stages
 
 
 def _parse_stage(
     spec: str, num_sources: int, find: FindSource, where: str, problems: list[str]
-) -> tuple[int, list[float] | None]:
-    """Parse `2B:web=0.3,code=0.7` to (tokens, weights); the weights are None if it is invalid."""
+) -> tuple[int, list[float] | None, tuple[int, ...] | None]:
+    """Parse `2B:web=0.3,code=0.7` to (tokens, weights, consumed windows).
+
+    The weights are None if it is invalid. `web=0.3@120` has 120 consumed windows of web, as a
+    branch with a longer sequence length writes it.
+    """
     start, colon, rest = spec.partition(":")
     try:
         tokens = parse_number(start)
@@ -233,13 +277,16 @@ def _parse_stage(
             f"{where}: {spec}, must be the number of tokens at which the stage starts, above 0, "
             f"and its weights. Write for example 2B:web=0.3,code=0.7."
         )
-        return 0, None
+        return 0, None, None
     weights, num_problems = [0.0] * num_sources, len(problems)
+    consumed = [0] * num_sources
     named: set[int] = set()
     for part in rest.split(","):
         name, equals, weight = part.rpartition("=")
+        weight, _, windows = weight.partition("@")
         try:
             number, value = find(name if equals else part), parse_number(weight)
+            consumed[number] = int(windows or 0)
         except ValueError as error:
             problems.append(f"{where}: {spec}, {part}: {error}")
             continue
@@ -254,7 +301,8 @@ def _parse_stage(
             exact_shares(weights, f"{where}: {spec}", allow_zero=True)
         except ConfigError as error:
             problems += error.problems
-    return tokens, weights if len(problems) == num_problems else None
+    valid = len(problems) == num_problems
+    return tokens, weights if valid else None, tuple(consumed) if "@" in rest else None
 
 
 def _parse_caps(

@@ -14,14 +14,17 @@ and loader workers cannot change the order, because each computes only the numbe
        ->  n: the source's n-th       its sequences in earlier stages and blocks, plus the rank of
            sequence                   this slot among its slots of the block
        ->  epoch, window              epoch, k = divmod(n, windows of the source); the windows of an
-                                      epoch are permuted with a key of (seed, source, epoch)
+                                      epoch are permuted with a key of (seed, source, epoch), or
+                                      groups of consecutive windows, each read from first to last
 
 Quotas are differences of rounded cumulative weights: floor(n W_s) with W_s = w_0 + ... + w_s, taken
 at both ends of a block in exact integers, where n counts from the start of the stage. So at the end
 of any block, each source has had its weight times n to within one sequence, however long the run
 is; a fixed quota per block would drift. At the end of a stage it is within two: the last block may
 be so short that a rounded difference is -1 (`counts_at_end`). The epochs of a source continue
-across stages.
+across stages. A stage that begins with windows of another length, where a branch has a longer
+`seq_len`, has the windows that were consumed before it: groups of short windows have the order of
+the long windows that they make up, so that the long windows after these are those not yet read.
 
 `zerolm.data.permutation` has the permutation. The order is part of the identity of a run: a change
 in the golden values of tests/zerolm/data/test_order.py would make existing runs irreproducible.
@@ -63,10 +66,12 @@ class Stage(NamedTuple):
     Attributes:
         start: sequence number.
         weights: of each source, in any unit; 0: the source is not used.
+        consumed: windows of each source before the stage; None: as in the stages before it.
     """
 
     start: int
     weights: tuple[float, ...]
+    consumed: tuple[int, ...] | None = None
 
 
 class Order:
@@ -81,6 +86,8 @@ class Order:
         block: minimum number of sequences in a mixing block. It is doubled until each source has at
             least two sequences a block by weight, so that rounding leaves it at least one.
         stages: later stages, in ascending order of their start.
+        group: consecutive windows of a source that are read one after another. Windows after its
+            last complete group are not used.
 
     Raises:
         ConfigError: a weight is not a positive number, or gives a source less than 2^-20 of the
@@ -94,10 +101,12 @@ class Order:
         seed: int,
         block: int = BLOCK_SEQUENCES,
         stages: Sequence[Stage] = (),
+        group: int = 1,
     ):
-        assert all(0 < count < MAX_SEQUENCES for count in num_windows), "a source without windows"
-        self.num_windows = np.array(num_windows, np.int64)
-        self._bits = np.array([domain_bits(int(count)) for count in num_windows], np.uint64)
+        self._group, groups = group, [count // group for count in num_windows]
+        assert all(0 < count < MAX_SEQUENCES for count in groups), "a source without windows"
+        self.num_windows = np.array(groups, np.int64) * group
+        self._bits = np.array([domain_bits(int(count)) for count in groups], np.uint64)
         seed_key = derive_key(np.uint64(0), np.uint64(seed & MASK_64))
         windows_key = derive_key(seed_key, np.uint64(_WINDOWS_KEY))
         self._source_keys = derive_key(windows_key, np.arange(len(weights), dtype=np.uint64))
@@ -105,6 +114,7 @@ class Order:
         self.starts = np.array([stage.start for stage in all_stages], np.int64)
         assert (np.diff(self.starts) > 0).all(), "stages ascend"
         self._mixers: list[StageMixer] = []
+        self._before: list[np.ndarray] = []
         before = np.zeros(len(num_windows), np.int64)
         for number, stage in enumerate(all_stages):
             assert len(num_windows) == len(stage.weights) > 0, "one weight a source"
@@ -115,8 +125,11 @@ class Order:
                 key = derive_key(key, np.uint64(stage.start))
             where = f"--data_stage at sequence {stage.start}" if number else "--data"
             shares = exact_shares(stage.weights, where, allow_zero=bool(stages))
+            if stage.consumed is not None:
+                before = np.array(stage.consumed, np.int64)
             bounds = self.starts[number : number + 2].tolist()
             self._mixers.append(StageMixer(shares, block, key, before, *bounds))
+            self._before.append(before)
             before = self._mixers[-1].at_end
         self.block = self._mixers[0].block
 
@@ -132,19 +145,37 @@ class Order:
         size = self.num_windows[source]
         epoch, index = np.divmod(sample, size)
         key = derive_key(self._source_keys[source], epoch.astype(np.uint64))
-        window = permute(index.astype(np.uint64), size.astype(np.uint64), self._bits[source], key)
-        return Placement(source, window.astype(np.int64), epoch)
+        place, in_group = np.divmod(index.astype(np.uint64), np.uint64(self._group))
+        groups = (size // self._group).astype(np.uint64)
+        window = permute(place, groups, self._bits[source], key).astype(np.int64)
+        window = window * self._group + in_group.astype(np.int64)
+        return Placement(source, window, epoch)
 
     def counts(self, num_sequences: int) -> np.ndarray:
         """Return how many of the first `num_sequences` sequences each source has, (S,) int64.
 
         Cheap at the end of a mixing block; inside one, it also places the block's first sequences.
         """
+        before, sources, _ = self._block_until(num_sequences)
+        return before + np.bincount(sources, minlength=len(before))
+
+    def ends(self, num_sequences: int) -> np.ndarray:
+        """Return how many windows of each source end with the last one that was read, (S,) int64.
+
+        Inside a mixing block, they are more than `counts`: its slots are permuted, so the windows
+        of a source are not read one after another there.
+        """
+        ends, sources, samples = self._block_until(num_sequences)
+        np.maximum.at(ends, sources, samples + 1)
+        return ends
+
+    def _block_until(self, num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the counts at the start of a block, and sources and numbers of its sequences."""
         mixer = self._mixers[self.stage_of(num_sequences)]
         blocks, rest = divmod(int(num_sequences) - mixer.start, mixer.block)
         before = mixer.counts_after(np.array([blocks]))[0]
         ids = np.arange(num_sequences - rest, num_sequences, dtype=np.int64)
-        return before + np.bincount(self._mix(ids)[0], minlength=len(before))
+        return before, *self._mix(ids)
 
     def stage_of(self, sequence_id: int) -> int:
         """Return the number of the stage that a sequence belongs to, from 0."""
@@ -153,7 +184,8 @@ class Order:
     def _mix(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sequence, and its number among that source's sequences."""
         if len(self.num_windows) == 1:  # no mixing: ids [0, windows) are exactly one epoch
-            return np.zeros_like(ids), ids
+            shifts = np.concatenate(self._before) - self.starts
+            return np.zeros_like(ids), ids + shifts[np.searchsorted(self.starts, ids, "right") - 1]
         if len(self._mixers) == 1:
             return self._mixers[0](ids)
         source, sample = np.empty_like(ids), np.empty_like(ids)

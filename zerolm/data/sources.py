@@ -120,6 +120,7 @@ def source_problems(
     everything = [("data", source) for source in sources.training]
     everything += [("val_data", source) for source in sources.validation]
     seen: dict[str, tuple[str, Source]] = {}
+    longest = max(seq_len or 0, settings.later_seq_len or 1)
     for flag, source in everything:
         manifest = source.directory / MANIFEST
         if vocab_size is not None and source.vocab_size > vocab_size:
@@ -143,6 +144,11 @@ def source_problems(
             problems.append(
                 f"{manifest}: num_tokens: {source.num_tokens}, must be at least --seq_len + 1 = "
                 f"{seq_len + 1} for one sequence. Lower --seq_len, or add data."
+            )
+        elif seq_len and flag == "data" and num_windows(source.num_tokens, longest) < 1:
+            problems.append(
+                f"{manifest}: num_tokens: {source.num_tokens}, must be at least --later_seq_len + "
+                f"1 = {longest + 1}. Lower --later_seq_len, or add data."
             )
         problems += _tokenizer_problems(source, everything[0][1])
         if source.fingerprint in seen:

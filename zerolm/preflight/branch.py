@@ -5,6 +5,7 @@ those that flags change. `zerolm.checkpoint.branch` later links the checkpoint i
 directory. From then on it is a run like any other, which needs no trunk. Must not write.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,17 +22,21 @@ from zerolm.config.run_records import (
     read_rollbacks,
     read_run_json,
 )
-from zerolm.config.settings import Settings, split_weight
+from zerolm.config.settings import BEST_FIT, Settings, split_weight
 from zerolm.data.mixture import stages_from_record
+from zerolm.data.order import Order, num_windows
 from zerolm.data.quotas import block_size, exact_shares
 from zerolm.data.skips import used_sequences_end
 from zerolm.data.sources import open_sources, source_names
 from zerolm.ds_config.profile import Profile, block
 from zerolm.optim.schedule import SCHEDULES, LearningRate
 from zerolm.plan.plan import Plan
+from zerolm.preflight import initial_weights
 from zerolm.preflight.run_record import Difference
+from zerolm.pretrained import source_config
+from zerolm.shards.reader import Source
 
-ORDER_SETTINGS = frozenset({"seed", "seq_len", "packing", "data_stage"})
+ORDER_SETTINGS = frozenset({"seed", "packing", "later_seq_len", "data_stage"})
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,8 @@ def _begin(settings: Settings, where: str) -> tuple[Settings, Start]:
     if "branch" in trunk:
         record["branch"] = trunk["branch"]
     settings = _with_schedule(settings, trunk, progress.tokens, where)
-    fixed = used_sequences_end(progress.position, progress.skipped_windows)
-    given, settings = settings, _with_mixture(settings, trunk, fixed)
-    if settings.data != given.data:
+    given, settings = settings, _with_mixture(settings, trunk, checkpoint, where)
+    if (settings.data, settings.data_stage) != (given.data, given.data_stage):
         record["data"] = list(given.data)
         record["mixture_temperature"] = given.mixture_temperature
     group = (
@@ -202,56 +206,130 @@ def _without(settings: Settings, name: str) -> Settings:
     return replace(settings, **dict[str, Any]({name: None}))
 
 
-def _with_mixture(settings: Settings, trunk: Mapping[str, Any], fixed: int) -> Settings:
-    """Return the settings with other `--data` or another `--mixture_temperature` as a stage.
+def _with_mixture(
+    settings: Settings, trunk: Mapping[str, Any], checkpoint: Checkpoint, where: str
+) -> Settings:
+    """Return the settings with other data, temperature or sequence length as a stage.
 
     The stage starts at the first mixing block after the branch point, because earlier blocks must
-    be as in the trunk. Each source continues where the trunk had got to in it.
+    be as in the trunk. Each source continues where the trunk had got to in it. With another
+    sequence length all blocks are others, so the stage starts at the branch point.
 
     Args:
-        fixed: the trunk has consumed or skipped the sequence numbers below this.
+        where: names the branch in messages.
+
+    Raises:
+        ConfigError: no windows of the new length are known to be unread.
     """
     old, seq_len = block(trunk, "settings"), settings.seq_len
+    progress, order = checkpoint.progress, checkpoint.manifest.get("order", {})
+    # The trunk has consumed or skipped the sequence numbers below this.
+    fixed = used_sequences_end(progress.position, progress.skipped_windows)
     old_data, old_temperature = old.get("data") or [], old.get("mixture_temperature")
     has_weights = any(_path(spec) != spec for spec in settings.data)
     if has_weights and "mixture_temperature" in settings.inherited:
         settings = _without(settings, "mixture_temperature")
     recorded = block(trunk, "mixture").get("stages")
+    is_longer = seq_len != order.get("seq_len", seq_len)
+    inherits_later = is_longer and "later_seq_len" in settings.inherited
+    if inherits_later and (settings.later_seq_len or 0) % (seq_len or 1):
+        settings = _without(settings, "later_seq_len")
     own_order = (settings.explicit - settings.inherited) & ORDER_SETTINGS
     is_same = list(settings.data) == old_data and settings.mixture_temperature == old_temperature
-    if is_same or own_order or not recorded or seq_len is None:
+    if (is_same and not is_longer) or own_order or not recorded or seq_len is None:
         return settings
+    if is_longer and (why := _length_problem(settings, order, trunk)):
+        raise ConfigError(
+            f"{settings.where('seq_len')}: {seq_len}, the sequences of {where} have "
+            f"{order['seq_len']} tokens: {why} Or give another --seed: all data in a new order, in "
+            f"which text that the trunk has read may come again."
+        )
     stages = stages_from_record(recorded)
-    problems: list[str] = []
-    given = open_sources(replace(settings, data_stage=()), problems)
-    if problems or len(given.weights) != len(settings.data):
-        return settings  # reported when the data is checked
-    paths = list(map(_path, old_data))
     started = [stage for stage in stages if stage.start < max(1, fixed)][-1]
-    new = dict.fromkeys(map(_same_path, paths), 0.0)
-    for spec, weight in zip(settings.data, given.weights, strict=True):
-        if _same_path(_path(spec)) not in new:
-            paths.append(_path(spec))
-        new[_same_path(_path(spec))] = weight
+    paths, problems = list(map(_path, old_data)), list[str]()
+    new = dict(zip(map(_same_path, paths), started.weights, strict=True))
+    if not is_same:
+        given = open_sources(replace(settings, data_stage=()), problems)
+        if problems or len(given.weights) != len(settings.data):
+            return settings  # reported when the data is checked
+        new = dict.fromkeys(new, 0.0)
+        for spec, weight in zip(settings.data, given.weights, strict=True):
+            if _same_path(_path(spec)) not in new:
+                paths.append(_path(spec))
+            new[_same_path(_path(spec))] = weight
     added = (0.0,) * (len(paths) - len(old_data))
     shares = exact_shares([*started.weights, *added], allow_zero=True)
-    if exact_shares(list(new.values()), allow_zero=True) == shares:
+    if exact_shares(list(new.values()), allow_zero=True) == shares and not is_longer:
         return replace(settings, data=tuple(old_data), mixture_temperature=old_temperature)
     weights = (*stages[0].weights, *added)
     data = tuple(f"{path}={weight!r}" for path, weight in zip(paths, weights, strict=True))
     settings = replace(settings, data=data, mixture_temperature=None)
-    names = source_names(open_sources(settings, []).training)
+    sources = open_sources(settings, []).training
+    if len(sources) != len(paths):
+        return settings  # reported when the data is checked
     # One source has no blocks. Its sequences continue at any place.
     size = block_size(shares) if len(old_data) > 1 else 1
     start = started.start + -(-max(1, fixed - started.start) // size) * size
+    consumed = [""] * len(sources)
+    if is_longer:
+        start = -(-progress.position * order["seq_len"] // seq_len)  # as `run_record.carry_over`
+        consumed = [f"@{count}" for count in _consumed(seq_len, order, fixed, sources)]
     named = [
-        f"{name}={weight!r}" for name, weight in zip(names, new.values(), strict=True) if weight
+        f"{name}={weight!r}{count}"
+        for name, weight, count in zip(source_names(sources), new.values(), consumed, strict=True)
+        if weight or count.strip("@0")
     ]
-    earlier = [spec for spec in settings.data_stage if _stage_start(spec, seq_len) < max(1, fixed)]
-    origins = {**settings.origins, "data_stage": settings.where("data")}
+    begins = {_stage_start(spec, seq_len): spec for spec in settings.data_stage}
+    until = start if is_longer else max(1, fixed)
+    earlier = [spec for begin, spec in begins.items() if begin < until]
+    if is_longer:  # what they had consumed was of other lengths, and they are over
+        earlier = [re.sub(r"@\d+", "", spec) for spec in earlier]
+    later = [spec for begin, spec in begins.items() if begin > start] if is_same else []
+    origins = {**settings.origins, "data_stage": settings.where("seq_len" if is_longer else "data")}
     explicit = settings.explicit - {"mixture_temperature"} | {"data_stage"}
-    stage = f"{start * seq_len}:{','.join(named)}"
-    return replace(settings, data_stage=(*earlier, stage), origins=origins, explicit=explicit)
+    data_stage = (*earlier, f"{start * seq_len}:{','.join(named)}", *later)
+    return replace(settings, data_stage=data_stage, origins=origins, explicit=explicit)
+
+
+def _length_problem(settings: Settings, order: Mapping[str, Any], trunk: Mapping[str, Any]) -> str:
+    """Return why the windows of a new length cannot continue the trunk's order, and the fix.
+
+    Args:
+        order: `run_record.data_order` of the trunk's checkpoint.
+    """
+    seq_len, before = settings.seq_len or 1, order["seq_len"]
+    if BEST_FIT in (settings.packing, order["packing"]):
+        return "packed rows of another length are other rows. Keep the length."
+    if order["data_fingerprint"] != trunk.get("data_fingerprint"):
+        return "the data of the trunk have changed since that step. Branch from a later one."
+    if seq_len % before:
+        return f"that is no divisor of {seq_len}. Choose {2 * before}, for example."
+    if order.get("group", 1) * before % seq_len:
+        return (
+            f"it reads them in random order, so that little text of the new length is unread. "
+            f"Branch from a run with --later_seq_len {seq_len}."
+        )
+    return ""
+
+
+def _consumed(
+    seq_len: int, order: Mapping[str, Any], end: int, sources: Sequence[Source]
+) -> list[int]:
+    """Return the windows of a new length of which the trunk has read anything, of each source.
+
+    They are the first ones of the new order. The last one of a source may be read in part only,
+    and in a mixing block that the trunk has begun, some may not be read at all.
+
+    Args:
+        order: `run_record.data_order` of the trunk's checkpoint.
+        end: the trunk has consumed or skipped the sequence numbers below this.
+    """
+    before, weights = order["seq_len"], order["weights"]
+    sizes = [num_windows(source.num_tokens, before) for source in sources[: len(weights)]]
+    later = stages_from_record(order.get("stages", []))
+    read = Order(sizes, weights, order["seed"], stages=later, group=order.get("group", 1))
+    consumed = [-(-count * before // seq_len) for count in read.ends(end).tolist()]
+    return consumed + [0] * (len(sources) - len(weights))
 
 
 def _path(spec: str) -> str:
@@ -281,18 +359,37 @@ def differ(start: Start, plan: Plan, differences: Sequence[Difference], found: F
     Args:
         differences: how the plan differs from the trunk's run.json.
     """
-    where = start.trunk_record
+    where, moved = start.trunk_record, False
     for one in differences:
-        if one.obstacle:
+        if source_config.is_position(one.key):
+            moved = True
+        elif one.obstacle:
             found.problems.append(
                 f"{where}: {one} ({one.where}), which a branch cannot change: {one.obstacle}. Give "
                 f"the old value."
             )
         else:
             found.notices.append(f"differs from the trunk, {where}: {one}")
-    found.notices += _rate_notices(start, plan)
+    if moved:
+        old = initial_weights.config_of(block(start.trunk or {}, "model_config"))
+        given = plan.settings.model_config or where
+        compared = source_config.compare_positions(plan.model.config, given, old, where)
+        found.problems += compared.problems
+        found.notices += compared.notices
+    found.notices += _length_notices(start, plan) + _rate_notices(start, plan)
     changes = {one.key: [one.old, one.new] for one in differences}
     return replace(start, record={**start.record, "changes": changes})
+
+
+def _length_notices(start: Start, plan: Plan) -> list[str]:
+    """Return what a new sequence length does to the order of the data."""
+    old, new = block(start.trunk or {}, "settings").get("seq_len"), plan.settings.seq_len
+    if old == new:
+        return []
+    about = "all data in a new order, in which text that the trunk has read may come again"
+    if any(stage.consumed for stage in plan.mixture.stages):
+        about = "those of which the trunk has read nothing; a source loses less than one"
+    return [f"--branch: sequences of {new} tokens instead of {old}: {about}"]
 
 
 def _rate_notices(start: Start, plan: Plan) -> list[str]:

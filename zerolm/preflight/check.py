@@ -17,7 +17,7 @@ from zerolm.config.flags import parse_settings
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import FLAGS, Settings
 from zerolm.data import epochs
-from zerolm.data.mixture import Mixture, resolve_mixture
+from zerolm.data.mixture import Mixture, group_size, resolve_mixture
 from zerolm.data.packing import data_fingerprint, num_rows
 from zerolm.data.sources import Sources, find_source, source_names, source_problems
 from zerolm.ds_config import muon, parallel_rules
@@ -168,7 +168,10 @@ def _check_sources(
     sources = given.sources.training
     if problems or settings.seq_len is None or not given.all_sources or not sources:
         return None
-    sizes = [num_rows(source, settings.seq_len, settings.packing) for source in sources]
+    group = group_size(settings)
+    sizes = [
+        num_rows(each, settings.seq_len, settings.packing) // group * group for each in sources
+    ]
     if not all(sizes):
         return None
     known = len(found.problems)

@@ -100,11 +100,12 @@ def _resumed_record(settings: Settings) -> Mapping[str, Any] | None:
 
 def _recorded(record: Mapping[str, Any]) -> Opened:
     return Opened(
-        InitialSource.recorded(record["initial_weights"]), _config_of(record["model_config"])
+        InitialSource.recorded(record["initial_weights"]), config_of(record["model_config"])
     )
 
 
-def _config_of(values: Mapping[str, Any]) -> "PretrainedConfig":
+def config_of(values: Mapping[str, Any]) -> "PretrainedConfig":
+    """Return the config of an entry `model_config` of run.json or of a manifest."""
     from transformers import AutoConfig
 
     settings = dict(values)
@@ -138,7 +139,7 @@ def _open_checkpoint(name: str, path: Path) -> Opened:
         generation=generation_of(run_dir) or {},
         verify=partial(checkpoints.verify_files, checkpoint),
     )
-    return Opened(entry, _config_of(manifest["model_config"]), weights, _run_tokenizer(run_dir))
+    return Opened(entry, config_of(manifest["model_config"]), weights, _run_tokenizer(run_dir))
 
 
 def _run_tokenizer(run_dir: Path) -> Path | None:

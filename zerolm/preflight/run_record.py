@@ -16,7 +16,12 @@ from zerolm.config.inheritance import STATIC_DEFAULTS
 from zerolm.config.resolved import Resolved
 from zerolm.config.run_records import OLD_VALUE
 from zerolm.config.settings import CURVE_SETTINGS, FLAGS, split_weight
-from zerolm.data.mixture import describe_stages, same_order_until, stages_from_record
+from zerolm.data.mixture import (
+    describe_stages,
+    same_order_until,
+    stage_record,
+    stages_from_record,
+)
 from zerolm.data.order import Stage
 from zerolm.data.skips import used_sequences_end
 from zerolm.ds_config.profile import Profile, block
@@ -121,7 +126,9 @@ def data_order(plan: Plan) -> dict[str, Any]:
         "weights": [float(weight) for weight in plan.weights],
         "data_fingerprint": plan.data_fingerprint,
     }
-    later = [[stage.start, list(stage.weights)] for stage in plan.mixture.stages[1:]]
+    if plan.mixture.group > 1:
+        order["group"] = plan.mixture.group
+    later = [stage_record(stage) for stage in plan.mixture.stages[1:]]
     return {**order, "stages": later} if later else order
 
 
@@ -142,7 +149,8 @@ def carry_over(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any
     """
     old, new = {**LEGACY_DEFAULTS, **old}, {**LEGACY_DEFAULTS, **new}
     fixed = used_sequences_end(progress.position, progress.skipped_windows)
-    alike = all(_same(old[key], new[key]) for key in new if key not in ("weights", "stages"))
+    keys = {"group", *new} - {"weights", "stages"}
+    alike = all(_same(old.get(key), new.get(key)) for key in keys)
     if alike and same_order_until(_stages_of(old), _stages_of(new), fixed):
         return progress
     position = -(-progress.position * old["seq_len"] // new["seq_len"])

@@ -34,6 +34,7 @@ TRAINING_CHOICES = frozenset(
         "initializer_factor", "embedding_initializer_range",
     }
 )  # fmt: skip
+ROPE = "rope_parameters"
 # Keys of rotary positions, and what another value does; those of `rope_type` by the new kind.
 LIMIT = "max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
@@ -82,27 +83,45 @@ def compare(
         leaf = key.rpartition(".")[2]
         line = f"{path}: {key}: {shown(new.get(key))}, --init_from {source_path} has "
         line += shown(old.get(key))
-        if leaf in WITHOUT_EFFECT or key in REPEATED or (leaf == "type" and "rope" in key):
+        if leaf in WITHOUT_EFFECT or key in REPEATED or is_position(key):
             continue
         if leaf in TRAINING_CHOICES or "dropout" in leaf or leaf.endswith("pdrop"):
             notices.append(f"{line}: the run uses {shown(new.get(key))}")
-        elif is_position(key) and _has_rope(new) and _has_rope(old):
-            notices.append(f"{line}: {_effect(key, new)}")
         elif leaf != VOCABULARY or not _is_larger(new.get(key), old.get(key)):
             problems.append(
                 f"{line}. Give the source's value, or remove --model_config to use its config."
             )
-    return Comparison(problems + _rope_problems(new, old, path), notices)
+    positions = compare_positions(config, path, source, f"--init_from {source_path}")
+    return Comparison(problems + positions.problems, positions.notices + notices)
 
 
 def is_position(key: str) -> bool:
-    """Return whether a dotted key of a config is of rotary positions, and changes no shape."""
+    """Return whether a dotted key of a config is compared by `compare_positions`."""
     *parts, leaf = key.split(".")
-    return leaf == LIMIT or ("rope_parameters" in parts and leaf != "partial_rotary_factor")
+    return leaf in (LIMIT, ORIGINAL, ROPE) or ROPE in parts
 
 
-def _has_rope(values: Mapping[str, Any]) -> bool:
-    return any("rope_parameters." in key for key in values)
+def compare_positions(
+    config: "PretrainedConfig", path: str, source: "PretrainedConfig", where: str
+) -> Comparison:
+    """Compare rotary positions and the limit of positions, which may differ if all are rotary.
+
+    Args:
+        where: names the source.
+    """
+    new, old = _flat(config.to_dict()), _flat(source.to_dict())
+    problems, notices = [], []
+    has_rope = all(any(f"{ROPE}." in key for key in each) for each in (new, old))
+    for key in filter(is_position, sorted(new.keys() | old.keys())):
+        leaf = key.rpartition(".")[2]
+        if new.get(key) == old.get(key) or key in REPEATED or leaf == "type":
+            continue
+        line = f"{path}: {key}: {shown(new.get(key))}, {where} has {shown(old.get(key))}"
+        if has_rope and leaf != "partial_rotary_factor":
+            notices.append(f"{line}: {_effect(key, new)}")
+        else:
+            problems.append(f"{line}. Give the source's value: another one is another model.")
+    return Comparison(problems + _rope_problems(new, old, path), notices)
 
 
 def _effect(key: str, values: Mapping[str, Any]) -> str:
@@ -118,9 +137,9 @@ def _rope_problems(new: Mapping[str, Any], old: Mapping[str, Any], path: str) ->
     problems = []
     for key, value in new.items():
         part, _, leaf = key.rpartition(".")
-        if "rope_parameters" not in part or value == old.get(key):
+        if ROPE not in part or value == old.get(key):
             continue
-        limit = part.partition("rope_parameters")[0] + LIMIT
+        limit = part.partition(ROPE)[0] + LIMIT
         longest, before = new.get(limit) or 0, old.get(limit) or 0
         if leaf == ORIGINAL and value >= longest > before:
             problems.append(

@@ -18,7 +18,7 @@ from zerolm.common.run_files import RunFiles
 from zerolm.config.flags import parse_settings
 from zerolm.config.run_records import read_rollbacks, read_run_json
 from zerolm.config.settings import BEST_FIT, Settings
-from zerolm.data.mixture import stages_from_record
+from zerolm.data.mixture import group_size, stages_from_record
 from zerolm.data.order import Order
 from zerolm.data.packing import Packing, data_fingerprint, num_rows, open_intact_packing
 from zerolm.data.skips import SkippedRanges, sequence_ids
@@ -99,7 +99,7 @@ def open_run(run_dir: Path) -> RunOrder:
         settings,
         training,
         source_names(training),
-        Order(sizes, first.weights, settings.seed, stages=later),
+        Order(sizes, first.weights, settings.seed, stages=later, group=group_size(settings)),
         record.get("skipped_windows", []),
     )
 

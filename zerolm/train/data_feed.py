@@ -78,6 +78,7 @@ class DataFeed:
             end_position=UNBOUNDED,
             skipped_windows=progress.skipped_windows,
             stages=self.plan.mixture.stages[1:],
+            group=self.plan.mixture.group,
             **self.stream_options(*self.plan.layout.training_shard(self.rank)),
         )
         self.order, self.traffic = stream.order, stream.traffic

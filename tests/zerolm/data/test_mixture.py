@@ -61,11 +61,12 @@ def shuffled(items, k):
     return [items[place] for place in places]
 
 
-def reference(sizes, stages, seed):
+def reference(sizes, stages, seed, group=1):
     """Yield (source, window, epoch) of sequence 0, 1, 2, ..., with lists and counters only."""
     drawn = [0] * len(sizes)
     epochs: dict[tuple[int, int], list[int]] = {}
-    for number, (start, weights) in enumerate(stages):
+    for number, (start, weights, consumed) in enumerate(stages):
+        drawn = list(consumed) if consumed else drawn
         stop = stages[number + 1][0] if number + 1 < len(stages) else math.inf
         exact = [Fraction(str(weight)) for weight in weights]
         block = 64
@@ -99,16 +100,17 @@ def reference(sizes, stages, seed):
                 numbered.append((source, drawn[source]))
                 drawn[source] += 1
             for source, sample in shuffled(numbered, key(seed & M64, *stage_key, block_number)):
-                epoch, index = divmod(sample, sizes[source])
+                epoch, index = divmod(sample, sizes[source] // group * group)
                 if (source, epoch) not in epochs:
                     k = key(seed & M64, 2, source, epoch)
-                    epochs[source, epoch] = shuffled(range(sizes[source]), k)
+                    order = shuffled(range(sizes[source] // group), k)
+                    epochs[source, epoch] = [n * group + m for n in order for m in range(group)]
                 yield source, epochs[source, epoch][index], epoch
             begin = end
 
 
 @st.composite
-def mixtures(draw, max_stages=4):
+def mixtures(draw, max_stages=4, consumed=False):
     num_sources = draw(st.integers(2, 5))
     sizes = draw(st.lists(st.integers(1, 50), min_size=num_sources, max_size=num_sources))
     weight = st.one_of(st.just(0.0), st.integers(1, 50).map(lambda n: n / 10))
@@ -116,6 +118,10 @@ def mixtures(draw, max_stages=4):
     edges = draw(st.sets(st.integers(1, NUM - 1), max_size=max_stages - 1))
     first = draw(weights if edges else weights.filter(all))
     stages = [Stage(0, tuple(first)), *(Stage(e, tuple(draw(weights))) for e in sorted(edges))]
+    if consumed and edges:
+        windows = st.lists(st.integers(0, 200), min_size=num_sources, max_size=num_sources)
+        at = draw(st.integers(1, len(edges)))
+        stages[at] = stages[at]._replace(consumed=tuple(draw(windows)))
     assume(all(any(column) for column in zip(*(stage.weights for stage in stages), strict=True)))
     return sizes, stages
 
@@ -131,14 +137,15 @@ SHORT_LAST_BLOCK = (
 )
 
 
-@given(mixtures(), st.integers(-3, 1 << 70))
-@example(SHORT_LAST_BLOCK, 5)
+@given(mixtures(consumed=True), st.integers(-3, 1 << 70), st.integers(1, 4))
+@example(SHORT_LAST_BLOCK, 5, 1)
 @settings(max_examples=15, deadline=None)
-def test_the_order_equals_a_sequential_reference(mixture, seed):
+def test_the_order_equals_a_sequential_reference(mixture, seed, group):
     sizes, stages = mixture
-    order = Mixture(stages, [None] * len(sizes)).order(sizes, seed)
+    sizes = [size * group + size % group for size in sizes]
+    order = Mixture(stages, [None] * len(sizes), group=group).order(sizes, seed)
     placed = list(zip(*(part.tolist() for part in order(np.arange(NUM))), strict=True))
-    expected = list(itertools.islice(reference(sizes, stages, seed), NUM))
+    expected = list(itertools.islice(reference(sizes, stages, seed, group), NUM))
     assert placed == expected
     far = np.array([0, 17, NUM - 1, 10**9, MAX_SEQUENCES - 1])
     assert order(far[:3]).window.tolist() == [expected[number][1] for number in far[:3]]
@@ -208,6 +215,18 @@ def test_only_stages_that_have_not_started_may_change():
     assert not same_order_until(now, early, 65)
     assert same_order_until([Stage(0, (5000.0,))], [Stage(0, (1.0,))], 10**9)  # of one source
     assert same_order_until([Stage(0, (1,))], [Stage(0, (1,)), Stage(100, (1,))], 90)
+
+
+def test_what_a_source_had_before_a_longer_stage_counts_for_its_cap():
+    stages = [Stage(0, (1, 1)), Stage(30, (1, 1), (35, 8))]
+    result = redistribute(stages, [Fraction(4), Fraction(1)], [10, 50])
+    assert result.stages[1] == stages[1] and result.stages[2].weights == (0.0, 1)
+    order = result.order([10, 50], 9)
+    assert order.counts(30).tolist() == [35, 8]
+    assert result.supply == 30 + (40 - 35) + (50 - 8)
+    assert order.counts(result.supply).tolist() == [40, 50]
+    used = redistribute([stages[0], Stage(30, (1, 1), (41, 8))], [Fraction(4), None], [10, 50])
+    assert used.stages[1] == Stage(30, (0.0, 1), (41, 8))
 
 
 @given(mixtures(), st.lists(st.one_of(st.none(), st.integers(10, 60)), min_size=5, max_size=5))
