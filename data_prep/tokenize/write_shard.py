@@ -15,7 +15,8 @@ import numpy as np
 from data_prep.tokenize.parts import DOCUMENT_DTYPE
 from data_prep.tokenize.shard_plan import Slice
 from zerolm.common.files import temporary_path
-from zerolm.shards.checksums import ShardChecksums
+from zerolm.shards.checksums import ShardChecksums, write_sidecars
+from zerolm.shards.origins import ORIGINS_SUFFIX
 
 BLOCK_BYTES = 1 << 19  # copied at a time; a block is hashed while in the CPU cache
 SYNC_BYTES = 1 << 25  # written between two syncs
@@ -37,24 +38,19 @@ def write_shard(
 
     size, sha256 = _write(stem.with_suffix(".bin"), blocks(), checksums.update)
     rows = np.concatenate(documents)
-    entry: dict[str, Any] = {
+    contents = [
+        ("index", ".idx", np.cumsum(rows["tokens"], dtype="<u8").tobytes()),
+        ("origins", ORIGINS_SUFFIX, rows["origin"].astype("<u8").tobytes()),
+        *checksums.contents(),
+    ]
+    return {
         "file": f"{stem.name}.bin",
         "num_tokens": size // token_bytes,
         "num_documents": len(rows),
         "size_bytes": size,
         "sha256": sha256,
+        **write_sidecars(stem, contents, many_writers=True, durable=False),
     }
-    ends = np.cumsum(rows["tokens"], dtype="<u8")
-    for key, suffix, content in (
-        ("index", ".idx", ends.tobytes()),
-        ("origins", ".org", rows["origin"].astype("<u8").tobytes()),
-        *((key, *file) for key, file in checksums.contents().items()),
-    ):
-        size, sha256 = _write(stem.with_suffix(suffix), iter([content]))
-        entry[key] = stem.name + suffix
-        entry[f"{key}_size_bytes"] = size
-        entry[f"{key}_sha256"] = sha256
-    return entry
 
 
 def _read_documents(each: Slice) -> np.ndarray:
@@ -80,9 +76,7 @@ def _token_blocks(each: Slice, token_bytes: int, buffer: memoryview) -> Iterator
 
 
 def _write(
-    path: Path,
-    blocks: Iterator[Any],
-    on_block: Callable[[Any], object] | None = None,
+    path: Path, blocks: Iterator[memoryview], on_block: Callable[[Any], object]
 ) -> tuple[int, str]:
     """Write a file under a temporary name and rename it; return its size and SHA-256.
 
@@ -98,8 +92,7 @@ def _write(
                 _write_all(file, block)
                 digest.update(block)
                 size += len(block)
-                if on_block is not None:
-                    on_block(block)
+                on_block(block)
                 if size - synced >= SYNC_BYTES:
                     os.fdatasync(file.fileno())
                     synced = size

@@ -9,6 +9,7 @@ Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,17 +85,24 @@ class ShardChecksums:
         for file in self._files.values():
             file.update(data)
 
-    def contents(self) -> dict[str, tuple[str, bytes]]:
-        """Return {manifest key: (suffix, content)}; call it after the last `update`."""
-        return {key: (CHECKSUM_FILES[key][0], file.content()) for key, file in self._files.items()}
+    def contents(self) -> list[tuple[str, str, bytes]]:
+        """Return (manifest key, suffix, content) of each file; call it after the last `update`."""
+        return [(key, CHECKSUM_FILES[key][0], file.content()) for key, file in self._files.items()]
 
-    def write(self, stem: Path) -> dict[str, Any]:
-        """Write the files atomically, after the last `update`; return their manifest keys."""
-        keys: dict[str, Any] = {}
-        for key, (suffix, content) in self.contents().items():
-            path = stem.with_suffix(suffix)
-            write_atomically(path, content)
-            keys[key] = path.name
-            keys[f"{key}_size_bytes"] = len(content)
-            keys[f"{key}_sha256"] = hashlib.sha256(content).hexdigest()
-        return keys
+
+def write_sidecars(
+    stem: Path, contents: Iterable[tuple[str, str, bytes]], **how: bool
+) -> dict[str, Any]:
+    """Write the files beside the ids of a shard atomically, and return their manifest keys.
+
+    Args:
+        contents: manifest key, suffix and content of each.
+        how: of `write_atomically`.
+    """
+    keys: dict[str, Any] = {}
+    for key, suffix, content in contents:
+        path = stem.with_suffix(suffix)
+        write_atomically(path, content, **how)
+        keys[key], keys[f"{key}_size_bytes"] = path.name, len(content)
+        keys[f"{key}_sha256"] = hashlib.sha256(content).hexdigest()
+    return keys

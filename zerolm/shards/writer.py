@@ -14,8 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from zerolm.common.errors import ShardError
-from zerolm.common.files import write_atomically
-from zerolm.shards.checksums import ShardChecksums
+from zerolm.shards.checksums import ShardChecksums, write_sidecars
 from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.manifest import FORMAT, VERSION, token_dtype
 from zerolm.shards.origins import ORIGINS_SUFFIX
@@ -138,10 +137,13 @@ class ShardWriter:
         os.fsync(self._file.fileno())
         self._file.close()
         self._file = None
-        binary, index = self.directory / f"{self._name}.bin", self.directory / f"{self._name}.idx"
+        stem = self.directory / self._name
+        binary = stem.with_suffix(".bin")
         os.replace(f"{binary}.tmp", binary)
         ends = np.concatenate(self._ends).astype("<u8").tobytes()
-        write_atomically(index, ends)
+        contents = [("index", ".idx", ends), *self._checksums.contents()]
+        if self._origins:
+            contents.append(("origins", ORIGINS_SUFFIX, np.concatenate(self._origins).tobytes()))
         self.shards.append(
             {
                 "file": binary.name,
@@ -149,26 +151,9 @@ class ShardWriter:
                 "num_documents": len(ends) // 8,
                 "size_bytes": self._shard_tokens * self.dtype.itemsize,
                 "sha256": self._digest.hexdigest(),
-                "index": index.name,
-                "index_size_bytes": len(ends),
-                "index_sha256": hashlib.sha256(ends).hexdigest(),
-                **self._checksums.write(self.directory / self._name),
-                **self._write_origins(),
+                **write_sidecars(stem, contents),
             }
         )
-
-    def _write_origins(self) -> dict[str, Any]:
-        """Write the origins of the open shard's documents, if any; return their manifest keys."""
-        if not self._origins:
-            return {}
-        path = self.directory / f"{self._name}{ORIGINS_SUFFIX}"
-        content = np.concatenate(self._origins).tobytes()
-        write_atomically(path, content)
-        return {
-            "origins": path.name,
-            "origins_size_bytes": len(content),
-            "origins_sha256": hashlib.sha256(content).hexdigest(),
-        }
 
     def close(self, **provenance: Any) -> dict[str, Any]:
         """Finish the last shard, publish the manifest, and return it.

@@ -15,6 +15,7 @@ from zerolm.shards.checksums import (
     FINE_BYTES,
     ShardChecksums,
     num_blocks,
+    write_sidecars,
 )
 from zerolm.shards.reader import open_source
 
@@ -29,7 +30,7 @@ def test_checksums_are_those_of_xxhash_of_each_block(tmp_path, size):
         length = draw.choice([1, 2, 1000, BLOCK_BYTES, 2 * BLOCK_BYTES + 3])
         checksums.update(data[start : start + length])
         start += length
-    keys = checksums.write(tmp_path / "shard-00000")
+    keys = write_sidecars(tmp_path / "shard-00000", checksums.contents())
     for key, (suffix, block_bytes) in CHECKSUM_FILES.items():
         content = (tmp_path / f"shard-00000{suffix}").read_bytes()
         expected = [
