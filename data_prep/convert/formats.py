@@ -13,7 +13,7 @@ class Format(NamedTuple):
 
     Attributes:
         find: opens what a user gives, checks headers and sizes, and returns the files.
-        options: of `ReadOptions` that it has.
+        options: fields of `ReadOptions` that the format takes.
     """
 
     find: Callable[[Path, ReadOptions], list[InputFile]]

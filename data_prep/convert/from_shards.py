@@ -74,7 +74,7 @@ def convert(
                 raise
             raise ZerolmError(
                 f"{error.filename or directory}: cannot be written ({error.strerror or error}). "
-                f"Nothing is left of it; start again once that is mended."
+                f"Nothing is left of it; correct that and start again."
             ) from error
     return record
 

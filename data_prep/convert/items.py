@@ -31,9 +31,9 @@ class InputFile:
     """One file of token ids, whose header has been checked.
 
     Attributes:
-        path: of the file with the ids, for origins and messages.
+        path: the file with the ids, for origins and messages.
         unit: what a position in it counts: "document", "sample" or "row".
-        size_bytes: of all files that belong to it.
+        size_bytes: size of all files that belong to it.
         num_ids: None if only reading tells.
         read: yields its items; raises a ConfigError for damage that the header does not show.
         has_ends: whether `ends` are those of items; otherwise only EOS ids tell where one ends.
@@ -48,11 +48,11 @@ class InputFile:
 
 
 class ReadOptions(NamedTuple):
-    """Options of readers; a format ignores none of them, it refuses those it does not have.
+    """Options of readers; a format refuses those that it does not take.
 
     Attributes:
-        column: with the ids; None for the usual names.
-        dtype: of ids that are stored as bytes; None for the format's own.
+        column: name of the column of ids; None for the usual names.
+        dtype: integer type of ids that are stored as bytes; None for the format's own.
     """
 
     column: str | None = None
@@ -67,7 +67,7 @@ class Content:
         documents: yields all documents in order; may be called once.
         ends: yields the ends of documents, counted from the start of each shard; any number of
             times.
-        dtype: of the ids, uint16 or uint32.
+        dtype: type of the ids, uint16 or uint32.
         is_validation: whether these are held-out documents.
         decode: returns the text of a document's ids; None to write ids only.
         fingerprint: identifies the ids.

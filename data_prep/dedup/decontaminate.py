@@ -50,7 +50,7 @@ class ScanTask:
 
 
 def decontaminate_identity(options: DecontaminateOptions) -> dict[str, Any]:
-    """Return everything except the documents that determines the result, for a fingerprint."""
+    """Return what determines the result besides the documents, for a fingerprint."""
     files = [(each, sha256_file(split_evaluation(each)[0])) for each in options.evaluation]
     versions = {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version, "files": files}
     return {**asdict(options), **versions}

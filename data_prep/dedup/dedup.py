@@ -87,7 +87,7 @@ class WriteTask:
 
 
 def comparison_settings(options: DedupOptions) -> dict[str, Any]:
-    """Return everything that determines hashes and decisions: the same for what is compared."""
+    """Return what determines hashes and decisions, which must be equal on both sides."""
     keys = ("threshold", "shingle_words", "exact", "near", "permutations")
     settings: dict[str, Any] = {key: getattr(options, key) for key in keys}
     settings |= {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version}
@@ -97,7 +97,7 @@ def comparison_settings(options: DedupOptions) -> dict[str, Any]:
 
 
 def dedup_identity(options: DedupOptions, against: Sequence[str]) -> dict[str, Any]:
-    """Return everything except the documents that determines the result, for a fingerprint.
+    """Return what determines the result besides the documents, for a fingerprint.
 
     Args:
         against: ids of the signatures that the documents are compared with.

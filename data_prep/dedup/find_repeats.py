@@ -128,7 +128,7 @@ def _characters(
     """Yield numbers of documents, hashes of all their characters, and the documents' ends.
 
     Args:
-        numbers: of the documents to read, sorted; None for all.
+        numbers: numbers of the documents to read, sorted; None for all.
     """
     chosen = None if numbers is None else set(numbers.tolist())
     for places, rows in chosen_batches(documents, task, chosen):

@@ -64,7 +64,7 @@ def write_members(
     """Write the ids of some documents of a task, and the shingles of those in `paired`.
 
     Args:
-        path: of the array; two more files are written beside it.
+        path: path of the array; two more files are written beside it.
         members: numbers of the documents in the task, sorted.
 
     Returns:

@@ -140,7 +140,7 @@ def _without(text: str, spans: list[tuple[int, int]]) -> str:
 
 
 def repeats_identity(options: RepeatsOptions) -> dict[str, Any]:
-    """Return everything except the documents that determines the result, for a fingerprint."""
+    """Return what determines the result besides the documents, for a fingerprint."""
     length = "min_characters" if options.unit == "substrings" else "min_words"
     identity = {"algorithm": ALGORITHM, "unit": options.unit, length: getattr(options, length)}
     if options.unit != "substrings":

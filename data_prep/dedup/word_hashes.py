@@ -188,7 +188,7 @@ def _powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Return for each code point its kind, and the value it contributes to the hash of a word."""
+    """Return the kind of each code point, and its value in the hash of a word: (0x110000,) each."""
     names = "".join(unicodedata.category(chr(code)) for code in range(0x110000))
     categories = np.frombuffer(names.encode(), "S2")
     kinds = np.full(0x110000, _SEPARATOR, np.uint8)

@@ -48,7 +48,7 @@ class Filters:
         """Pass a document through the filters, up to the first that drops it.
 
         Args:
-            record: its keys other than the text and the id.
+            record: the document's keys other than the text and the id.
         """
         if not self.steps:  # without datatrove
             return FilterResult(True, "", text, (), {})

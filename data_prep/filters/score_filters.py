@@ -25,7 +25,7 @@ class FastText:
     """datatrove's fastText filter with a model file; also stores the scores of all labels.
 
     Args:
-        name: of the scores: `scores["NAME.LABEL"]`; default: the name of the file.
+        name: prefix of the scores, `scores["NAME.LABEL"]`; default: the name of the file.
     """
 
     def __init__(self, model: str, name: str = "", **parameters: Any):

@@ -70,7 +70,7 @@ class Recipe:
     """A valid recipe.
 
     Attributes:
-        clean: without the input rules, which are options of each source.
+        clean: options of the clean stage; the input rules are options of each source.
         against: ids of the signatures that all sources are compared with.
         shards: None if the pipeline ends before tokenization.
         tokenizer: the existing tokenizer; None if one is trained, or if there are no shards.

@@ -33,7 +33,7 @@ class SourceOptions:
     """Inputs of a source, and the rules for reading them.
 
     Attributes:
-        val_fraction: instead of the one for all sources.
+        val_fraction: share to hold out, in place of that of all sources.
     """
 
     input: tuple[str, ...] = option(help=INPUT_HELP, shows=None)
@@ -121,7 +121,7 @@ class SourcesDedupOptions(DedupOptions):
             yield "source_order", "has no effect without across_sources: true. Add it."
 
     def problems_with_sources(self, sources: Sequence[str], output: Path) -> list[str]:
-        """Return what contradicts the names of the sources, and the output of the pipeline."""
+        """Return how the options contradict the names of the sources or the pipeline's output."""
         problems = []
         if self.source_order and sorted(self.source_order) != sorted(sources):
             problems.append(

@@ -1,8 +1,9 @@
-"""Counts documents, bytes and tokens of a source by the values of keys, before and after.
+"""Counts the documents, bytes and tokens of a source by the values of keys.
 
-"Before" are the documents that `clean` wrote, and those that it dropped if it kept them; "after"
-are the documents of the last text stage. One phase reads both. Tokens are counted exactly, from the
-document ends of the shards, which are in the order of the last stage. Writes `shares.json`.
+Twice: "before" are the documents that `clean` wrote, and those that it dropped if they were kept;
+"after" are the documents of the last text stage. One phase reads both. Tokens are counted exactly,
+from the document ends of the shards, which are in the order of the last stage. Writes
+`shares.json`.
 """
 
 import json

@@ -26,7 +26,7 @@ class Header(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row at [start, stop); or the place of one that is not CSV."""
+    """A row at [start, stop), or a place that is not CSV."""
 
     start: int
     stop: int
@@ -164,7 +164,7 @@ def read_rows(stream: Stream, header: Header, start: int, max_bytes: int) -> Ite
 
     Args:
         stream: begins at max(0, start - 1).
-        max_bytes: of a field, and of a line.
+        max_bytes: limit of a field, and of a line.
     """
     csv.field_size_limit(max_bytes + BLOCK_BYTES)  # smaller ones are refused one by one
     lines = _Lines(stream, start, max_bytes)

@@ -78,7 +78,7 @@ def find_inputs(
     Args:
         skip_bad: return a file that cannot be read with its `problem`, so that its task counts it,
             instead of refusing it.
-        encoding: of files that do not declare it; or "auto".
+        encoding: encoding of files that do not declare one; or "auto".
         code: read each file as source code, whatever its format.
 
     Raises:

@@ -22,7 +22,7 @@ REPAIRS = ("ftfy", "entities", "nfc")  # in this order
 MARK_INVALID = "zerolm.mark_invalid"  # a handler of errors of codecs
 SAMPLE_BYTES = 1 << 16
 WORDS_BYTES = 1 << 13  # of them; chardet reads 60 kB/s
-ISO_2022 = b"\x1b$"  # ASCII, and so valid UTF-8, to those who do not know it
+ISO_2022 = b"\x1b$"  # an escape sequence in ASCII, so the text is valid UTF-8 as well
 MARKS = {  # of the encodings that begin with one
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -73,9 +73,9 @@ def reading_problems(encoding: str, repairs: Sequence[str]) -> Iterator[tuple[st
 def detect_encoding(sample: bytes) -> str | None:
     """Return the encoding of text that is not UTF-8, or None if it is not clear.
 
-    Only words that are not ASCII are looked at: English around them would be taken for theirs. Of
-    14 legacy encodings chardet 6 named 13, and none wrongly, also of four words;
-    charset-normalizer 3.5 took French, Spanish and Turkish for others.
+    Only words that are not ASCII are examined, because English words around them would bias the
+    result. Of 14 legacy encodings chardet 6 named 13, and none wrongly, also of four words;
+    charset-normalizer 3.5 mistook French, Spanish and Turkish.
     """
     import chardet
 

@@ -52,7 +52,7 @@ def read_plain_line_blocks(
 
 
 def _next_line(file: int, offset: int, max_bytes: int) -> int | None:
-    """Return where the line after that of a byte begins, or the file ends; None if that is far."""
+    """Return the start of the next line after a byte, or the end of the file; None if it is far."""
     limit = offset + max_bytes
     while offset <= limit:
         block = os.pread(file, SEARCH_BYTES, offset)

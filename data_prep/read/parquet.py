@@ -68,7 +68,7 @@ def check_arrow(stored: Any, text_field: str) -> Failure | None:
 
 
 def arrow_failure(error: BaseException) -> Failure:
-    """Return what a damaged Arrow file is."""
+    """Return the failure of a damaged Arrow file."""
     problem = f"cannot be read as Arrow ({reason(error, named=False)})"
     return Failure("damaged", f"{problem}. Restore the file, or remove it.")
 

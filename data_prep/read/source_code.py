@@ -33,7 +33,7 @@ def code_keys(path: str, top: str) -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _license_of(directory: str, top: str) -> str:
-    """Return the license of a directory: that of the nearest one up to `top` with such a file.
+    """Return the license of a directory, from the nearest license file between it and `top`.
 
     Returns:
         SPDX identifiers joined with OR, "unknown" for another text, "" if there is none.
@@ -57,6 +57,6 @@ def _identify(path: Path) -> str:
 
 
 def header_license(content: bytes) -> Mapping[str, str]:
-    """Return the license that a file itself names, which is its license wherever it lies."""
+    """Return the license that a file names in its header, which applies wherever the file lies."""
     match = _HEADER.search(content[:HEADER_BYTES])
     return {"license": match[1].decode().strip()} if match else {}

@@ -309,7 +309,7 @@ def remove_unlisted_files(directory: Path, listed: Set[str]) -> None:
 
 
 def provenance_of(stage: Stage) -> Json:
-    """Return the record of a stage in later stages and manifests: all but its files."""
+    """Return what later stages and manifests record of a stage: its manifest without the files."""
     omitted = ("files", "examples", "lengths_in", "lengths_out", "scores_in", "scores_out")
     kept = {key: value for key, value in stage.manifest.items() if key not in omitted}
     return {

@@ -48,7 +48,7 @@ class Stream:
 
     Args:
         path: a regular file, or the URL of one.
-        suffix: of the file; if it ends in one of COMPRESSIONS, the file is decompressed.
+        suffix: end of the file's name; if it is one of COMPRESSIONS, the file is decompressed.
         start: first byte to yield, of the decompressed content.
         max_expansion: ratio of decompressed to compressed size at which the stream ends.
     """
@@ -165,7 +165,11 @@ class Stream:
                     pass
 
     def _long_zstd(self, raw: BinaryIO, skip: int) -> Iterator[bytes]:
-        """Read a file again whose windows are larger than pyarrow allows, after `skip` bytes."""
+        """Read a file again with `zstandard`, whose windows may be larger than pyarrow's 128 MiB.
+
+        Args:
+            skip: bytes of the content that have been yielded already.
+        """
         try:
             from zstandard import ZstdDecompressor
         except ImportError:
@@ -190,7 +194,7 @@ class Stream:
         """Decompress a file of one or more members, and up to the last byte before damage.
 
         Args:
-            limit: of what `decompress` of a member returns, if it takes one.
+            limit: further arguments of a member's `decompress`: the most bytes to return.
             again: opens a member where a failed file is read again, also one that is truncated.
         """
         done = 0

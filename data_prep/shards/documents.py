@@ -138,7 +138,7 @@ class Inputs:
         """Return the origins of a shard's documents in the new list, (D,) uint64.
 
         Args:
-            number: of the source.
+            number: number of the source.
             first: number of the shard's first document in the source.
         """
         mapped = self._numbers[number]
@@ -176,7 +176,7 @@ class Chosen(NamedTuple):
         """Read the chosen documents; ids are verified.
 
         Args:
-            keys: (M,) of them.
+            keys: (M,) shuffle keys of the chosen documents.
         """
         starts = self.ends - np.diff(self.ends, prepend=0)
         new_ends = np.cumsum(self.lengths)
@@ -205,7 +205,7 @@ class Chosen(NamedTuple):
             yield Documents(ids, ends, self.origins[numbers], chosen_keys)
 
     def _ranges(self, starts: np.ndarray, numbers: np.ndarray) -> list[tuple[int, int, int]]:
-        """Return (shard, first id, end) to read for documents: all between them, unless few are."""
+        """Return (shard, first id, end) to read: one range, unless documents are far apart."""
         low, high = int(starts[numbers[0]]), int(self.ends[numbers[-1]])
         if high - low <= 2 * PIECE_TOKENS:
             return [(self.shard, low, high)]

@@ -83,7 +83,7 @@ def write_outputs(
 
     Args:
         input_entries: the inputs that origins refer to.
-        keys: of an output's manifest, by its number.
+        keys: returns the further keys of an output's manifest, by its number.
     """
     directory: Any = ""
     with ExitStack() as stack:
@@ -111,7 +111,7 @@ def write_outputs(
             published = f"Published already: {', '.join(done)}" if done else "Nothing was published"
             raise ZerolmError(
                 f"{error.filename or directory}: cannot be written ({error.strerror or error}). "
-                f"{published}; start again once that is mended."
+                f"{published}; correct that and start again."
             ) from error
     return manifests
 

@@ -46,7 +46,7 @@ class Outputs:
     def problems(
         self, arguments: Iterable[str], inputs: Sequence[Input] = (), where: str = "--output"
     ) -> list[str]:
-        """Return why they cannot be written while these inputs are read.
+        """Return why the directories cannot be written while these inputs are read.
 
         Args:
             arguments: of --input; a directory includes all files below it, unless it is a stage.

@@ -105,7 +105,7 @@ class TaskProgress:
     """Counts the input a task has processed, and writes it to its `.running` note every second.
 
     Args:
-        path: of the note, which `phases.run_task` creates and removes; its other keys are kept.
+        path: the note, which `phases.run_task` creates and removes; its other keys are kept.
     """
 
     def __init__(self, path: Path, total_bytes: int):

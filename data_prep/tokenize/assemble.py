@@ -39,8 +39,8 @@ def run_assembly(
     """Assemble the missing shards; return the manifest entries of all shards, by output.
 
     Args:
-        directories: of the outputs; other shards in them are removed.
-        records: of all units, as returned by `EncodeUnits`.
+        directories: the outputs; other shards in them are removed.
+        records: the records of all units, as returned by `EncodeUnits`.
         assembled: the entries of shards that `BackgroundAssembly` has assembled.
     """
     shards = [
@@ -77,7 +77,7 @@ class AssembleShards:
 
     Args:
         relative_to: the directory to which file names in the records are relative.
-        entries: of the shards that are already assembled; None for the others.
+        entries: manifest entries of the shards that are already assembled; None for the others.
     """
 
     shards: tuple[Shard, ...]

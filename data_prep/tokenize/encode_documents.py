@@ -31,7 +31,7 @@ class DocumentEncoder:
     """Encodes documents, appends EOS ids, and divides the documents into splits.
 
     Args:
-        vocab_size: of the tokenizer; larger ids are an error.
+        vocab_size: size of the tokenizer's vocabulary; larger ids are an error.
         val_fraction: share of the documents held out for validation; None for a single split.
         unknown_id: the id of text that is not in the vocabulary, if there is one.
     """

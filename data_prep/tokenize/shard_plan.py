@@ -57,7 +57,7 @@ def plan_output(
     """Return the shards of an output, made of one split of all units.
 
     Args:
-        records: of all units, as returned by `EncodeUnits`.
+        records: the records of all units, as returned by `EncodeUnits`.
     """
     unit_parts = (each for record in records for each in parts_of_unit(record, parts, split))
     slices = plan_shards(unit_parts, shard_tokens, token_bytes)

@@ -59,7 +59,7 @@ class Encoder:
     """Encodes texts with the chosen backend.
 
     Attributes:
-        directory: of the tokenizer's saved copy.
+        directory: the tokenizer's saved copy.
         counts: "<backend>.documents" and "<backend>.bytes" (UTF-8) by backend, "checked.documents",
             and "failed.documents", which the reference encoded because the backend failed.
     """

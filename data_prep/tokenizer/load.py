@@ -166,7 +166,7 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
 
 
 def _check_eos_token(directory: Path, eos_token: str) -> None:
-    """Check that no EOS token was made up: transformers adds an unknown one with a new id."""
+    """Check that the EOS token is in the vocabulary: transformers would add it with a new id."""
     if not (directory / "tokenizer.json").is_file():
         return
     backend = load_tokenizer_json(directory / "tokenizer.json")

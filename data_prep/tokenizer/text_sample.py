@@ -53,7 +53,7 @@ class Sample:
         """Return the documents by source, in the order of their hashes.
 
         Args:
-            limit_bytes: of a smaller sample, which is returned instead.
+            limit_bytes: size of a smaller sample to return instead.
         """
         found: dict[str, list[str]] = {name: [] for name in self.sources}
         size = 0
