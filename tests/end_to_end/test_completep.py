@@ -84,9 +84,7 @@ def multiply_in_the_forward_pass(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             deviation = table(name, parameter)[0]
-            if name.endswith(
-                "c_proj.weight"
-            ):  # GPT-2's factor of the number of layers is that of the base
+            if name.endswith("c_proj.weight"):  # GPT-2 divides it by the layers, here the base's
                 deviation *= DEPTH**0.5
             parameter.mul_(deviation)
 
