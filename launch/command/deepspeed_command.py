@@ -27,10 +27,15 @@ def run_directory(command: Sequence[str]) -> Path:
     return Path(settings.run_dir)
 
 
-def pretrain_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the flags of pretrain.py: everything after it, or all arguments if it is not there."""
+def pretrain_flags(arguments: Sequence[str], settings: str | None = None) -> list[str]:
+    """Return the flags of pretrain.py: everything after it, or all arguments if it is not there.
+
+    Args:
+        settings: a settings file, whose values these flags override.
+    """
     script = _script_index(arguments)
-    return list(arguments if script is None else arguments[script + 1 :])
+    first = [] if settings is None else ["--settings", settings]
+    return [*first, *(arguments if script is None else arguments[script + 1 :])]
 
 
 def parse_pretrain_flags(flags: Sequence[str]) -> Settings:

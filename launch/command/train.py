@@ -9,12 +9,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.command.hosts import ssh_problems, used_hosts
 from zerolm.common import processes
+from zerolm.common.command_line import count
 from zerolm.common.errors import ConfigError
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import has_credentials
@@ -27,11 +28,19 @@ zerolm train [launcher flags] --deepspeed_config FILE --model_config FILE
            --data PATH[=WEIGHT] --run_dir PATH [flags]"""
 
 
+DEFAULT_PORT = 29500  # deepspeed/launcher/constants.py
+
+
 class LauncherFlag(NamedTuple):
-    """A flag of DeepSpeed's launcher. Without a metavar it is a switch."""
+    """A flag of DeepSpeed's launcher. Without a metavar it is a switch.
+
+    Attributes:
+        read: how other commands that have the flag parse its value.
+    """
 
     metavar: str
     help: str
+    read: Callable[[str], Any] = str
 
 
 # deepspeed/launcher/runner.py 0.19.8, without the flags that would not start pretrain.py.
@@ -46,8 +55,10 @@ LAUNCHER_FLAGS = {
         "HOST[:DEVICE,...]", "do not use these hosts or devices, joined with @ (-e)"
     ),
     "master_addr": LauncherFlag("ADDRESS", "address of rank 0 (default: ask the first host)"),
-    "master_port": LauncherFlag("PORT", "port on which rank 0 listens (default: 29500)"),
-    "ssh_port": LauncherFlag("PORT", "ssh port of the hosts"),
+    "master_port": LauncherFlag(
+        "PORT", f"port on which rank 0 listens (default: {DEFAULT_PORT})", count
+    ),
+    "ssh_port": LauncherFlag("PORT", "ssh port of the hosts (default: that of ssh)", count),
     "launcher": LauncherFlag(
         "NAME", "multi-node launcher: pdsh, openmpi, slurm, ... (default: pdsh)"
     ),
@@ -70,23 +81,26 @@ CHOOSE_DEVICES = ("num_gpus", "num_nodes", "hostfile", "include", "exclude")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag, for shell completion; `run` parses the command itself."""
-    add_launcher_flags(parser)
+    """Add every flag, for help and completion; `run` parses the command itself."""
+    add_launcher_flags(parser.add_argument_group("DeepSpeed's launcher"), LAUNCHER_FLAGS)
     add_all_settings(parser)
 
 
-def add_launcher_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("DeepSpeed's launcher")
-    for name, flag in LAUNCHER_FLAGS.items():
-        value: dict[str, Any] = (
-            {"metavar": flag.metavar} if flag.metavar else {"action": "store_true"}
-        )
-        group.add_argument(f"--{name}", help=flag.help, **value)
+def add_launcher_flags(
+    parser: argparse._ActionsContainer, names: Iterable[str], **defaults: Any
+) -> None:
+    """Add flags of the launcher, also to the parser of another command."""
+    for name in names:
+        flag = LAUNCHER_FLAGS[name]
+        value: dict[str, Any] = {"action": "store_true"}
+        if flag.metavar:
+            value = {"metavar": flag.metavar, "type": flag.read, "default": defaults.get(name)}
+        parser.add_argument(f"--{name}", help=flag.help, **value)
 
 
 def run(argv: Sequence[str]) -> int:
     """Run the launcher, or pretrain.py itself for `--check`; return the exit code."""
-    answer(argv, USAGE, add_launcher_flags)
+    answer(argv, USAGE, add_flags)
     launcher, flags = split_flags(_without_credentials(argv))
     settings, problems = parse_settings(flags, LAUNCHER_FLAGS)
     problems += _host_problems(launcher, flags)

@@ -19,7 +19,7 @@ from typing import Any
 from launch.command.deepspeed_command import SCRIPT, launcher_option, pretrain_flags
 from launch.command.environment import environment_problems, forwarded_environment
 from launch.command.hosts import Host, read_hostfile, used_slots
-from launch.command.train import run_command
+from launch.command.train import DEFAULT_PORT, add_launcher_flags, run_command
 from launch.doctor.checks import run_checks
 from launch.doctor.findings import ALL, OK, RED, Finding, from_problem, merge_hosts, table
 from launch.doctor.host_session import HostError, Session
@@ -29,10 +29,9 @@ from zerolm.common.errors import EXIT_REFUSED
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import masked
 from zerolm.common.values import shown_bytes
-from zerolm.config.flags import parse_settings
+from zerolm.config.flags import add_settings, parse_settings
 from zerolm.watchdog import limits
 
-DEFAULT_PORT = 29500  # deepspeed/launcher/constants.py
 ALL_REDUCE_SECONDS = 90.0
 CLOSE_SECONDS = 5.0  # for all hosts to end
 DEEP_SECONDS = 12 * 3600.0
@@ -48,21 +47,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num_nodes", type=count, metavar="N", help="number of hosts that the run needs"
     )
-    parser.add_argument("--settings", metavar="FILE", help="settings file or run.json of the run")
-    parser.add_argument(
-        "--master_addr", metavar="ADDRESS",
-        help="address of rank 0 (default: the first address of the first host)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--master_port", type=count, metavar="PORT",
-        help=f"port on which rank 0 listens (default: {DEFAULT_PORT})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ssh_port",
-        type=count,
-        metavar="PORT",
-        help="ssh port of the hosts (default: as ssh is configured)",
-    )
+    add_settings(parser, ["settings"])
+    add_launcher_flags(parser, ["master_addr", "master_port", "ssh_port"])
     parser.add_argument(
         "--deep",
         action="store_true",
@@ -111,9 +97,7 @@ class Doctor:
                 value = launcher_option(command, f"--{name}")
             return value
 
-        self.flags = pretrain_flags(command)
-        if arguments.settings is not None:
-            self.flags = ["--settings", arguments.settings, *self.flags]
+        self.flags = pretrain_flags(command, arguments.settings)
         self.settings, _ = parse_settings(self.flags)  # each host reports the problems
         hostfile = option("hostfile") or launcher_option(command, "-H")
         if hostfile is None and Path(DEFAULT_HOSTFILE).is_file():

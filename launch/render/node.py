@@ -14,10 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from launch.command.deepspeed_command import parse_pretrain_flags, pretrain_flags
-from launch.command.train import run_command
+from launch.command.train import DEFAULT_PORT, add_launcher_flags, run_command
 from launch.supervise.attempt import POLL_SECONDS, Attempt
 from zerolm.common import processes
 from zerolm.common.command_line import count, count_from_zero
@@ -35,33 +36,23 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "docs/examples run this command once on each node. The node's rank is read from the "
         "variables that Slurm, an indexed Kubernetes Job or SkyPilot set."
     )
-    parser.add_argument(
-        "--nodes", type=count, required=True, metavar="N", help="number of nodes of the run"
-    )
+    add_size_flags(parser)
+    add_launcher_flags(parser, ["master_port"], master_port=DEFAULT_PORT)
     parser.add_argument(
         "--node_rank", type=count_from_zero, metavar="R",
         help=f"rank of this node, from 0 (default: from {', '.join(RANK_VARIABLES)})",
     )  # fmt: skip
     parser.add_argument(
-        "--devices_per_node",
-        type=count,
-        required=True,
-        metavar="D",
-        help="number of ranks on each node",
-    )
-    parser.add_argument(
-        "--master_addr",
-        required=True,
-        metavar="ADDRESS",
+        "--master_addr", required=True, metavar="ADDRESS",
         help="address of node 0, as seen from all nodes",
-    )
-    parser.add_argument(
-        "--master_port",
-        type=count,
-        default=29500,
-        metavar="PORT",
-        help="port on which rank 0 listens (default: %(default)s)",
-    )
+    )  # fmt: skip
+
+
+def add_size_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that a job file hands on to this command."""
+    add = partial(parser.add_argument, type=count, required=True)
+    add("--nodes", metavar="N", help="number of nodes of the run")
+    add("--devices_per_node", metavar="D", help="number of ranks on each node")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 from launch.command.deepspeed_command import parse_pretrain_flags, pretrain_flags
 from launch.command.environment import is_secret_name
-from launch.command.train import run_command
+from launch.command.train import DEFAULT_PORT, add_launcher_flags, run_command
+from launch.render.node import add_size_flags
 from launch.render.templates import Job, slurm_script
-from zerolm.common.command_line import count, duration
+from zerolm.common.command_line import duration
 from zerolm.common.errors import ConfigError
+from zerolm.config.flags import add_settings
 
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SBATCH_OPTION = re.compile(r"--?[A-Za-z][\w-]*([= ][^\n]*)?")
@@ -32,15 +34,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "kind", choices=("slurm",),
         help="the scheduler; for Kubernetes and SkyPilot copy a file of docs/examples",
     )  # fmt: skip
-    parser.add_argument(
-        "--nodes", type=count, required=True, metavar="N", help="number of nodes of the run"
-    )
-    parser.add_argument(
-        "--devices_per_node", type=count, required=True, metavar="D",
-        help="number of ranks on each node",
-    )  # fmt: skip
+    add_size_flags(parser)
     parser.add_argument("--output", metavar="FILE", help="file to write (default: standard output)")
-    parser.add_argument("--settings", metavar="FILE", help="settings file or run.json of the run")
+    add_settings(parser, ["settings"])
     add_job_flags(parser)
 
 
@@ -63,10 +59,7 @@ def add_job_flags(parser: argparse._ActionsContainer) -> None:
         "--python", metavar="PYTHON", default=".venv/bin/python",
         help="Python interpreter on the nodes (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--master_port", type=count, default=29500, metavar="PORT",
-        help="port on which rank 0 listens (default: %(default)s)",
-    )  # fmt: skip
+    add_launcher_flags(parser, ["master_port"], master_port=DEFAULT_PORT)
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE",
         help="environment variable of the run, repeatable; for secrets use --secret",
@@ -103,9 +96,7 @@ def write_job(text: str, path: str, flag: str) -> None:
 
 def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
     """Return the contents of the file."""
-    flags = pretrain_flags(command)
-    if arguments.settings is not None:
-        flags = ["--settings", arguments.settings, *flags]
+    flags = pretrain_flags(command, arguments.settings)
     problems: list[str] = []
     run_dir = "run"
     try:

@@ -369,8 +369,6 @@ def flag_type(parse: Callable[[str], Any], **bounds: float) -> Callable[[str], A
 count = flag_type(parse_count, minimum=1)
 count_from_zero = flag_type(parse_count, minimum=0)
 number = flag_type(parse_real, above=0)
-number_from_zero = flag_type(parse_real, minimum=0)
-share = flag_type(parse_real, above=0, maximum=1)
 size_bytes = flag_type(parse_bytes, minimum=1)
 duration = flag_type(parse_duration)  # in seconds
 

@@ -309,36 +309,36 @@ def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
     return Layer(known, derived), is_record
 
 
-def answer(argv: Sequence[str], usage: str = USAGE, add_more: AddFlags | None = None) -> None:
+def answer(argv: Sequence[str], usage: str = USAGE, add_flags: AddFlags | None = None) -> None:
     """Print what `--help` and `--version` ask for, and exit with code 0; return without them.
 
     Args:
-        usage, add_more: as for `help_text`.
+        usage, add_flags: as for `help_text`.
     """
     if "--version" in argv:
         print(version_text())
     elif {"-h", "--help", "--help=all"} & set(argv):
         is_complete = "--help=all" in argv or "all" in argv
-        print(help_text(usage, add_more) if is_complete else short_help_text(usage, add_more))
+        print(help_text(usage, add_flags) if is_complete else short_help_text(usage, add_flags))
     else:
         return
     flush_output()
     sys.exit(0)
 
 
-def help_text(usage: str = USAGE, add_more: AddFlags | None = None) -> str:
+def help_text(usage: str = USAGE, add_flags: AddFlags | None = None) -> str:
     """Return the text of `--help all`: every flag with its unit and default, by group.
 
     Args:
         usage: how the program is started.
-        add_more: adds the flags of the program that starts pretrain.py, which are shown first.
+        add_flags: adds all flags of the program, and their groups; None: those of pretrain.py.
     """
-    return _parser(usage, add_more).format_help().rstrip()
+    return _parser(usage, add_flags).format_help().rstrip()
 
 
-def short_help_text(usage: str = USAGE, add_more: AddFlags | None = None) -> str:
+def short_help_text(usage: str = USAGE, add_flags: AddFlags | None = None) -> str:
     """Return the text of `--help`: the flags that a first run needs, and how to see the others."""
-    complete = _parser(usage, add_more)
+    complete = _parser(usage, add_flags)
     titles = [group.title for group in complete._action_groups if group._group_actions]
     closing = (
         f"--check reports every problem of a run, prints its plan and how long it will take, and "
@@ -350,11 +350,9 @@ def short_help_text(usage: str = USAGE, add_more: AddFlags | None = None) -> str
     return parser.format_help().rstrip()
 
 
-def _parser(usage: str, add_more: AddFlags | None) -> Parser:
+def _parser(usage: str, add_flags: AddFlags | None) -> Parser:
     parser = Parser("", INTRODUCTION, usage=usage, add_help=False)
-    if add_more is not None:
-        add_more(parser)
-    add_all_settings(parser)
+    (add_flags or add_all_settings)(parser)
     return parser
 
 

@@ -19,6 +19,7 @@ from zerolm.__main__ import COMMANDS, main
 from zerolm.common import command_line
 from zerolm.common.command_line import Command, Group, Parser, run_program
 from zerolm.common.errors import ConfigError
+from zerolm.common.values import parse_real
 from zerolm.config.settings import FLAGS
 
 
@@ -263,8 +264,7 @@ def test_numbers_have_one_syntax(read, text, value):
         *((command_line.count, text) for text in ("0", "1.5", "-3", "x", "", "nan", "5GB")),
         *((command_line.count_from_zero, text) for text in ("-1", "0.5")),
         *((command_line.number, text) for text in ("0", "-1", "inf")),
-        *((command_line.number_from_zero, text) for text in ("-1", "hot")),
-        *((command_line.share, text) for text in ("0", "1.5", "hot")),
+        *((command_line.flag_type(parse_real, maximum=1), text) for text in ("1.5", "hot")),
         *((command_line.size_bytes, text) for text in ("0", "1.0001KiB", "5GBB", "GiB", "-5GB")),
         *((command_line.duration, text) for text in ("5x", "m", "h5", "1e3h2")),
     ],

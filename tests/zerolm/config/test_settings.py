@@ -10,7 +10,13 @@ import pytest
 from launch.command.train import LAUNCHER_FLAGS
 from tests import ROOT
 from zerolm.common.values import parse_number
-from zerolm.config.flags import convert, help_text, parse_settings, short_help_text
+from zerolm.config.flags import (
+    add_all_settings,
+    convert,
+    help_text,
+    parse_settings,
+    short_help_text,
+)
 from zerolm.config.other_names import OTHER_NAMES
 from zerolm.config.settings import FIRST_FLAGS, FLAGS, Settings, split_weight
 
@@ -243,12 +249,13 @@ def test_help_is_printed_and_exits_0(words, text):
 
 
 def test_the_short_help_has_the_flags_of_a_first_run_and_counts_the_others():
-    def add_more(parser):
+    def add_flags(parser):
         group = parser.add_argument_group("launcher")
         group.add_argument("--one", metavar="N")
         group.add_argument("--two", action="store_true")
+        add_all_settings(parser)
 
-    text = short_help_text(add_more=add_more)
+    text = short_help_text(add_flags=add_flags)
     shown = re.findall(r"^  --(\w+)", text, re.MULTILINE)
     assert tuple(shown) == FIRST_FLAGS and len(shown) == 10
     everything = re.findall(r"^  --(\w+)", help_text(), re.MULTILINE)
