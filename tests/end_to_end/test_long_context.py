@@ -64,15 +64,21 @@ def test_a_longer_stage_from_weights_equals_plain_pytorch(trunk, corpus, tmp_pat
     np.testing.assert_allclose(list(rows(tmp_path / "run", "train/loss").values()), expected, 1e-6)
 
 
-def test_a_longer_branch_equals_a_plain_loop_that_goes_on(trunk, corpus, tmp_path) -> None:
+def test_a_longer_branch_equals_a_plain_loop_that_goes_on(
+    trunk, corpus, held_out, tmp_path
+) -> None:
     """The loop trains from the first step of the trunk, with the same AdamW states throughout."""
     flags = ("--branch", f"{trunk / 'run'}@{TRUNK_STEPS}", "--model_config", trunk / "long.json")
     flags += ("--seq_len", TIMES * SEQ_LEN, "--micro_batch_size", 1, "--run_dir", tmp_path / "run")
     flags += ("--total_tokens", (TRUNK_STEPS + STEPS) * STEP_TOKENS)
+    flags += ("--val_data", held_out, "--loss_by_position", "--needle_items", 3)
     done = run_ranks(2, *flags)
     assert done.returncode == 0, done.stdout[-4000:]
     assert "those of which the trunk has read nothing" in done.stdout
     found = list(rows(tmp_path / "run", "train/loss").values())
+    quarters = [f"loss_at_{part}_quarter" for part in ("first", "middle", "last")]
+    for key in (*quarters, "needle/acc_at_50", "needle/loss"):
+        assert (TRUNK_STEPS + STEPS) in rows(tmp_path / "run", f"eval/{key}"), key
 
     tokens = plain_pytorch.read_tokens(corpus)
     order = plain_pytorch.Order([(len(tokens) - 1) // (TIMES * SEQ_LEN)], [1.0], SEED)

@@ -8,6 +8,7 @@ from zerolm.config.flags import add_settings, settings_of
 EVALUATIONS = (
     *("eval_task_path", "eval_task_items", "hellaswag", "hellaswag_items", "core", "core_items"),
     *("val_data", "seq_len", "eval_tokens", "document_mask", "packing", "loss_by_position"),
+    "needle_items",
 )
 DEFAULTS = {"hellaswag_items": 0, "core_items": 0}
 OWN_HELP = {
@@ -45,6 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
         settings.document_mask,
         settings.packing,
         settings.loss_by_position,
+        settings.needle_items,
     )
     results = evaluate_export(
         arguments.model,

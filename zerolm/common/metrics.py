@@ -69,6 +69,8 @@ LOSS = Panel("Loss", smooth=True,
 BITS_PER_BYTE = Panel("Bits per byte", smooth=True,
     about="Losses of the tokens that stand for text, in bits, divided by the bytes of that text: "
         "comparable across tokenizers. Marks are evaluations on held-out text.")
+NEEDLE = Panel("Needles", points=True,
+    about="Share of random values in validation text that are found by their keys.")
 TASKS = Panel("Tasks", points=True, about="Accuracy on downstream tasks, as lm-eval defines it.")
 CORE = Panel("CORE", points=True,
     about="Mean centered accuracy of the tasks of CORE: random answers get 0.")
@@ -131,6 +133,16 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "`eval/bits_per_byte` of one source; only if there are several"),
     ),
     "Evaluation": (
+        Metric("eval/needle/acc", "share", NEEDLE,
+            "with `--needle_items`: share of random values in validation text that the model "
+            "finds by their keys, at all depths"),
+        Metric("eval/needle/acc_at_<depth>", "share", NEEDLE,
+            "the same for values at one depth: 10%, 50% or 90% of the text come before the key"),
+        Metric("eval/needle/loss", "nats per token",
+            Panel("Needles, loss", points=True),
+            "mean loss of the values"),
+        Metric("eval/needle/loss_at_<depth>", "nats per token",
+            Panel("Needles by depth, loss", points=True), "the same for values at one depth"),
         Metric("eval/hellaswag/acc", "share", TASKS,
             "HellaSwag: share of items whose correct ending has the highest log-likelihood"),
         Metric("eval/hellaswag/acc_norm", "share", TASKS,

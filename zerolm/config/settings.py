@@ -432,6 +432,14 @@ class Core:
         "run", "with --check: number of devices to plan for", "N", saved=False
     )
 
+    needle_items: int = count(
+        "evaluation",
+        "with each validation, find random keys in this many windows of --val_data; 0: off",
+        "N",
+        minimum=0,
+        default=0,
+        no_tensor_parallel=OWN_TEXTS,
+    )
     hellaswag: str | None = flag(
         "evaluation",
         "text",

@@ -19,7 +19,7 @@ from zerolm.common.files import write_json
 from zerolm.common.run_files import RunFiles
 from zerolm.data import loader as data
 from zerolm.distributed.collectives import broadcast_object, gather_objects
-from zerolm.evaluate import core, hellaswag, lm_eval, rules, sampling, validation
+from zerolm.evaluate import core, hellaswag, lm_eval, needle, rules, sampling, validation
 from zerolm.evaluate.crashes import Crashes, evaluation_mode
 from zerolm.evaluate.keepalive import receive
 from zerolm.evaluate.likelihood import Ranks, Row, max_batch_tokens
@@ -90,9 +90,7 @@ class Evaluations:
             coder,
             device,
             rules.max_text_tokens(settings, plan.model.config, coder.tokenizer),
-            max_batch_tokens(
-                plan.settings.micro_batch_size * stream_options["seq_len"], plan.model.config
-            ),
+            self._batch_tokens(),
             Ranks(engine.global_rank, engine.world_size),
             lambda: record_progress("evaluate"),
         )
@@ -188,7 +186,7 @@ class Evaluations:
         self.print_line(f"step={progress.step} {' '.join(shown)}")
 
     def _validation_row(self) -> dict[str, float]:
-        """Return the validation loss of the weights that the model has now."""
+        """Return validation loss and needles of the weights that the model has now."""
         plan = self.plan
         held_out = data.ValidationStream(
             plan.val_sources, num_sequences=plan.val_sequences, **self.stream_options
@@ -203,7 +201,24 @@ class Evaluations:
             by_position=self.settings.loss_by_position,
         )
         self.engine.eval()
+        if self.settings.needle_items:
+            row |= needle.figures(
+                self.engine,
+                plan.val_sources,
+                num_items=self.settings.needle_items,
+                seq_len=self.settings.seq_len,
+                packing=self.settings.packing,
+                device=self.device,
+                batch_tokens=self._batch_tokens(),
+                ranks=Ranks(self.engine.global_rank, self.engine.world_size),
+                tick=lambda: record_progress("evaluate"),
+            )
         return row
+
+    def _batch_tokens(self) -> int:
+        """Return the tokens of a forward pass on texts."""
+        size = self.settings.micro_batch_size * self.settings.seq_len
+        return max_batch_tokens(size, self.plan.model.config)
 
     def run_hellaswag(self, progress: Any, log: Any) -> None:
         """Log both accuracies of HellaSwag, and write the outcomes to `hellaswag.json`."""

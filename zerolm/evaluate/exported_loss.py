@@ -11,6 +11,7 @@ from zerolm.common.errors import ConfigError, ShardError
 from zerolm.config.defaults import EVAL_TOKENS
 from zerolm.data.packing import num_rows, open_packing
 from zerolm.data.sources import source_names
+from zerolm.evaluate.rules import MIN_NEEDLE_TEXT
 from zerolm.model import document_mask
 from zerolm.model.architecture import causal_lm_class
 from zerolm.model.config_file import load_model_config
@@ -31,6 +32,7 @@ class HeldOut(NamedTuple):
         seq_len: tokens in a sequence; None for `DEFAULT_SEQ_LEN`.
         eval_tokens: total over all shards; None for the default of a run.
         by_position: also for three quarters of a sequence.
+        needle_items: windows with a needle; 0: none.
     """
 
     paths: Sequence[str]
@@ -39,6 +41,7 @@ class HeldOut(NamedTuple):
     document_mask: bool = False
     packing: str = "concat"
     by_position: bool = False
+    needle_items: int = 0
 
 
 def open_held_out(directory: Path, given: HeldOut) -> tuple[list[Source], HeldOut]:
@@ -62,6 +65,8 @@ def open_held_out(directory: Path, given: HeldOut) -> tuple[list[Source], HeldOu
     if problems:
         raise ConfigError(problems)
     eval_tokens = given.eval_tokens or max(EVAL_TOKENS, seq_len)
+    if given.needle_items and seq_len < MIN_NEEDLE_TEXT:
+        raise ConfigError(f"--needle_items: needs --seq_len {MIN_NEEDLE_TEXT} or more. Raise it.")
     if eval_tokens < seq_len:
         raise ConfigError(
             f"--eval_tokens {eval_tokens}: below one sequence of {seq_len}. Raise it."
@@ -101,7 +106,7 @@ def _problems(
 def held_out_figures(
     model: Any, sources: Sequence[Source], given: HeldOut, print_line: Callable[..., None]
 ) -> dict[str, float]:
-    """Return the figures of `validation_loss`, without `eval/` in their names.
+    """Return the figures of `validation_loss`, and of needles, without `eval/` in their names.
 
     Args:
         sources, given: from `open_held_out`.
@@ -109,7 +114,8 @@ def held_out_figures(
     import torch
 
     from zerolm.data.loader import ValidationStream, make_loader, prefetch_to_device
-    from zerolm.evaluate.likelihood import max_batch_tokens
+    from zerolm.evaluate import needle
+    from zerolm.evaluate.likelihood import SINGLE_PROCESS, max_batch_tokens
     from zerolm.evaluate.validation import validation_loss
 
     assert given.seq_len and given.eval_tokens
@@ -139,4 +145,15 @@ def held_out_figures(
         model, batches, source_names(sources), token_bytes, by_position=given.by_position
     )
     model.eval()
+    if given.needle_items:
+        row |= needle.figures(
+            model,
+            sources,
+            num_items=given.needle_items,
+            seq_len=given.seq_len,
+            packing=given.packing,
+            device=model.device,
+            batch_tokens=max_batch_tokens(BATCH_TOKENS, model.config),
+            ranks=SINGLE_PROCESS,
+        )
     return {key.removeprefix("eval/"): value for key, value in row.items()}

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from zerolm.evaluate.text_coder import TextCoder
 
 REQUIRES = {  # setting: it has an effect only with one of these
+    "needle_items": ("val_data",),
+    "loss_by_position": ("val_data",),
     "hellaswag_items": ("hellaswag",),
     "core_items": ("core",),
     "eval_task_path": ("eval_tasks",),
@@ -30,6 +32,7 @@ REQUIRES = {  # setting: it has an effect only with one of these
     "top_k": ("prompts",),
     "top_p": ("prompts",),
 }
+MIN_NEEDLE_TEXT = 32  # tokens of a window with a needle
 DEFAULTS = {name: field.default for name, field in Settings.__dataclass_fields__.items()}
 
 
@@ -67,6 +70,11 @@ def problems(settings: Settings) -> list[str]:
                 f"{settings.where(name)}: {getattr(settings, name)}, needs {flags}. Add it, or "
                 f"remove this setting."
             )
+    if settings.needle_items and (settings.seq_len or MIN_NEEDLE_TEXT) < MIN_NEEDLE_TEXT:
+        found.append(
+            f"{settings.where('needle_items')}: {settings.needle_items}, needs --seq_len "
+            f"{MIN_NEEDLE_TEXT} or more: a needle has 16 tokens. Raise it, or remove this setting."
+        )
     return found
 
 
