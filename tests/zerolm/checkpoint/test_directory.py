@@ -18,6 +18,7 @@ from zerolm.checkpoint.manifest import (
     FORMAT,
     VERSION,
     Progress,
+    SavedProgress,
     files_problem,
     manifest_digest,
 )
@@ -203,6 +204,31 @@ def test_directory_without_a_manifest_is_ignored(tmp_path) -> None:
     assert checkpoint_directory.newest(tmp_path).progress.step == 5
 
 
+def test_a_checkpoint_has_the_files_of_its_manifest_and_of_its_lists(tmp_path) -> None:
+    found = checkpoint_directory.read(write(tmp_path, 5))
+    assert (found.num_files, found.size_bytes) == (2, sum(len(f"{name} of 5") for name in FILES))
+    lists = [{"num_files": 5, "files_bytes": 100}, {"num_files": 1, "files_bytes": 20}]
+    more = checkpoint_directory.Checkpoint(tmp_path, {**found.manifest, "lists": lists})
+    assert (more.num_files, more.size_bytes) == (8, found.size_bytes + 120)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3, 4, 5])
+def test_three_versions_of_a_manifest_are_read(tmp_path, version) -> None:
+    temporary, manifest = fill(tmp_path, 5)
+    assert manifest["version"] == 3, "earlier releases read a checkpoint without lists"
+    final = publish(temporary, {**manifest, "version": version})
+    if version in (2, 3, 4):
+        assert checkpoint_directory.read(final).progress.step == 5
+    else:
+        with pytest.raises(CheckpointError, match=f"version {version}, but this release reads"):
+            checkpoint_directory.read(final)
+
+
+def test_a_new_run_has_made_no_progress() -> None:
+    assert not any(vars(Progress()).values())
+    assert SavedProgress().read() == Progress()
+
+
 def test_new_run_has_no_checkpoint(tmp_path) -> None:
     assert checkpoint_directory.newest(tmp_path) is None
     assert candidates(tmp_path) == ([], {})
@@ -234,6 +260,10 @@ def test_several_checkpoints_are_named_by_steps_and_ranges(tmp_path) -> None:
     assert steps(f"{tmp_path}@15,step-00000005") == [5, 15]
     assert steps(f"{tmp_path}@6:10") == [10] and steps(f"{tmp_path}@5:5") == [5]
     assert steps(f"{tmp_path}@:10") == [5, 10] and steps(f"{tmp_path}@10:") == [10, 15]
+    at = tmp_path / "run@3"  # a directory that has such a name is not RUN@STEP
+    assert steps(write(at, 8).parent.parent) == [8]
+    with pytest.raises(CheckpointError, match="absent: no such directory"):
+        steps(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         steps(f"{tmp_path}@5,11:14")
 
@@ -304,6 +334,10 @@ def test_every_other_content_of_a_file_is_reported_to_the_rank_that_reads_it(tmp
     directory = write(tmp_path, 5)
     found = checkpoint_directory.read(directory)
     assert [checkpoint_directory.verify_files(found, rank, 2) for rank in (0, 1)] == [[], []]
+    (directory / "unlisted.pt").touch()
+    unlisted = [len(checkpoint_directory.verify_files(found, rank, 2)) for rank in (0, 1)]
+    assert unlisted == [1, 0], "one rank names what the manifest does not list"
+    (directory / "unlisted.pt").unlink()
     (path, *_) = [directory / entry["file"] for entry in found.manifest["files"]]
     content = path.read_bytes()
     for bit in range(16):

@@ -198,6 +198,13 @@ def test_a_damaged_row_is_refused_unless_it_could_be_one(tmp_path, part):
                 assert len(starts) > 0 and sum(lengths) <= SEQ_LEN + 1
                 assert max(starts + lengths) <= source.num_tokens
     assert refused > 100
+    file.write_bytes(intact)
+    if part == "pieces":  # a start so large that its end, in 64 bits, would be in the source
+        pieces = np.fromfile(file, PIECE)
+        pieces["start"][0] = (1 << 64) - 1
+        pieces.tofile(file)
+        with pytest.raises(ShardReadError, match="row 0 is not in the source"):
+            packing.pieces(0)
 
 
 def test_all_damaged_indices_of_a_source_are_named(tmp_path):

@@ -107,11 +107,16 @@ def test_the_size_of_values_and_the_optimizer_class_are_the_engines(monkeypatch,
 
 def test_gradients_of_a_micro_batch_are_kept_where_they_are_not_added_at_once():
     """DeepSpeed's BF16_Optimizer frees them as they come; another optimizer after the pass."""
-    kept = {}
-    for written in ({}, {"immediate_grad_update": True}, {"immediate_grad_update": False}):
-        config = {"bf16": {"enabled": True, **written}, "data_types": {"grad_accum_dtype": "fp32"}}
-        kept[str(written)] = Profile.parse({**zero(1), **config}).keeps_micro_batch_gradients
-    assert list(kept.values()) == [False, False, True]
+    bf16, fp32_sums = {"bf16": {"enabled": True}}, {"data_types": {"grad_accum_dtype": "fp32"}}
+    late = {"bf16": {"enabled": True, "immediate_grad_update": False}}
+    at_once = {"bf16": {"enabled": True, "immediate_grad_update": True}}
+    for config, kept in (
+        ({**bf16, **fp32_sums}, False), ({**at_once, **fp32_sums}, False),
+        ({**late, **fp32_sums}, True), ({"fp16": {"enabled": True}, **fp32_sums}, True),
+        (late, False),  # added in the precision of the weights
+        ({**late, **fp32_sums, **zero(1, offload_optimizer={"device": "cpu"})}, False),
+    ):  # fmt: skip
+        assert Profile.parse({**zero(1), **config}).keeps_micro_batch_gradients is kept, config
 
 
 @pytest.mark.parametrize(

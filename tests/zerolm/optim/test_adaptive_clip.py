@@ -22,18 +22,18 @@ def published(norms: list[float], threshold: float) -> list[float]:
     return bounds
 
 
-@pytest.mark.parametrize("fixed", [0.0, 1.2])
-def test_bounds_are_zclips_and_survive_a_restart_at_any_step(fixed):
+@pytest.mark.parametrize(("fixed", "threshold"), [(0.0, 2.5), (1.2, 2.5), (0.0, 0.8)])
+def test_bounds_are_zclips_and_survive_a_restart_at_any_step(fixed, threshold):
     generator = np.random.default_rng(0)
     norms = (1 + 0.1 * generator.standard_t(3, 400)).clip(0.1).tolist()
-    clipping, bounds = Clipping(fixed, 2.5), []
+    clipping, bounds = Clipping(fixed, threshold), []
     for norm in norms:
         bounds.append(clipping.bound(norm))
         clipping.end_step(norm)
         state = json.loads(json.dumps(vars(clipping.statistics)))
-        clipping = Clipping(fixed, 2.5)
+        clipping = Clipping(fixed, threshold)
         clipping.statistics = NormStatistics(**state)
-    adaptive = published(norms, 2.5)
+    adaptive = published(norms, threshold)
     assert sum(map(math.isfinite, adaptive)) > 10
     expected = [min(bound, fixed or math.inf) for bound in adaptive]
     np.testing.assert_allclose([bound or math.inf for bound in bounds], expected, rtol=1e-9)
@@ -54,4 +54,6 @@ def test_without_a_threshold_only_the_fixed_norm_clips():
     assert clipping.statistics == NormStatistics()
     assert clipping.is_active and not clipping.is_adaptive
     assert clipping.metrics(0.5) == {}
+    adaptive = Clipping(0.0, 2.5)
+    assert adaptive.metrics(0.5) == {"train/clip_norm": 0.5} and adaptive.metrics(0.0) == {}
     assert not Clipping(0.0, 0.0).is_active and Clipping(0.0, 2.5).is_active

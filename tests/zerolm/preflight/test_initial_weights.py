@@ -126,10 +126,18 @@ def started(base):
 
 
 def test_a_restart_before_the_first_checkpoint_needs_the_same_weights(base) -> None:
-    started(base)
+    record = RunFiles(started(base).run_dir).record
     assert not plan_of().changed
     (base / "model").rename(base / "moved")
     assert not plan_of("moved").changed, "the same weights in another place"
+    changed = refusal("moved", seed=1)
+    assert "settings.seed: 0 -> 1" in changed and "init_from: model" not in changed
+    content = json.loads(record.read_text())
+    for digest in ("0" * 64, "f" * 64):
+        other = {**content, "initial_weights": {**content["initial_weights"], "digest": digest}}
+        write_json(record, other)
+        assert "settings.init_from: model -> moved" in refusal("moved")
+    write_json(record, content)
     change_tensors(base / "moved", **{"model.norm.weight": torch.ones(32)})
     assert "cannot be carried over: the run began with" in refusal("moved")
     (base / "moved").rename(base / "model")
