@@ -47,16 +47,14 @@ def run(options: argparse.Namespace) -> None:
     problems = Problems()
     workers = problems.workers(options.workers)
     rules = replace(input_rules(options, problems), keep_records=True)
-    found = find_inputs(options, rules, problems)
+    inputs, notes = find_inputs(options, rules, problems)
     filters = problems.collect(_read_filters, options.filters)
-    files = [] if found is None else found[0]
     problems.lines += output_problems(options.output)
-    problems.lines += overlap_problems(options.output, options.input, files)
+    problems.lines += overlap_problems(options.output, options.input, inputs)
     if (dropped := options.keep_dropped) is not None:
         problems.lines += dropped_problems(dropped, options.output)
-        problems.lines += overlap_problems(dropped, options.input, files, "--keep_dropped")
+        problems.lines += overlap_problems(dropped, options.input, inputs, "--keep_dropped")
     problems.refuse()
-    inputs, notes = found
     print_notes(notes)
     listed = [{"file": each.name, "size_bytes": each.size_bytes} for each in inputs]
     start = time.monotonic()

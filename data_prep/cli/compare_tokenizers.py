@@ -43,10 +43,9 @@ def run(options: argparse.Namespace) -> None:
     if len(set(options.tokenizer)) < len(options.tokenizer):
         problems.lines.append("--tokenizer: the same one is given twice. Give each once.")
     rules = input_rules(options, problems)
-    found = find_inputs(options, rules, problems)
+    inputs, notes = find_inputs(options, rules, problems)
     loaded = [problems.collect(load.load_tokenizer, name) for name in options.tokenizer]
     problems.refuse()
-    inputs, notes = found
     print_notes([*notes, *(line for each in loaded for line in each.notices)])
     progress = Progress("compare-tokenizers", total_bytes(inputs))
     tally = Tally()

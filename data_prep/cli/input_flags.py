@@ -9,6 +9,7 @@ from typing import Any
 from data_prep.cli.problems import Problems
 from data_prep.pipeline.recipe_options import SourceOptions
 from data_prep.read.documents import InputRules
+from data_prep.read.inputs import Input
 from data_prep.stages.options import add_option_flags
 
 
@@ -34,19 +35,21 @@ def input_rules(options: argparse.Namespace, problems: Problems) -> InputRules:
     return problems.options(SourceOptions, options).rules(keep_records=False)
 
 
-def find_inputs(options: argparse.Namespace, rules: InputRules, problems: Problems) -> Any:
-    """Return (inputs, notes) of --input; None if there are problems."""
+def find_inputs(
+    options: argparse.Namespace, rules: InputRules, problems: Problems
+) -> tuple[list[Input], list[str]]:
+    """Return the inputs of --input and notes on them; none if there are problems."""
     from data_prep.read import discovery
 
-    skip = rules.on_bad_input == "skip"
-    return problems.collect(
+    found = problems.collect(
         discovery.find_inputs,
         options.input,
         rules.text_field,
-        skip,
+        rules.on_bad_input == "skip",
         rules.encoding,
         rules.code,
     )
+    return found or ([], [])
 
 
 def print_notes(notes: Sequence[str]) -> None:

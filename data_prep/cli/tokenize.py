@@ -57,13 +57,11 @@ def run(options: argparse.Namespace) -> None:
     fraction = problems.fraction("val_fraction", options.val_fraction, 0.5, exclusive=True)
     outputs = _check_outputs(options, problems)
     rules = input_rules(options, problems)
-    found = find_inputs(options, rules, problems)
+    inputs, notes = find_inputs(options, rules, problems)
     for flag, output in zip(("--output", "--val_output"), outputs, strict=False):
-        inputs = found[0] if found else ()
         problems.lines += overlap_problems(output, options.input, inputs, flag)
     tokenizer = problems.collect(load.load_tokenizer, options.tokenizer)
     problems.refuse()
-    inputs, notes = found
     print_notes([*notes, *tokenizer.notices])
     summary = run_tokenization(
         inputs,

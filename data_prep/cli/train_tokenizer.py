@@ -43,11 +43,10 @@ def run(options: argparse.Namespace) -> None:
     problems.lines += recipe.problems() if not problems.lines else []
     sample_bytes = problems.size("sample_bytes", options.sample_bytes, 1)
     rules = input_rules(options, problems)
-    found = find_inputs(options, rules, problems)
+    inputs, notes = find_inputs(options, rules, problems)
     problems.shard_output(options.output)
-    problems.lines += overlap_problems(options.output, options.input, found[0] if found else ())
+    problems.lines += overlap_problems(options.output, options.input, inputs)
     problems.refuse()
-    inputs, notes = found
     print_notes(notes)
     trained = train_on_inputs([(inputs, rules)], recipe, sample_bytes or 0, options.output)
     print(f"tokenizer   {options.output}: {trained.vocab_size:,} ids")

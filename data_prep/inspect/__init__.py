@@ -1,5 +1,4 @@
 """Shows the content of token shards: sequences as text, and statistics.
 
-Reads only shards and run directories. Must not depend on how shards are made, or on the command
-line.
+Reads only shards and run directories. Must not depend on raw text, or on the command line.
 """

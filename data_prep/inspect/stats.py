@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import xxhash
 
+from data_prep.shards.documents import hash_documents, piece_bounds
 from data_prep.tasks.workers import ordered_map
 from zerolm.shards.reader import Source
 
-PIECE_TOKENS = 1 << 22  # of a piece: 8 or 16 MB of ids
 PARTITION_DOCUMENTS = 1 << 22  # sorted in memory at a time to find duplicates: 16 bytes each
 BINS_PER_OCTAVE = 16  # of the length histogram: quantiles are accurate to 4.4%
 NUM_BINS = 48 * BINS_PER_OCTAVE
@@ -91,13 +90,8 @@ def _pieces(sources: Sequence[Source]) -> Iterator[Piece]:
     for number, source in enumerate(sources):
         for shard in range(len(source.manifest["shards"])):
             ends = source.document_ends(shard).astype(np.int64)
-            first = 0
-            while first < len(ends):
-                start = int(ends[first - 1]) if first else 0
-                last = int(np.searchsorted(ends, start + PIECE_TOKENS, side="right"))
-                last = max(last, first + 1)
+            for first, last in piece_bounds(ends):
                 yield Piece(number, shard, first, last)
-                first = last
 
 
 def _measurer(sources: list[Source]) -> Callable[[Piece], tuple]:
@@ -127,16 +121,7 @@ def _measure_piece(
         int(lengths[longest]),
         before + piece.first + longest,
     )
-    raw, size = memoryview(ids.tobytes()), ids.itemsize
-    edges = ((ends - starts[0]) * size).tolist()
-    digests = np.fromiter(
-        (
-            xxhash.xxh3_64_intdigest(raw[start:end])
-            for start, end in zip([0, *edges], edges, strict=False)
-        ),
-        np.uint64,
-        len(edges),
-    )
+    digests = hash_documents(ids, ends - starts[0])
     numbers = np.arange(before + piece.first, before + piece.last, dtype=np.uint64)
     return piece, counts, digests, numbers
 

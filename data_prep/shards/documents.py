@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
+import xxhash
 
 from zerolm.common.errors import ConfigError, ShardError
 from zerolm.shards.origins import MAX_INPUTS, POSITION_BITS, list_inputs, pack_origins
@@ -64,6 +65,15 @@ def piece_bounds(ends: np.ndarray) -> Iterator[tuple[int, int]]:
         last = int(np.searchsorted(ends, start + PIECE_TOKENS, side="right"))
         yield first, (last := max(last, first + 1))
         first = last
+
+
+def hash_documents(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return the XXH3 of the ids of each document, (D,) uint64; it ends at `ends` in `ids`."""
+    data = np.ascontiguousarray(ids).view(np.uint8).data
+    edges = (ends * ids.itemsize).tolist()
+    pairs = zip([0, *edges], edges, strict=False)
+    hashes = (xxhash.xxh3_64_intdigest(data[start:end]) for start, end in pairs)
+    return np.fromiter(hashes, np.uint64, len(edges))
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from data_prep.shards.documents import Documents, Inputs, Selection, choose
+from data_prep.shards.documents import Documents, Inputs, Selection, choose, hash_documents
 from data_prep.shards.output import Output, scratch_directory, space_problems, write_outputs
 from data_prep.shards.shuffle import Shuffle
 from data_prep.tasks.progress import Progress
@@ -216,14 +215,8 @@ def _divide(
     if parts is None:
         yield 0, documents
         return
-    data = np.ascontiguousarray(documents.ids).view(np.uint8).data
-    edges = (documents.ends * documents.ids.itemsize).tolist()
-    hashes = [
-        xxhash.xxh3_64_intdigest(data[start:end])
-        for start, end in zip([0, *edges], edges, strict=False)
-    ]
     shares = np.cumsum(list(parts.values()))[:-1]
     limits = (shares * 2.0**64).astype(np.uint64)
-    numbers = np.searchsorted(limits, np.array(hashes, np.uint64), side="right")
+    numbers = np.searchsorted(limits, hash_documents(documents.ids, documents.ends), side="right")
     for number in np.unique(numbers).tolist():
         yield number, documents.take(np.flatnonzero(numbers == number))

@@ -122,16 +122,15 @@ def load_tokenizer_json(path: Path) -> Any:
 
     The last one is kept, so that a copy of the same file is not loaded again.
     """
+    return _load_content(path.read_bytes())
+
+
+@lru_cache(maxsize=1)
+def _load_content(content: bytes) -> Any:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import tokenizers
 
-    content = path.read_bytes()
-    if not _last_loaded or _last_loaded[0][0] != content:
-        _last_loaded[:] = [(content, tokenizers.Tokenizer.from_buffer(content))]
-    return _last_loaded[0][1]
-
-
-_last_loaded: list[tuple[bytes, Any]] = []  # the last content, and the tokenizer
+    return tokenizers.Tokenizer.from_buffer(content)
 
 
 def _open_tokenizers(directory: Path) -> Encode:
@@ -148,10 +147,7 @@ def _open_tokenizers(directory: Path) -> Encode:
 
 
 def _open_tiktoken(directory: Path) -> Encode:
-    return _encode_with_tiktoken(read_tiktoken(directory))
-
-
-def _encode_with_tiktoken(encoding: Any) -> Encode:
+    encoding = read_tiktoken(directory)
     return lambda texts: [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
 

@@ -5,6 +5,7 @@ ids), so the last one is kept for its next use, until `forget_definition`.
 """
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ def added_tokens(directory: Path) -> list[str]:
     return [each["content"] for each in content["added_tokens"]]
 
 
-_last_read: list[tuple[bytes, dict[str, Any]]] = []  # the last content, and what it holds
+@lru_cache(maxsize=1)
+def _parse(content: bytes) -> dict[str, Any]:
+    return orjson.loads(content)
 
 
 def read_definition(directory: Path) -> dict[str, Any]:
@@ -68,15 +71,12 @@ def read_definition(directory: Path) -> dict[str, Any]:
     Raises:
         OSError, ValueError: it cannot be read, or is not JSON.
     """
-    content = (directory / "tokenizer.json").read_bytes()
-    if not _last_read or _last_read[0][0] != content:
-        _last_read[:] = [(content, orjson.loads(content))]
-    return _last_read[0][1]
+    return _parse((directory / "tokenizer.json").read_bytes())
 
 
 def forget_definition() -> None:
     """Release the memory of the last tokenizer.json that was read."""
-    _last_read.clear()
+    _parse.cache_clear()
 
 
 def read_without_special_tokens(directory: Path) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def corpus(tmp_path_factory):
 def test_statistics_equal_direct_counts(corpus, monkeypatch, workers):
     directory, documents = corpus
     if workers == 1:  # pieces and partitions far smaller than the data
-        monkeypatch.setattr(stats, "PIECE_TOKENS", 500)
+        monkeypatch.setattr("data_prep.shards.documents.PIECE_TOKENS", 500)
         monkeypatch.setattr(stats, "PARTITION_DOCUMENTS", 50)
     (found,) = stats.measure_shards([open_source(directory)], workers, 5, Progress("stats", None))
     times = Counter(int(token) for document in documents for token in document)
