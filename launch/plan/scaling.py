@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from launch.plan.hardware import Hardware
 from zerolm.common.errors import ConfigError
-from zerolm.common.values import parse_number
-from zerolm.config.flags import CONVERTERS
+from zerolm.common.values import count, parse_duration, parse_real, within
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,13 @@ def flops_of(
         )
     try:
         if text.startswith("$"):
-            dollars = parse_number(text[1:].replace(",", ""))
+            dollars = parse_real(text[1:].replace(",", ""))
             hours = dollars / (hardware.price_per_hour or 1.0)
         elif text[-1:] in ("d", "h"):
-            hours = CONVERTERS["duration"](text) / 3600 * devices
+            hours = parse_duration(text) / 3600 * devices
         else:
-            return _positive(float(parse_number(text))), ""
-        _positive(hours)
+            return within(parse_real(text), above=0), ""
+        within(hours, above=0)
     except ValueError:
         raise ConfigError(
             f"command line: --budget: {text}, not a budget. Write 1e22, $50000 or 14d."
@@ -96,12 +95,6 @@ def flops_of(
     share = mfu or hardware.attained
     derivation = f"{hours:,.0f} device-hours of {hardware.name} at {share:.0%} of its peak, "
     return hours * 3600 * peak * share, derivation
-
-
-def _positive(value: float) -> float:
-    if value <= 0:
-        raise ValueError("must be positive")
-    return value
 
 
 def choices(flops: float) -> list[Choice]:
@@ -140,7 +133,7 @@ def as_text(flops: float, found: list[Choice]) -> str:
     lines.append(head + f"{'loss':>8}{'penalty':>9}{'wasted':>8}")
     for one in found:
         lines.append(
-            f"{one.name:<34}{shown_count(one.parameters):>12}{shown_count(one.tokens):>10}"
+            f"{one.name:<34}{count(one.parameters):>12}{count(one.tokens):>10}"
             f"{one.tokens / one.parameters:>18,.0f}{one.loss:>8.3f}{one.penalty:>+9.4f}"
             f"{one.wasted:>8.1%}"
         )
@@ -155,12 +148,3 @@ def as_text(flops: float, found: list[Choice]) -> str:
         "is cheaper to use in return.",
     ]
     return "\n".join(lines)
-
-
-def shown_count(count: float) -> str:
-    """Return a number with three digits and a suffix (k, M, B, T or Q)."""
-    for suffix in ("", "k", "M", "B", "T"):
-        if count < 999.5:
-            return f"{count:.3g}{suffix}"
-        count /= 1000
-    return f"{count:.3g}Q"

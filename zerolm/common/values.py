@@ -33,11 +33,21 @@ def shown_setting(where: str, value: Any) -> str:
 
 def shown_bytes(count: float) -> str:
     """Format a number of bytes with three digits and a binary unit: 1.23 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 999.5:
-            return f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
+    return _scaled(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def count(number: float) -> str:
+    """Format a large count with three digits and a decimal unit: 1.23M."""
+    return _scaled(number, 1000, ("", "k", "M", "B", "T", "Q"))
+
+
+def _scaled(number: float, step: int, units: Sequence[str]) -> str:
+    *smaller, largest = units
+    for unit in smaller:
+        if not number >= 999.5:  # true of nan; 999.5 would be 1e+03 with three digits
+            return f"{number:.3g}{unit}"
+        number /= step
+    return f"{number:.3g}{largest}"
 
 
 def parse_number(value: Any) -> int | float:
@@ -144,14 +154,6 @@ def parse_duration(value: Any) -> float:
         return sum(float(number) * SECONDS[unit] for number, unit in parts)
     except ValueError:
         raise ValueError("not a duration. Write for example 3h50m, 90s or 2d.") from None
-
-
-def count(number: float) -> str:
-    """Format a large count with three digits and a decimal unit: 1.23M."""
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"
 
 
 def duration(seconds: float) -> str:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from zerolm.common.values import duration, strict_json
+from zerolm.common.values import count, duration, shown_bytes, strict_json
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,16 @@ from zerolm.common.values import duration, strict_json
 )
 def test_seconds_are_shown_with_two_units(seconds, text) -> None:
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("show", "number", "text"),
+    [(count, 0, "0"), (count, 999.4, "999"), (count, 999.6, "1k"), (count, 999_600, "1M"),
+     (count, 1.234e9, "1.23B"), (count, 2.5e15, "2.5Q"), (count, math.nan, "nan"),
+     (shown_bytes, 1023, "0.999 KiB"), (shown_bytes, 1.5 * 2**40, "1.5 TiB")],
+)  # fmt: skip
+def test_counts_and_bytes_are_shown_with_three_digits_and_a_unit(show, number, text) -> None:
+    assert show(number) == text
 
 
 def test_json_has_no_numbers_that_are_not_finite() -> None:
