@@ -5,6 +5,8 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+RECENT_LINES = 20  # over which a speed is averaged
+
 Row = dict[str, Any]
 
 
@@ -64,6 +66,11 @@ class Curves:
         """Return the newest finite value of a column."""
         _, values = self.columns.get(key, ((), ()))
         return next((value for value in reversed(values) if math.isfinite(value)), None)
+
+    def recent_mean(self, key: str) -> float | None:
+        """Return the mean of the newest finite values of a column."""
+        values = self.values(key)[-RECENT_LINES:]
+        return sum(values) / len(values) if values else None
 
     def rows(self, max_rows: int) -> list[Row]:
         """Return the lines as they were written, at regular intervals if there are many.

@@ -69,6 +69,18 @@ class RunHistory:
         return branch if isinstance(branch, dict) else {}
 
     @property
+    def derived(self) -> Row:
+        """The figures that the run printed when it started."""
+        derived = self.record.get("derived")
+        return derived if isinstance(derived, dict) else {}
+
+    @property
+    def trained_seconds(self) -> float:
+        """The seconds of all steps, from the branch point if it is a branch."""
+        seconds = self.curves.seconds[-1] if self.curves.seconds else 0.0
+        return seconds - (self.curves.place(self.branch["step"])[1] if self.branch else 0.0)
+
+    @property
     def total_tokens(self) -> int | None:
         total = self.settings.get("total_tokens")
         return total if isinstance(total, int) and total > 0 else None
@@ -76,9 +88,7 @@ class RunHistory:
     @property
     def total_steps(self) -> int | None:
         """The planned number of steps, or the number attempted if larger: skips add steps."""
-        derived = self.record.get("derived")
-        planned = derived.get("steps", "") if isinstance(derived, dict) else ""
-        number = re.match(r"[\d,]+", str(planned))
+        number = re.match(r"[\d,]+", str(self.derived.get("steps", "")))
         return max(int(number[0].replace(",", "")), self.step) if number else None
 
     @property
@@ -91,10 +101,10 @@ class RunHistory:
 
     def seconds_left(self) -> float | None:
         """Return the seconds of training left, at the mean speed of the last lines."""
-        speeds = self.curves.values("throughput/tokens_per_second")[-20:]
-        if self.total_tokens is None or sum(speeds) <= 0:
+        speed = self.curves.recent_mean("throughput/tokens_per_second")
+        if self.total_tokens is None or not speed or speed < 0:
             return None
-        return max(0, self.total_tokens - self.tokens) / (sum(speeds) / len(speeds))
+        return max(0, self.total_tokens - self.tokens) / speed
 
     def state(self) -> tuple[str, str]:
         """Return the state of the run, and its reason in a few words.

@@ -79,7 +79,6 @@ def status_of(run: RunHistory) -> Row:
     """Return the status of a run, as `--json` prints it; unknown values are None."""
     curves, now = run.curves, time.time()
     state, why = run.state()
-    speeds = curves.values("throughput/tokens_per_second")[-20:]
     return {
         "run": str(run.run_dir),
         "state": state,
@@ -92,7 +91,7 @@ def status_of(run: RunHistory) -> Row:
         "init_from": (run.record.get("initial_weights") or {}).get("source"),
         "loss": curves.last("train/loss"),
         "losses": _interval_means(curves.values("train/loss")),
-        "tokens_per_second": sum(speeds) / len(speeds) if speeds else None,
+        "tokens_per_second": curves.recent_mean("throughput/tokens_per_second"),
         "mfu": curves.last("throughput/mfu"),
         "seconds_left": run.seconds_left() if state == events.RUNNING else None,
         "checkpoint": run.checkpoints[-1].name if run.checkpoints else None,

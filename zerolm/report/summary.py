@@ -21,12 +21,10 @@ Pair = list[str]
 
 def facts(run: RunHistory) -> list[Pair]:
     """Return model, profile, devices, batch and more, as the run printed them when it started."""
-    derived = run.record.get("derived")
-    values = derived if isinstance(derived, dict) else {}
     names = ("model", "initial weights", "profile", "devices", "batch", "accumulation", "steps",
              "learning rate", "tokens per parameter", "FLOPs of the run", "epochs")  # fmt: skip
     found = [["branch", f"of {lineage(run.branch)}"]] if run.branch else []
-    found += [[name, str(values[name])] for name in names if name in values]
+    found += [[name, str(run.derived[name])] for name in names if name in run.derived]
     commit = run.record.get("git_commit")
     return found + ([["commit", str(commit)[:12]]] if commit else [])
 
@@ -54,15 +52,14 @@ def figures(run: RunHistory) -> list[Pair]:
         add("CORE", f"{score:.4f}", "mean centered accuracy")
     if (share := curves.last("eval/hellaswag/acc_norm")) is not None:
         add("HellaSwag", f"{share:.1%}", "acc_norm")
-    if speeds := curves.values("throughput/tokens_per_second")[-20:]:
+    if (speed := curves.recent_mean("throughput/tokens_per_second")) is not None:
         devices = run.record.get("world_size")
         note = f"{devices} devices" if devices else ""  # without a run.json
-        add("Speed", f"{count(sum(speeds) / len(speeds))} tok/s", note)
-    if shares := curves.values("throughput/mfu")[-20:]:
-        add("MFU", f"{sum(shares) / len(shares):.1%}", "of the devices' peak")
+        add("Speed", f"{count(speed)} tok/s", note)
+    if (share := curves.recent_mean("throughput/mfu")) is not None:
+        add("MFU", f"{share:.1%}", "of the devices' peak")
     if curves.seconds:
-        before = curves.place(run.branch["step"])[1] if run.branch else 0.0
-        add("Trained", duration(curves.seconds[-1] - before), wall_clock(run))
+        add("Trained", duration(run.trained_seconds), wall_clock(run))
     if (times := lost_time(run)) is not None:
         lost, hourly, faults = times
         value, note = str(lost).split("; ")
@@ -90,12 +87,11 @@ def lost_time(run: RunHistory) -> tuple[Lost, Lost | None, int] | None:
     Training, saves, repeated steps and recoveries are counted, evaluations are not. None before the
     first save and recovery.
     """
-    found, seconds = measured(run.events), run.curves.seconds
-    if not seconds or not (found.faults or found.stall_seconds):
+    found = measured(run.events)
+    if not run.curves.seconds or not (found.faults or found.stall_seconds):
         return None
-    before = run.curves.place(run.branch["step"])[1] if run.branch else 0.0
     step_seconds = run.curves.last("throughput/step_seconds") or 0.0
-    return found.lost(seconds[-1] - before), found.lost_hourly(step_seconds), found.faults
+    return found.lost(run.trained_seconds), found.lost_hourly(step_seconds), found.faults
 
 
 def findings(run: RunHistory) -> list[dict[str, Any]]:
