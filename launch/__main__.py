@@ -12,6 +12,10 @@ COMMANDS = Group(
         "plan": Command(
             "estimate memory, time and price of a run before it starts", "launch.plan.command", PLAN
         ),
+        "predict": Command(
+            "predict the loss of a larger run from finished smaller ones",
+            "launch.experiments.predict", PLAN,
+        ),
         "doctor": Command(
             "check the hosts of a run before it starts", "launch.doctor.doctor", PLAN,
             takes_run=True,

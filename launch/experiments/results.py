@@ -15,6 +15,7 @@ from zerolm.report.run_history import RunHistory, read_run
 from zerolm.report.summary import last_training_loss
 
 SEED, LEARNING_RATE = "seed", "learning_rate"
+WITHOUT_OPTIMUM = (SEED, "total_tokens")  # more tokens are always better
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def curve_axis(results: Sequence[Result]) -> str | None:
 
     None if there is no such setting with several values.
     """
-    axes = [axis for axis in results[0].values if axis != SEED]
+    axes = [axis for axis in results[0].values if axis not in WITHOUT_OPTIMUM]
     for axis in sorted(axes, key=lambda axis: axis != LEARNING_RATE):
         numbers = {_number(result.values[axis]) for result in results}
         if len(numbers) > 1 and all(number > 0 for number in numbers):

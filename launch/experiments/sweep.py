@@ -244,7 +244,9 @@ def _start(sweep: Sweep, jobs: int, master_port: int) -> int:
             code = job.process.returncode
             is_stopped |= code == EXIT_STOPPED
             said = {EXIT_DONE: "done", EXIT_STOPPED: "stopped"}.get(code, f"exit code {code}")
-            if code not in (EXIT_DONE, EXIT_STOPPED) and not signals:
+            if signals and code != EXIT_DONE:
+                said = "stopped"
+            elif code not in (EXIT_DONE, EXIT_STOPPED):
                 failed.append(job.point.name)
                 said += f", see {sweep.directory(job.point) / LOG}"
             _log(sweep, job.point, f"{said} after {duration(time.monotonic() - job.since)}")

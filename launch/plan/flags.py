@@ -35,12 +35,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     own = {"deepspeed_config": f"DeepSpeed JSON file (default: {DEFAULT_DS_CONFIG})"}
     add_settings(parser.add_argument_group("the run, as for zerolm train"), RUN, own_help=own)
-    _add_devices(parser.add_argument_group("the devices"))
+    add_devices(parser.add_argument_group("the devices"))
     _add_assumptions(parser.add_argument_group("assumptions"))
     _add_modes(parser.add_argument_group("instead of one plan"))
 
 
-def _add_devices(group: argparse._ArgumentGroup) -> None:
+def add_devices(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that `hardware_of` reads."""
     group.add_argument(
         "--hardware", metavar="NAME|FILE",
         help="H100, A100-80GB, ... in launch/plan/hardware.json, a file of that form, or cpu: "

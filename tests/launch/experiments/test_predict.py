@@ -1,0 +1,152 @@
+"""`zerolm predict`: which runs it fits, what it says of a target, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.__main__ import main
+from launch.plan.scaling import LossFit
+from tests.launching import LLAMA, write_json
+from zerolm.model.model import Model
+
+LAW = LossFit("of the test", 1.5, 60.0, 200.0, 0.4, 0.4)
+WIDTHS, TOKENS = (16, 32, 64), (1_000_000, 4_000_000, 16_000_000)
+
+
+def model_config(width: int) -> dict[str, Any]:
+    return LLAMA | {"hidden_size": width, "intermediate_size": 2 * width}
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory) -> dict[int, int]:
+    directory = tmp_path_factory.mktemp("models")
+    return {
+        width: Model.load(
+            str(write_json(directory / f"{width}.json", model_config(width)))
+        ).num_parameters
+        for width in (*WIDTHS, 128)
+    }
+
+
+def write_run(run_dir: Path, width: int, tokens: int, loss: float, **settings: Any) -> Path:
+    run_dir.mkdir(parents=True)
+    defaults = {"schedule": "cosine", "learning_rate": 1e-3, "min_learning_rate": 1e-4}
+    defaults |= {"val_data": ["shards/val"], "total_tokens": tokens}
+    record = {"settings": defaults | settings, "model_config": model_config(width)}
+    write_json(run_dir / "run.json", record | {"data_fingerprint": "abc"})
+    row = {"step": 10, "tokens": tokens, "train/loss": 9.0, "eval/loss": loss}
+    (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    event = {"event": settings.get("ended", "done"), "step": 10, "tokens": tokens}
+    event["time"] = "2026-01-01T00:00:00+0000"
+    (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    return run_dir
+
+
+@pytest.fixture
+def ladder(tmp_path, sizes) -> Path:
+    """A directory of nine runs with the losses of a law."""
+    for width in WIDTHS:
+        for tokens in TOKENS:
+            loss = LAW.loss(sizes[width], tokens)
+            write_run(tmp_path / "ladder" / f"{width}-{tokens}", width, tokens, loss)
+    return tmp_path / "ladder"
+
+
+def predict(capsys, *words: object) -> dict[str, Any]:
+    assert main(["predict", *map(str, words), "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refusal(capsys, *words: object) -> str:
+    assert main(["predict", *map(str, words)]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_law_of_the_runs_predicts_a_larger_one(ladder, sizes, tmp_path, capsys):
+    target = write_json(tmp_path / "large.json", model_config(128))
+    words = (ladder, "--model_config", target, "--total_tokens", "32M")
+    found = predict(capsys, *words)
+    assert found["law"]["alpha"] == pytest.approx(0.4, rel=1e-3)
+    predictions = found["target"]["predictions"]
+    assert predictions["total"]["loss"] == pytest.approx(LAW.loss(sizes[128], 32e6), rel=1e-4)
+    assert predictions["non_embedding"]["loss"] != predictions["total"]["loss"]
+    beyond = found["target"]["beyond"]
+    assert beyond["tokens"] == 2 and beyond["parameters"] == pytest.approx(sizes[128] / sizes[64])
+    assert main(["predict", *map(str, words)]) == 0
+    text = capsys.readouterr().out
+    assert "80% interval" in text and "2 x in tokens outside the range of the runs" in text
+
+
+def test_a_finished_run_is_compared_with_its_prediction(ladder, sizes, tmp_path, capsys):
+    loss = LAW.loss(sizes[128], 32_000_000)
+    target = write_run(ladder / "target", 128, 32_000_000, loss * 1.1)
+    found = predict(capsys, ladder, "--check_against", target)
+    assert len(found["runs"]) == 9 and found["target"]["measured"] == loss * 1.1
+    assert main(["predict", str(ladder), "--check_against", str(target)]) == 0
+    text = capsys.readouterr().out
+    assert "(-9.09%) off, and the loss is outside the interval" in text
+
+
+def test_the_best_shape_of_a_budget_is_that_of_the_law(ladder, capsys):
+    flops = 6 * 64_000 * 16e6
+    found = predict(capsys, ladder, "--budget", f"{flops:g}")["budget"]
+    assert found["parameters"] == pytest.approx(LAW.optimum(flops)[0], rel=1e-2)
+    assert 6 * found["parameters"] * found["tokens"] == pytest.approx(flops)
+
+
+def test_runs_that_are_not_at_the_end_of_a_decay_are_left_out(ladder, sizes, capsys):
+    write_run(ladder / "trunk", 32, 8_000_000, 2.0, schedule="constant", min_learning_rate=None)
+    write_run(ladder / "high", 32, 8_000_000, 2.0, min_learning_rate=9e-4)
+    write_run(ladder / "early", 32, 8_000_000, 2.0, ended="stopped")
+    write_run(ladder / "tuned", 32, 8_000_000, 2.0, init_from="models/base")
+    write_run(ladder / "worse", 32, 4_000_000, LAW.loss(sizes[32], 4_000_000) + 0.1, seed=1)
+    found = predict(capsys, ladder)
+    assert found["law"]["alpha"] == pytest.approx(0.4, rel=1e-3)
+    reasons = found["left_out"]
+    assert reasons["trunk"] == "its learning rate does not decay"
+    assert reasons["high"] == "its learning rate only decays from 0.001 to 0.0009"
+    assert reasons["early"] == "it is stopped, not done"
+    assert reasons["tuned"] == "it starts from existing weights"
+    assert reasons["worse"].endswith("has its size and tokens, and a lower loss")
+
+
+def test_far_targets_are_refused_until_the_user_says_how_far(ladder, tmp_path, capsys):
+    target = write_json(tmp_path / "large.json", model_config(64))
+    words = (ladder, "--model_config", target, "--total_tokens", "480M")
+    errors = refusal(capsys, *words)
+    assert "30 x in tokens" in errors and "--max_extrapolation 30" in errors
+    assert predict(capsys, *words, "--max_extrapolation", 30)["target"]["beyond"]["tokens"] == 30
+    assert "--budget: 1e+18 FLOPs are" in refusal(capsys, ladder, "--budget", "1e18")
+
+
+def test_runs_that_cannot_be_compared_or_are_too_few_are_refused(ladder, tmp_path, capsys):
+    few = [ladder / f"{width}-{TOKENS[0]}" for width in WIDTHS]
+    assert "3 that can be fitted, of 3 sizes and 1 numbers of tokens" in refusal(capsys, *few)
+    write_run(tmp_path / "other", 32, 2_000_000, 2.0, val_data=["shards/other"])
+    errors = refusal(capsys, ladder, tmp_path / "other", tmp_path / "nothing")
+    assert "have different validation data" in errors and "nothing: has no run.json" in errors
+
+
+def test_one_ratio_of_tokens_to_parameters_says_nothing_of_another(tmp_path, capsys):
+    for number, width in enumerate((16, 24, 32, 48, 64, 96)):
+        tokens = 20 * Model.load(
+            str(write_json(tmp_path / "m.json", model_config(width)))
+        ).num_parameters  # fmt: skip
+        write_run(tmp_path / "ladder" / str(number), width, tokens, 6.0 - number / 4)
+    errors = refusal(
+        capsys, tmp_path / "ladder", "--model_config", tmp_path / "m.json", "--total_tokens", "1M",
+        "--budget", "1e12",
+    )  # fmt: skip
+    assert "other tokens per parameter than the runs" in errors
+    assert "--budget: the runs all have about the same tokens per parameter" in errors
+
+
+def test_runs_that_size_does_not_help_are_said_to_be_no_evidence(tmp_path, sizes, capsys):
+    for width in WIDTHS:
+        for tokens in TOKENS:
+            loss = 1.5 + 200 / tokens**0.4 + width / 1e3
+            write_run(tmp_path / f"{width}-{tokens}", width, tokens, loss)
+    assert "Do not trust" in predict(capsys, tmp_path)["notices"][0]
