@@ -1,20 +1,16 @@
 """One rank of test_resolve.py: checks how DeepSpeed reduces gradients, for each ds config given.
 
-    RANK=0 WORLD_SIZE=2 ... python reduction_worker.py REPORT.json CONFIG.json ...
-
-Rank 0 writes, for each config, the relative difference between DeepSpeed's gradient norm and the
-norm of the float32 mean of the ranks' gradients.
+What it finds is the relative difference between DeepSpeed's gradient norm and the norm of the
+float32 mean of the ranks' gradients.
 """
 
-import json
 import os
-import sys
 
 import deepspeed
 import torch
 from torch import nn
 
-from zerolm.distributed.process_group import release_shared_memory
+from tests.ds_config_checks import run_checks
 
 WIDTH, ROWS = 48, 8
 
@@ -55,19 +51,5 @@ def difference(config: dict) -> float:
     return abs(norm - expected) / expected
 
 
-def main(report: str, *paths: str) -> None:
-    deepspeed.init_distributed("gloo")
-    release_shared_memory()
-    found = {}
-    for path in paths:
-        with open(path) as file:
-            found[path] = difference(json.load(file))
-    if os.environ["RANK"] == "0":
-        with open(report, "w") as file:
-            json.dump(found, file)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_checks(difference)

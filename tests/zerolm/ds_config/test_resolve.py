@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import ROOT, tracked
-from tests.launching import run_workers, write_json
+from tests.ds_config_checks import check_in_ranks
 from tests.zerolm.ds_config.ds_cases import USER, found, notices, resolved, zero
 from zerolm.ds_config.profile import Profile
 
@@ -35,15 +35,15 @@ def test_shipped_profiles_have_no_problems_and_resolve(path):
 
 def test_shipped_profiles_reduce_gradients_exactly(tmp_path):
     """Two real ranks; in bf16 the sum would differ from torch's by 5e-6."""
-    files = []
+    configs = {}
     for path in PROFILES:
         sizes = {"micro_batch_size": 8, "accumulation": 1}
-        config = resolved(Profile.read(path).json, **sizes)
-        config["zero_optimization"].update(reduce_bucket_size=10_000, sub_group_size=10_000)
-        files.append(write_json(tmp_path / path.name, config))
-    report = tmp_path / "report.json"
-    run_workers(2, Path(__file__).with_name("reduction_worker.py"), report, *files, timeout=240)
-    differences = json.loads(report.read_text())
+        configs[path.stem] = resolved(Profile.read(path).json, **sizes)
+        configs[path.stem]["zero_optimization"].update(
+            reduce_bucket_size=10_000, sub_group_size=10_000
+        )
+    worker = Path(__file__).with_name("reduction_worker.py")
+    differences = check_in_ranks(worker, tmp_path, configs)
     assert len(differences) == len(PROFILES) and max(differences.values()) < 1e-6, differences
 
 

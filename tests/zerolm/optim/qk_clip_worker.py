@@ -1,24 +1,19 @@
 """One rank of test_qk_clip.py: checks for each ds config that exactly the chosen heads are scaled.
 
-    RANK=0 WORLD_SIZE=2 ... python qk_clip_worker.py REPORT.json CONFIG.json ...
-
-Rank 0 writes {config: problems found}. Two engines take the same first step, one of them with
-clipping; then the first one gets a step that is refused.
+Two engines take the same first step, one of them with clipping; then the first one gets a step that
+is refused.
 """
 
-import json
 import os
-import sys
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
+from tests.ds_config_checks import run_checks
 from zerolm.distributed.collectives import gather_objects
-from zerolm.distributed.process_group import release_shared_memory
 from zerolm.optim.qk_clip import HeadOutputs, QkClip
 from zerolm.train.step_gate import StepGate
 
@@ -105,23 +100,8 @@ def problems_of(config: dict) -> list[str]:
         problems.append("the next step was not taken")
     for engine in (plain, clipped):
         engine.destroy()
-    return problems
-
-
-def main(report: str, *paths: str) -> None:
-    deepspeed.init_distributed("gloo" if get_accelerator().device_name() == "cpu" else "nccl")
-    release_shared_memory()
-    found = {}
-    for path in paths:
-        with open(path) as file:
-            problems = problems_of(json.load(file))
-        found[path] = [line for lines in gather_objects(problems) for line in lines]
-    if os.environ["RANK"] == "0":
-        with open(report, "w") as file:
-            json.dump(found, file)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return [line for lines in gather_objects(problems) for line in lines]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_checks(problems_of)

@@ -1,11 +1,10 @@
 """The weights of chosen heads are scaled, and no others, whatever part of them a rank has."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.launching import run_workers, write_json
+from tests.ds_config_checks import check_in_ranks
 from tests.zerolm.train.test_step_gate import configs
 
 QUICK = ("zero1-bf16-float32-gradients", "zero3-bf16")
@@ -22,18 +21,7 @@ QUICK = ("zero1-bf16-float32-gradients", "zero3-bf16")
     ids=["usual", "others"],
 )
 def test_a_step_that_is_taken_scales_exactly_the_chosen_heads_of_masters_and_model(tmp_path, names):
-    files = [
-        write_json(
-            tmp_path / f"{name}.json",
-            {
-                **configs()[name],
-                "gradient_accumulation_steps": 1,
-                "communication_data_type": "fp32",
-            },
-        )
-        for name in names
-    ]
-    report = tmp_path / "report.json"
-    run_workers(2, Path(__file__).with_name("qk_clip_worker.py"), report, *files)
-    found = {Path(path).stem: problems for path, problems in json.loads(report.read_text()).items()}
-    assert found == {name: [] for name in names}
+    more = {"gradient_accumulation_steps": 1, "communication_data_type": "fp32"}
+    chosen = {name: {**configs()[name], **more} for name in names}
+    worker = Path(__file__).with_name("qk_clip_worker.py")
+    assert check_in_ranks(worker, tmp_path, chosen) == {name: [] for name in names}

@@ -1,25 +1,19 @@
 """One rank of test_step_gate.py: checks for each ds config that a refused step changes nothing.
 
-    RANK=0 WORLD_SIZE=2 ... python step_gate_worker.py REPORT.json CONFIG.json ...
-
-Rank 0 writes {config: problems found}. Two engines train on the same batches. One of them gets
-further batches, whose steps are refused: for their norm, before they start, or for a NaN on one
-rank.
+Two engines train on the same batches. One of them gets further batches, whose steps are refused:
+for their norm, before they start, or for a NaN on one rank.
 """
 
 import hashlib
-import json
 import os
-import sys
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from tests.ds_config_checks import run_checks
 from zerolm.distributed.collectives import gather_objects
-from zerolm.distributed.process_group import release_shared_memory
 from zerolm.train.step_gate import StepGate
 
 WIDTH, ROWS = 48, 8
@@ -117,23 +111,8 @@ def problems_of(config: dict) -> list[str]:
             problems.append(f"batch {batch}: the two engines differ")
     for engine in (undisturbed, disturbed):
         engine.destroy()
-    return problems
-
-
-def main(report: str, *paths: str) -> None:
-    deepspeed.init_distributed("gloo" if get_accelerator().device_name() == "cpu" else "nccl")
-    release_shared_memory()
-    found = {}
-    for path in paths:
-        with open(path) as file:
-            problems = problems_of(json.load(file))
-        found[path] = [line for lines in gather_objects(problems) for line in lines]
-    if os.environ["RANK"] == "0":
-        with open(report, "w") as file:
-            json.dump(found, file)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return [line for lines in gather_objects(problems) for line in lines]
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    run_checks(problems_of)
