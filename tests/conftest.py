@@ -11,6 +11,7 @@ import pytest
 
 for name, value in {
     "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
     "WANDB_MODE": "offline",
