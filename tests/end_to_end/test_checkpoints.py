@@ -53,19 +53,30 @@ def uninterrupted(request, tmp_path_factory, llama, corpus):
     return request.param, base / "run", digest(base / "run", base / "ledger")
 
 
-def test_a_kill_during_a_save_leaves_a_complete_checkpoint(
+def test_failed_saves_are_reported_and_a_kill_during_one_leaves_a_complete_checkpoint(
     tmp_path, llama, corpus, uninterrupted
 ) -> None:
     """Rank 0 is killed before the rename; a soak test kills each rank at every point."""
     stage, _, reference = uninterrupted
     run_dir = tmp_path / "run"
     arguments = [*run_flags(llama, corpus, run_dir, stage), "--checkpoint_keep", 1]
-    killed = run(arguments, tmp_path / "ledger", FAULT="checkpoint.rename:0:12:kill")
+    faults = ["checkpoint.write:1:6:enospc", "checkpoint.rename:0:12:eio"]
+    killed = run(
+        arguments, tmp_path / "ledger", FAULT=",".join([*faults, "checkpoint.rename:0:18:kill"])
+    )
     assert killed.returncode not in (0, 2, 75, 76), killed.stdout[-4000:]
-    assert published(run_dir) == [6] and list(run_dir.glob("checkpoints/.tmp-*"))
+    failed = events(run_dir, "checkpoint_failed")
+    assert [event["step"] for event in failed] == [6, 12]
+    assert "rank 1: [Errno 28] No space left on device" in failed[0]["error"]
+    assert "rank 0: [Errno 5] Input/output error" in failed[1]["error"]
+    assert failed[0]["next_try"] == 7, "sooner than the next interval"
+    saved = [event["step"] for event in events(run_dir, "checkpoint")]
+    assert 6 < saved[0] < 12 and saved[-1] < 18 and len(saved) <= 2
+    assert published(run_dir) == saved[-1:] and list(run_dir.glob("checkpoints/.tmp-*"))
     done = run(arguments, tmp_path / "ledger")
     assert done.returncode == 0, done.stdout[-4000:]
     assert "resume" in done.stdout and not list(run_dir.glob("checkpoints/.tmp-*"))
+    assert published(run_dir) == [STEPS]
     assert differences(digest(run_dir, tmp_path / "ledger"), reference) == []
 
 
@@ -184,27 +195,6 @@ def test_every_kind_of_damage_to_every_file_is_found(tmp_path, uninterrupted, on
         load.newest_complete(all_damaged, 0, 1)
     assert "Nothing was deleted" in refused.value.problems[-1]
     assert sorted(all_damaged.rglob("*")) == before
-
-
-def test_a_failed_save_is_reported_and_training_continues(
-    tmp_path, llama, corpus, uninterrupted
-) -> None:
-    stage, _, reference = uninterrupted
-    run_dir = tmp_path / "run"
-    done = run(
-        run_flags(llama, corpus, run_dir, stage), tmp_path / "ledger",
-        FAULT="checkpoint.write:1:6:enospc,checkpoint.rename:0:12:eio",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:]
-    failed = events(run_dir, "checkpoint_failed")
-    assert [event["step"] for event in failed] == [6, 12]
-    assert "rank 1: [Errno 28] No space left on device" in failed[0]["error"]
-    assert "rank 0: [Errno 5] Input/output error" in failed[1]["error"]
-    assert failed[0]["next_try"] == 7, "sooner than the next interval"
-    saved = [event["step"] for event in events(run_dir, "checkpoint")]
-    assert 6 < saved[0] < 12 and saved[-2:] == [18, 24] and len(saved) <= 4
-    assert published(run_dir) == saved[-3:] and not list(run_dir.glob("checkpoints/.tmp-*"))
-    assert differences(digest(run_dir, tmp_path / "ledger"), reference) == []
 
 
 @pytest.mark.soak

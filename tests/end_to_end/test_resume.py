@@ -91,7 +91,7 @@ def stopped(tmp_path_factory, llama, corpus, held_out):
     with open(base / "log", "w") as log:
         ranks = start_ranks(2, log, *arguments)
     try:
-        wait_for_step(run_dir, 20, seconds=120)
+        wait_for_step(run_dir, 8, seconds=120)
         os.kill(read_heartbeats(run_dir)[1]["pid"], signal.SIGTERM)
         codes = ranks.codes(timeout=60)
     finally:

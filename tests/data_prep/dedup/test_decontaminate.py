@@ -24,7 +24,7 @@ from tests.data_prep.stage_cases import documents_of, write_stage
 from tests.texts import items, paragraphs
 from zerolm.common.errors import ConfigError
 
-NUM_ITEMS = 60
+NUM_ITEMS = 30
 
 
 def filler(generator: random.Random, count: int) -> list[str]:
