@@ -173,14 +173,8 @@ class TokenizerOptions:
 
     def bpe(self) -> BpeOptions:
         """Return the options for the trainer."""
-        return BpeOptions(
-            self.vocab_size,
-            self.split,
-            self.digits or None,
-            self.whitespace,
-            self.special_tokens,
-            self.min_frequency,
-        )
+        given = {field.name: getattr(self, field.name) for field in fields(BpeOptions)}
+        return BpeOptions(**given | {"digits": self.digits or None})
 
 
 @dataclass(frozen=True)

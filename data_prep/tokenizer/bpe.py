@@ -159,11 +159,7 @@ def _pre_tokenizer(options: BpeOptions) -> Any:
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
-    if options == BpeOptions(
-        options.vocab_size,
-        special_tokens=options.special_tokens,
-        min_frequency=options.min_frequency,
-    ):
+    if (options.split, options.digits, options.whitespace) == ("gpt2", None, "runs"):
         return ByteLevel(add_prefix_space=False)  # splits like GPT-2 without a pattern
     pattern = split_pattern(options.split, options.digits, options.whitespace)
     bytes_of_pieces = ByteLevel(add_prefix_space=False, use_regex=False)
