@@ -280,17 +280,15 @@ def _walk(
             f"--input {argument}: ignored {len(ignored):,} of {len(paths):,} files "
             f"({_kinds(ignored)}), which are not {_shown(kind_of)} The first is {ignored[0]}"
         )
-    if hidden:
-        notes.append(
-            f"--input {argument}: ignored {len(hidden):,} hidden files, hidden directories "
-            f"and {DATASET_CARD}; the first is {min(hidden)}. To read one of them, give it as "
-            f"--input."
-        )
-    if links:
-        notes.append(
-            f"--input {argument}: ignored {len(links):,} directories that are symbolic links; "
-            f"the first is {min(links)}. To read one of them, give it as --input."
-        )
+    for found, what in (
+        (hidden, f"hidden files, hidden directories and {DATASET_CARD}"),
+        (links, "directories that are symbolic links"),
+    ):
+        if found:
+            notes.append(
+                f"--input {argument}: ignored {len(found):,} {what}; the first is {min(found)}. To "
+                f"read one of them, give it as --input."
+            )
     if stages:
         problems.append(_stages_problem(argument, stages))
     elif not known:
