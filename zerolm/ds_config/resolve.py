@@ -25,8 +25,8 @@ def resolve_profile(
     micro_batch_size: int,
     accumulation: int,
     replicas: int,
-    warmup_steps: int = 1,
-    total_steps: int = 1,
+    warmup_steps: int,
+    total_steps: int,
 ) -> Profile:
     """Return the profile for `deepspeed.initialize`, without "auto" and with defaults filled in.
 

@@ -95,7 +95,7 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
             robust_z(point.value, window, SPIKE_FLOOR) > SPIKE_DEVIATIONS
         ):
             seen[point.step] = point
-            if len(seen) > SPIKE_WINDOW and len(seen) > len(usual):
+            if len(seen) > len(usual):
                 break  # not spikes but another level, which `_divergence` reports
         else:
             usual.append(point.value)
@@ -159,10 +159,10 @@ def _plateau(rows: Sequence[Row]) -> list[Finding]:
         return []
     text = (
         f"The loss has been at {level:.3f} since step {last[0].step}, at a learning rate of "
-        f"{rates[last[-1].step]:.1e}. If it should still fall: start to decay the learning rate, "
-        f"try a larger batch (see train/noise_scale_tokens) or another peak rate, and check that "
-        f"the data is shuffled and the weights change (train/update_ratio). Otherwise a model of "
-        f"this size has learned what it can from this data."
+        f"{rates.get(last[-1].step, peak):.1e}. If it should still fall: start to decay the "
+        f"learning rate, try a larger batch (see train/noise_scale_tokens) or another peak rate, "
+        f"and check that the data is shuffled and the weights change (train/update_ratio). "
+        f"Otherwise a model of this size has learned what it can from this data."
     )
     return [finding_at("plateau", last[0], text)]
 

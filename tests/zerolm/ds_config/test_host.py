@@ -15,7 +15,14 @@ PROFILES = ROOT / "ds_configs"
 
 
 def resolved(profile, settings):
-    sizes = {"hidden_size": 64, "micro_batch_size": 2, "accumulation": 4, "replicas": 8}
+    sizes = {
+        "hidden_size": 64,
+        "micro_batch_size": 2,
+        "accumulation": 4,
+        "replicas": 8,
+        "warmup_steps": 1,
+        "total_steps": 1,
+    }
     return resolve_profile(profile, settings, **sizes).json
 
 

@@ -50,6 +50,8 @@ def engine_of(stage: int, as_deepspeed_does: bool) -> Any:
         micro_batch_size=1,
         accumulation=ACCUMULATION,
         replicas=RANKS,
+        warmup_steps=1,
+        total_steps=1,
     ).json
     if as_deepspeed_does:
         resolved["bf16"].pop("immediate_grad_update", None)

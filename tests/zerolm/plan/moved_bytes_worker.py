@@ -85,6 +85,8 @@ def measure(stage: int) -> float:
         micro_batch_size=1,
         accumulation=ACCUMULATION,
         replicas=distributed.get_world_size(),
+        warmup_steps=1,
+        total_steps=1,
     )
     model = matrix()
     engine, *_ = deepspeed.initialize(

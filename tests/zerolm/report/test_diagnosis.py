@@ -91,6 +91,19 @@ def test_updates_are_judged_where_the_rate_is_at_least_half_its_peak(rate, kind)
     assert kinds(rows(power_law(400), rates, **{"train/update_ratio": ratios})) == kind
 
 
+@pytest.mark.parametrize(
+    ("ratio", "advice"),
+    [
+        (0.03, None), (0.031, "Lower --learning_rate, or warm up longer."),
+        (1e-5, None), (0.99e-5, "The model hardly learns: raise --learning_rate"),
+    ],
+)  # fmt: skip
+def test_the_advice_on_updates_says_in_which_direction_to_change_the_rate(ratio, advice):
+    found = findings(rows(power_law(200), **{"train/update_ratio": ratio}))
+    assert len(found) == (advice is not None)
+    assert all(f"not unusual. {advice}" in each.text for each in found)
+
+
 def test_clipping_in_the_first_steps_only_is_not_a_finding():
     share = np.where(np.arange(400) < 100, 1.0, 0.1)
     assert kinds(rows(power_law(400), **{"train/clipped_share": share})) == []

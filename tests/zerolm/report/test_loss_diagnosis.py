@@ -78,6 +78,29 @@ def test_a_plateau_names_its_level_its_start_and_the_rate():
     )
 
 
+@pytest.mark.parametrize(
+    ("number", "warm", "before", "last", "found"),
+    [
+        (400, 100, 0.89, 1.0, True), (400, 101, 0.89, 1.0, False),  # a quarter of the tokens
+        (400, 101, 0.9, 1.0, True),  # nine tenths of the peak will do
+        (400, 1, 1.0, 0.5, True), (400, 1, 1.0, 0.49, False),  # a decay
+        (94, 1, 1.0, 1.0, True), (93, 1, 1.0, 1.0, False),  # 48 rows in the last half
+        (400, 1, 0.0, 0.0, False),
+    ],
+)  # fmt: skip
+def test_a_plateau_needs_rows_near_the_peak_rate_for_most_of_the_run(
+    number, warm, before, last, found
+):
+    rates = np.where(np.arange(1, number + 1) < warm, before, 1.0)
+    rates[-1] = last
+    rates *= last > 0
+    written = rows(np.full(number, 2.5), rates)
+    del written[0]["train/learning_rate"]  # a row without a rate is not near the peak
+    assert kinds(written) == (["plateau"] if found else [])
+    del written[-1]["train/learning_rate"]
+    assert kinds(written) == (["plateau"] if found or last == 0.49 else [])
+
+
 def test_a_divergence_names_its_start_the_loss_now_and_the_best():
     losses = np.concatenate([np.linspace(4.0, 2.0, 400), np.full(100, 3.0)])
     found = findings(rows(losses))[0]
