@@ -38,7 +38,7 @@ MODULES = (
 # variable has a server of its own.
 READ_LATE = (
     "AWS_", "CROSS_", "FAULT", "HF_XET_", "KMP_", "LOCAL_", "MASTER_", "PYTEST_", "RANK", "RAYON_",
-    "TERM", "TMPDIR", "WANDB_", "WORLD_SIZE", "ZEROLM_",
+    "TERM", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "WANDB_", "WORLD_SIZE", "ZEROLM_",
 )  # fmt: skip
 MOST_SERVERS = 3
 MESSAGE_BYTES = 1 << 20
