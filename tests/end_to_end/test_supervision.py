@@ -16,7 +16,7 @@ from tests.launching import run_module, run_ranks
 from tests.supervised import Supervised
 from zerolm.common import processes
 
-STEPS, SAVE = 40, 6
+STEPS, SAVE = 60, 6
 REPORT_SECONDS = 30
 # So that a signal does not arrive after the end, nor the end before a lost launcher is noticed.
 SLOW = "step.begin:*:*:sleep=0.15"
@@ -77,8 +77,9 @@ def test_killed_processes_are_reported_and_the_run_resumes_exactly(
     run_dir, arguments, variables = setup
     victim = random.randrange(2)
     # The save of step 12 waits for that of step 6, from which the run can then resume.
-    step = random.randrange(2 * SAVE + 1, STEPS - 20)
-    variables |= {"FAULT": SLOW, "FAULT_ONCE": ""}
+    step = random.randrange(2 * SAVE + 1, STEPS - 40)
+    around = (f"step.begin:*:{each}:sleep=0.15" for each in range(2 * SAVE, step + 7))
+    variables |= {"FAULT": SLOW if "launcher" in lost else ",".join(around), "FAULT_ONCE": ""}
     started = time.monotonic()
     with Supervised(run_dir, arguments, **variables) as run:
         run.wait_for_step(step)
@@ -208,13 +209,13 @@ def saved(run_dir: Path, at_least: int) -> int:
 @pytest.mark.soak
 def test_a_hang_is_reported_with_stacks_and_ended(setup, uninterrupted) -> None:
     run_dir, arguments, variables = setup
-    faults = "step.begin:1:10:hang,step.begin:0:20:stop"
+    faults = "step.begin:1:15:hang,step.begin:0:30:stop"
     arguments = [*arguments, "--hang_timeout", "10s", "--num_workers", 1]
     with Supervised(run_dir, arguments, FAULT=faults, **variables) as run:
         run.wait_for("no hang", lambda: "hang" in names_of(run.events()), 180)
         loop = next(event for event in run.events() if event["event"] == "hang")
-        assert loop["step"] == 10 and loop["ranks"][0]["rank"] == 1, loop
-        assert loop["ranks"][0]["sequences"] == [9 * 8, 8]
+        assert loop["step"] == 15 and loop["ranks"][0]["rank"] == 1, loop
+        assert loop["ranks"][0]["sequences"] == [14 * 8, 8]
         assert "faults.py" in loop["ranks"][0]["doing"]
         assert "waiting for it in" in loop["ranks"][0]["reason"]
         records = run_dir / "ranks"
@@ -224,7 +225,7 @@ def test_a_hang_is_reported_with_stacks_and_ended(setup, uninterrupted) -> None:
         assert stopped["ranks"][0]["rank"] == 0 and "SIGSTOP" in stopped["ranks"][0]["reason"]
         # Then a loader worker dies.
         run.wait_for("not resumed", lambda: names_of(run.events()).count("resume") == 2, 120)
-        run.wait_for_step(21)
+        run.wait_for_step(31)
         rank = run.heartbeats()[1]["pid"]
         (worker,) = [child.pid for child in processes.children(rank)]
         run.send(worker, signal.SIGKILL)
