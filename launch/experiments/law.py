@@ -15,7 +15,8 @@ from launch.plan.scaling import LossFit
 HUBER = 1e-3  # Hoffmann et al. 2022, appendix D.3: the residual of a log loss where it turns linear
 ITERATIONS, PATIENCE = 300, 30  # most, and those after which the best start must have improved
 COEFFICIENTS = 5
-LEAST_EXPONENT, LEAST_SHARE = 0.02, 0.01  # below: the runs show no such term; E in the best loss
+EXPONENTS = (0.02, 2.0)  # of every published law between; outside, the runs do not show the term
+LEAST_SHARE = 0.01  # of E in the best loss
 SAME_RATIO = 0.99  # correlation of the logarithms of sizes and tokens
 NORMAL_QUANTILE = 1.2816  # for an interval of 80%
 # Starting values of (alpha, beta), and the share of the least loss that is E.
@@ -136,15 +137,16 @@ class Fitted:
         sizes, tokens, _ = np.log(np.array(self.points, dtype=np.float64)).T
         return bool(np.corrcoef(sizes, tokens)[0, 1] > SAME_RATIO)
 
-    def missing_terms(self) -> list[str]:
-        """Return what the fit has found to be zero, for which the runs are no evidence."""
-        least = min(point.loss for point in self.points)
-        values = {
-            "E": (self.law.entropy, LEAST_SHARE * least),
-            "alpha": (self.law.alpha, LEAST_EXPONENT),
-            "beta": (self.law.beta, LEAST_EXPONENT),
-        }
-        return [name for name, (value, limit) in values.items() if value < limit]
+    def implausible(self) -> list[str]:
+        """Return the coefficients that no law of language models has, as `alpha = 0`."""
+        law, least = self.law, min(point.loss for point in self.points)
+        found = [] if law.entropy >= LEAST_SHARE * least else [f"E = {law.entropy:.3g}"]
+        exponents = {"alpha": law.alpha, "beta": law.beta}
+        return found + [
+            f"{name} = {value:.3g}"
+            for name, value in exponents.items()
+            if not EXPONENTS[0] <= value <= EXPONENTS[1]
+        ]
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """Return the loss of a model with an interval of 80%.

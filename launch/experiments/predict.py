@@ -76,11 +76,11 @@ def run(arguments: argparse.Namespace) -> None:
     fitted = {kind: Fitted.of(points[kind], kind) for kind in points}
     chosen = fitted[kinds[0]]
     _require_near(arguments, chosen, target, budget)
-    if missing := chosen.missing_terms():
+    if implausible := chosen.implausible():
         notices.append(
-            f"{' and '.join(missing)}: fitted as about 0. These runs do not show how the loss "
-            f"depends on size and tokens: they are too few, too alike or badly tuned. Do not trust "
-            f"the prediction"
+            f"{', '.join(implausible)}: no law of language models. These runs do not show how the "
+            f"loss depends on size and tokens: they are too few, too alike or badly tuned. Do not "
+            f"trust the prediction"
         )
     record: dict[str, Any] = {
         "parameters": kinds[0], "runs": [vars(rung).copy() for rung in rungs], "left_out": left_out,
