@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from zerolm.common import machine
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import sha256_file
 from zerolm.common.provenance import git_commit, versions
 from zerolm.common.shipped import ROOT, find_config
 from zerolm.config.flags import parse_settings
@@ -77,7 +78,7 @@ def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
         "locks": [[str(lock) for lock in locks] for locks in machine.build_locks(os.environ)],
         "operators": operators(),
         "addresses": addresses(),
-        "free_port": _free_port(),
+        "free_port": machine.free_port(),
         "problems": problems,
     }
 
@@ -207,15 +208,9 @@ def _code_files() -> list[Path]:
 
 def _sha256(path: Path) -> str | None:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return sha256_file(path)
     except OSError:
         return None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def _output(command: list[str]) -> str:

@@ -7,7 +7,6 @@ stopped or killed goes on where it was: the same command skips what is done and 
 import argparse
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ from launch.experiments.grid import Point, grid, read_axes
 from launch.render.render import add_job_flags, job_from, write_job
 from launch.render.templates import slurm_script
 from launch.supervise.attempt import end_with_parent
-from zerolm.common import processes
+from zerolm.common import machine, processes
 from zerolm.common.command_line import count
 from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_STOPPED, ConfigError
 from zerolm.common.run_files import RunFiles
@@ -287,7 +286,7 @@ def _launch(sweep: Sweep, point: Point, slot: int, jobs: int, master_port: int) 
     if jobs > 1:
         cores = len(os.sched_getaffinity(0))
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // (jobs * ranks))))
-    options["master_port"] = str(_free_port(master_port + slot))
+    options["master_port"] = str(machine.free_port(master_port + slot))
     words = [f"--{name}={value}" if value else f"--{name}" for name, value in options.items()]
     directory = sweep.directory(point)
     directory.mkdir(parents=True, exist_ok=True)
@@ -298,18 +297,6 @@ def _launch(sweep: Sweep, point: Point, slot: int, jobs: int, master_port: int) 
             start_new_session=True, preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )  # fmt: skip
     return _Job(point, process, slot, time.monotonic())
-
-
-def _free_port(wanted: int) -> int:
-    """Return a port if it is free, else another one."""
-    for port in (wanted, 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise ConfigError("this machine: no port is free. End the processes that use them.")
 
 
 def _log(sweep: Sweep, point: Point, message: str) -> None:

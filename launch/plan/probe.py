@@ -7,7 +7,6 @@ tensors (zerolm/train/instrumentation.py) and times its steps. Its directory is 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.plan import hardware
-from zerolm.common import processes
+from zerolm.common import machine, processes
 from zerolm.common.errors import ConfigError
 from zerolm.common.records import read_json
 from zerolm.common.run_files import RunFiles
@@ -146,11 +145,8 @@ def _write_tokens(directory: Path, model: Model, count: int) -> None:
 
 def _launch(flags: list[str], ranks: int, directory: Path, timeout_seconds: float) -> None:
     """Run pretrain.py under the deepspeed launcher, and kill every process it leaves behind."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
-    command += ["--master_port", str(port), str(SCRIPT), *flags]
+    command += ["--master_port", str(machine.free_port()), str(SCRIPT), *flags]
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "ZEROLM_MEMORY_PROBE": str(directory / "counts")}
     process = subprocess.Popen(

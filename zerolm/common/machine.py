@@ -8,6 +8,7 @@ import importlib
 import os
 import platform
 import shutil
+import socket
 import sysconfig
 import tempfile
 import time
@@ -24,6 +25,16 @@ STALE_BUILD_SECONDS = 600  # compiling one source file of an operator takes much
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
 MMAP_THRESHOLD_BYTES = 1 << 30  # larger allocations are still returned when they are freed
 TRIM_THRESHOLD_BYTES = (1 << 31) - 1  # the maximum of an int
+
+
+def free_port(wanted: int = 0) -> int:
+    """Return a port on which nothing listens: the wanted one if it is such, else another."""
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", wanted))
+        except OSError:
+            probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def keep_freed_memory() -> bool:

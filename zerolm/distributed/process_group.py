@@ -152,7 +152,7 @@ def init() -> tuple[int, int, Any]:
     accelerator = get_accelerator()
     _, local_rank, _ = environment_rank()
     if "RANK" not in os.environ:  # plain `python pretrain.py`: a world of one rank
-        port = os.environ.get("MASTER_PORT", str(_free_port()))
+        port = os.environ.get("MASTER_PORT", str(machine.free_port()))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     if accelerator.device_name() == "cpu":
@@ -208,12 +208,6 @@ def remove_stale_buffers() -> None:
     for path in stale - processes.files_in_use(stale):
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def destroy(engine: Any = None) -> None:
