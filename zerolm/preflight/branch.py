@@ -236,6 +236,9 @@ def _with_mixture(
         settings = _without(settings, "later_seq_len")
     own_order = (settings.explicit - settings.inherited) & ORDER_SETTINGS
     is_same = list(settings.data) == old_data and settings.mixture_temperature == old_temperature
+    if is_longer:  # what earlier stages had consumed are windows of another length
+        specs = (re.sub(r"@\d+", "", spec) for spec in settings.data_stage)
+        settings = replace(settings, data_stage=tuple(specs))
     if (is_same and not is_longer) or own_order or not recorded or seq_len is None:
         return settings
     if is_longer and (why := _length_problem(settings, order, trunk)):
@@ -250,6 +253,8 @@ def _with_mixture(
     new = dict(zip(map(_same_path, paths), started.weights, strict=True))
     if not is_same:
         given = open_sources(replace(settings, data_stage=()), problems)
+        if problems and is_longer:
+            raise ConfigError(problems)
         if problems or len(given.weights) != len(settings.data):
             return settings  # reported when the data is checked
         new = dict.fromkeys(new, 0.0)
@@ -282,8 +287,6 @@ def _with_mixture(
     begins = {_stage_start(spec, seq_len): spec for spec in settings.data_stage}
     until = start if is_longer else max(1, fixed)
     earlier = [spec for begin, spec in begins.items() if begin < until]
-    if is_longer:  # what they had consumed was of other lengths, and they are over
-        earlier = [re.sub(r"@\d+", "", spec) for spec in earlier]
     later = [spec for begin, spec in begins.items() if begin > start] if is_same else []
     origins = {**settings.origins, "data_stage": settings.where("seq_len" if is_longer else "data")}
     explicit = settings.explicit - {"mixture_temperature"} | {"data_stage"}
