@@ -14,12 +14,14 @@ from tests import ROOT
 from tests.documents import commands
 from tests.end_to_end.document_commands import changed, link_project, run
 from tests.texts import paragraphs
+from zerolm.evaluate.validation import QUARTERS
 
 # Tokens are a thousandth of a thousandth, steps a thousandth, so schedules keep their shape.
 CHANGES = {
     r"--vocab_size 32000": "--vocab_size 1000",
     r"--val_fraction 0.0?01": "--val_fraction 0.1",
-    r"--seq_len 2048": "--seq_len 64",
+    r"seq_len 2048": "seq_len 64",
+    r"--seq_len 512": "--seq_len 16",
     r"llama-160m.json": "tiny.json",
     r"--batch_tokens 524288": "--batch_tokens 512",
     r"--total_tokens [13]B": "--total_tokens 20k --batch_tokens 512",  # enough to learn something
@@ -61,4 +63,7 @@ def test_the_recipes_run_from_top_to_bottom(tmp_path, capsys) -> None:
     for name in ("base.json", "decay.json", "merged.json"):
         found = [value for each, value in figures(name).items() if each.endswith("bits_per_byte")]
         assert found and all(0.5 < value < 8 for value in found), name
+    # What a stage of longer sequences has taught is shown by position.
+    quarters = [figures("positions.json")[f"loss_at_{part}_quarter"] for part in QUARTERS]
+    assert all(0.5 < loss < 8 for loss in quarters) and "needle/acc" in figures("positions.json")
     assert "decay-code" in (tmp_path / "family.html").read_text()
