@@ -39,7 +39,7 @@ def parameter_groups(
     Args:
         weight_decay: of parameters that decay; others have 0.
         options: of the optimizer, by name.
-        factors: on these options and on the weight decay, by name of the parameter.
+        factors: on these options and on the weight decay, by name of the parameter: of none or all.
 
     Returns:
         Groups for `deepspeed.initialize(model_parameters=...)`, first those that decay.
@@ -49,7 +49,8 @@ def parameter_groups(
     for name, parameter in model.named_parameters():  # tied weights appear once
         if not parameter.requires_grad:
             continue
-        own = {key: base[key] * factor for key, factor in factors.get(name, {}).items()}
+        scaled = factors[name] if factors else {}
+        own = {key: base[key] * factor for key, factor in scaled.items()}
         changed = {key: value for key, value in own.items() if value != base[key]}
         decayed = decays(model, name)
         changed["weight_decay"] = own.get("weight_decay", weight_decay) if decayed else 0.0

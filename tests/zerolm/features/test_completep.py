@@ -88,6 +88,8 @@ def test_each_family_trains_as_with_multipliers_in_the_forward_pass(family) -> N
     found = curve(moved, torch.optim.AdamW(groups, **options, betas=(0.9, 0.95)))
     assert found == pytest.approx(expected, rel=1e-6)
     assert expected[0] - expected[-1] > 0.1
+    with pytest.raises(KeyError):  # of a parameter without factors, as under another name
+        parameter_groups(moved, DECAY, options, dict([*feature.option_factors().items()][1:]))
 
 
 @pytest.mark.parametrize(
