@@ -18,6 +18,7 @@ class DocumentMask(Feature):
         return bool(plan.settings.document_mask)
 
     def change_engine(self, engine: Any) -> str:
-        from zerolm.train import mask_check
+        from zerolm.attention import mask_check
 
-        return mask_check.check(engine, self.plan, engine.device)
+        precision = self.plan.profile.compute_precision
+        return mask_check.check(engine, self.settings, precision, engine.device)

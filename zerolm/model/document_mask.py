@@ -15,7 +15,7 @@ The inputs depend on the attention implementation of the model:
     varlen             the same; without documents, the boundaries of the rows
 
 A padding mask is never passed: even one of ones silently disables the separation of documents
-(https://github.com/huggingface/transformers/issues/46634). `zerolm.train.mask_check` tests the
+(https://github.com/huggingface/transformers/issues/46634). `zerolm.attention.mask_check` tests the
 result on the engine.
 """
 

@@ -19,6 +19,7 @@ from transformers.integrations import flash_attention
 from tests.zerolm.attention import varlen_on_cpu
 from tests.zerolm.train.host_reads import counting
 from zerolm.attention import flash as flash_kernel
+from zerolm.attention import mask_check
 from zerolm.attention import varlen as varlen_kernel
 from zerolm.common.errors import ConfigError
 from zerolm.data.window_stream import number_documents
@@ -31,7 +32,6 @@ from zerolm.model.document_mask import (
     layer_types,
     unsupported_reason,
 )
-from zerolm.train import mask_check
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -367,13 +367,9 @@ def test_sliding_window_layers_are_distinguished_from_full_ones():
     assert layer_types(both) == {"sliding_attention", "full_attention"}
 
 
-class ItsPlan:
-    """The parts of a plan that the mask check needs."""
-
-    def __init__(self, model, precision="fp32"):
-        self.model = model
-        self.profile = SimpleNamespace(compute_precision=precision)
-        self.settings = SimpleNamespace(seq_len=24, micro_batch_size=2)
+def check_mask(model, precision="fp32") -> str:
+    settings = SimpleNamespace(seq_len=24, micro_batch_size=2)
+    return mask_check.check(model, settings, precision, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -381,7 +377,7 @@ class ItsPlan:
 )
 def test_the_mask_check_passes_where_documents_are_separated(name):
     model = build(name, "sdpa")
-    said = mask_check.check(model, ItsPlan(model), "cpu")
+    said = check_mask(model)
     assert said.startswith("documents are kept apart by sdpa: ") and model.training
 
 
@@ -396,7 +392,7 @@ def test_the_mask_check_compiles_only_what_has_a_mask(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: compiled(function, backend=backend))
     model = build("llama", "sdpa")
     compile_blocks(model)
-    assert "kept apart" in mask_check.check(model, ItsPlan(model), "cpu")
+    assert "kept apart" in check_mask(model)
     assert len(graphs) == 2  # blocks, loss
     torch._dynamo.reset()
 
@@ -406,14 +402,14 @@ def test_the_mask_check_refuses_a_kernel_that_ignores_documents(monkeypatch, pre
     model = build("llama", "eager")
     if precision == "bf16":
         model.bfloat16()
-    said = mask_check.check(model, ItsPlan(model, precision), "cpu")
+    said = check_mask(model, precision)
     assert "kept apart by eager: losses are bit-identical" in said
 
     monkeypatch.setattr("zerolm.model.loss.isolating_inputs", lambda *_: {"attention_mask": None})
     monkeypatch.setattr("zerolm.model.loss.isolating_masks", lambda *_: nullcontext())
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda *_: None)
     with pytest.raises(ConfigError, match=r"--document_mask: with eager .* are not kept apart"):
-        mask_check.check(model, ItsPlan(model, precision), "cpu")
+        check_mask(model, precision)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -421,12 +417,12 @@ def test_the_mask_check_refuses_positions_that_begin_elsewhere(monkeypatch, prec
     model = build("roberta", "sdpa")
     if precision == "bf16":
         model.bfloat16()
-    mask_check.check(model, ItsPlan(model, precision), "cpu")
+    check_mask(model, precision)
     monkeypatch.setattr(
         "zerolm.model.document_mask.model_positions", lambda batch, model: batch["position_ids"]
     )
     with pytest.raises(ConfigError, match="differ from those of the same document alone by"):
-        mask_check.check(model, ItsPlan(model, precision), "cpu")
+        check_mask(model, precision)
 
 
 @pytest.mark.parametrize("family", ["blt", "doge", "openai-gpt"])
@@ -446,7 +442,7 @@ def test_the_mask_check_refuses_a_single_leaking_layer(monkeypatch, precision):
             torch.nn.init.normal_(parameter, std=0.02)
     if precision == "bf16":
         model.bfloat16()
-    assert "losses are bit-identical" in mask_check.check(model, ItsPlan(model, precision), "cpu")
+    assert "losses are bit-identical" in check_mask(model, precision)
 
     def deaf(module, words, more):
         mask = more["attention_mask"]
@@ -457,17 +453,17 @@ def test_the_mask_check_refuses_a_single_leaking_layer(monkeypatch, precision):
 
     model.model.layers[8].self_attn.register_forward_pre_hook(deaf, with_kwargs=True)
     with pytest.raises(ConfigError, match="are not kept apart"):
-        mask_check.check(model, ItsPlan(model, precision), "cpu")
+        check_mask(model, precision)
 
 
 def test_the_mask_check_reports_a_model_without_attention_as_not_tested():
     model = build("llama", "eager")
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.o_proj.weight)
-    assert ": not tested, the model" in mask_check.check(model, ItsPlan(model), "cpu")
+    assert ": not tested, the model" in check_mask(model)
 
 
 def test_the_mask_check_has_a_larger_tolerance_for_experts_in_16_bits():
     model = build("mixtral", "sdpa").bfloat16()
-    said = mask_check.check(model, ItsPlan(model, "bf16"), "cpu")
+    said = check_mask(model, "bf16")
     assert said.startswith("documents are kept apart by sdpa: ") and "not tested" not in said

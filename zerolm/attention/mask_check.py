@@ -13,11 +13,11 @@ import torch
 from torch import distributed as dist
 
 from zerolm.common.errors import ConfigError
+from zerolm.config.resolved import Resolved
 from zerolm.distributed.collectives import gather_objects
 from zerolm.model.architecture import ROUTED_EXPERT
 from zerolm.model.compile import eager
 from zerolm.model.loss import token_losses
-from zerolm.plan.plan import Plan
 
 # Loss change allowed with the mask, as a fraction of the change without it. With a correct mask no
 # bit changes: a masked weight is 0, and sums keep their shape. If one layer of 16 ignores the mask,
@@ -34,21 +34,23 @@ MOE_TOLERANCES = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 ALONE_TOLERANCES = {"fp32": 1e-2, "bf16": 0.25, "fp16": 0.25}
 
 
-def check(engine: Any, plan: Plan, device: Any) -> str:
+def check(engine: Any, settings: Resolved, precision: str, device: Any) -> str:
     """Test the document mask; return the result as text. Every rank must call.
 
     The engine is in training mode afterwards.
 
+    Args:
+        precision: in which the model computes, a key of `ALONE_TOLERANCES`.
+
     Raises:
         ConfigError: on every rank: the mask does not separate documents on one of them.
     """
-    kernel = getattr(engine, "module", engine).config._attn_implementation
-    if plan.settings.seq_len < 2:
+    config = getattr(engine, "module", engine).config
+    kernel = config._attn_implementation
+    if settings.seq_len < 2:
         return f"documents are kept apart by {kernel}: not tested, a row is one token"
-    vocab_size = plan.model.config.get_text_config().vocab_size
-    batch, changed = _rows(
-        plan.settings.micro_batch_size, plan.settings.seq_len, vocab_size, device
-    )
+    vocab_size = config.get_text_config().vocab_size
+    batch, changed = _rows(settings.micro_batch_size, settings.seq_len, vocab_size, device)
     engine.eval()
     masked = _gather(_loss_change(engine, batch, changed))
     keep = ("input_ids", "targets")
@@ -57,7 +59,7 @@ def check(engine: Any, plan: Plan, device: Any) -> str:
         unmasked = _gather(_loss_change(engine, plain, plain_changed))  # 0: nothing to compare with
         alone = _gather(_difference_alone(engine, batch))
     engine.train()
-    limit, limit_alone = _limit(engine, plan), ALONE_TOLERANCES[plan.profile.compute_precision]
+    limit, limit_alone = _limit(engine, precision), ALONE_TOLERANCES[precision]
     problems = [
         f"--document_mask: with {kernel} the losses of a document in a row differ from those of "
         f"the same document alone by {difference:.1e} of their standard deviation on rank {rank}: "
@@ -88,11 +90,11 @@ def check(engine: Any, plan: Plan, device: Any) -> str:
     )
 
 
-def _limit(engine: Any, plan: Plan) -> float:
+def _limit(engine: Any, precision: str) -> float:
     """Return the fraction of the unmasked change that may be rounding."""
     names = (name for name, _ in getattr(engine, "module", engine).named_parameters())
     if any(ROUTED_EXPERT.search(name) for name in names):
-        return MOE_TOLERANCES[plan.profile.compute_precision]
+        return MOE_TOLERANCES[precision]
     return TOLERANCE
 
 
