@@ -36,6 +36,7 @@ LADDER = {
     "zerolm.data": 4,
     "zerolm.fp8": 4,
     "zerolm.pretrained": 4,
+    "zerolm.routers": 4,
     "zerolm.tracking": 4,
     "zerolm.plan": 5,
     "zerolm.checkpoint": 6,

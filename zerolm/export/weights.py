@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from zerolm.common.files import sync_file, write_json
-from zerolm.model.biased_routers import biased_routers
+from zerolm.routers.biased_routers import biased_routers
 
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # model.layers.3, transformer.h.3
 INDEX = "model.safetensors.index.json"

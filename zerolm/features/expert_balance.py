@@ -18,7 +18,7 @@ ROUTER_CHOICE = Panel(
 
 
 class ExpertBalance(Feature):
-    """Calls `Routing` of zerolm/train/routing.py, in every run of a model with routers."""
+    """Calls `Routing` of zerolm/routers/routing.py, in every run of a model with routers."""
 
     name = "expert_balance"
     SECTION = "Routers"
@@ -96,7 +96,7 @@ class ExpertBalance(Feature):
     def problems(cls, case: Case) -> Iterable[str]:
         settings, name, path = case.settings, case.config.model_type, case.settings.model_config
         if settings.balance_rate:
-            from zerolm.model import biased_routers
+            from zerolm.routers import biased_routers
 
             where = f"{settings.where('balance_rate')}: {settings.balance_rate:g}"
             if why := biased_routers.unsupported_reason(case.config):
@@ -154,7 +154,7 @@ class ExpertBalance(Feature):
     @classmethod
     def wanted(cls, plan: Any) -> bool:
         from zerolm.model.architecture import ConfigKey, experts_per_token, meta_model
-        from zerolm.model.biased_routers import biased_routers
+        from zerolm.routers.biased_routers import biased_routers
 
         config = plan.model.config
         if experts_per_token(config) is not None:
@@ -162,13 +162,13 @@ class ExpertBalance(Feature):
         return bool(biased_routers(meta_model(ConfigKey.of(config).config)))
 
     def change_model(self, model: Any) -> None:
-        from zerolm.model import biased_routers
+        from zerolm.routers import biased_routers
 
         if self.settings.balance_rate:
             biased_routers.move_biases_to_buffers(model)
 
     def attach(self, run: Any) -> None:
-        from zerolm.train.routing import Routing
+        from zerolm.routers.routing import Routing
 
         self.device, self.contributes = run.device, run.layout.contributes(run.rank)
         self.routing = Routing(

@@ -19,7 +19,7 @@ from tests.zerolm.model.initialization_families import (
 from zerolm.attention.choice import choose_attention
 from zerolm.distributed.process_group import release_shared_memory
 from zerolm.model import build as zerolm_model
-from zerolm.model.biased_routers import ExpertLoads, biased_routers
+from zerolm.routers.biased_routers import ExpertLoads, biased_routers
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from zerolm.model.architecture import experts_per_token, router_loss_coefficient
-from zerolm.model.biased_routers import ExpertLoads, biased_routers, update_biases
 from zerolm.model.loss import balance_loss, choice_shares, router_z_loss
+from zerolm.routers.biased_routers import ExpertLoads, biased_routers, update_biases
 
 Row = dict[str, float]
 

@@ -12,7 +12,7 @@ from tests.feature_problems import problems_of
 from tests.model_families.toy_configs import toy_config
 from zerolm.config.settings import Settings
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
-from zerolm.model.biased_routers import (
+from zerolm.routers.biased_routers import (
     BIASES,
     ExpertLoads,
     biased_routers,

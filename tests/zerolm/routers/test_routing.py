@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.end_to_end.test_expert_balance import DEEPSEEK, MIXTRAL
-from zerolm.train.routing import Routing
+from zerolm.routers.routing import Routing
 
 
 def model_of(values: dict) -> torch.nn.Module:
