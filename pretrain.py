@@ -56,7 +56,7 @@ from zerolm.optim.parameter_groups import (
 from zerolm.plan.duration import with_duration
 from zerolm.plan.plan import Plan
 from zerolm.preflight import check
-from zerolm.train import run_directory, stability
+from zerolm.train import ending, recovery, resume, run_directory, stability
 from zerolm.train.run import Run
 from zerolm.upload import restore
 from zerolm.watchdog import limits, startup, watchdog
@@ -147,7 +147,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
     wanted = features.build(plan)
     run = Run(plan, build_engine(plan, wanted, device, print_rank0), wanted, device, stop)
     startup.mark("model")
-    resumed = run.start()
+    resumed = resume.start(run)
     startup.mark("states")
     batches = run.batches()
     try:
@@ -158,25 +158,22 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
             run.journal.log_startup(run.progress.step, dog.runner)
             if run.due(run.settings.log_interval):
                 run.report()
-            if (rollback := run.respond_to_anomaly()) is not None:
-                batches = run.roll_back(batches, rollback)
+            if (rollback := recovery.plan_rollback(run)) is not None:
+                batches = recovery.roll_back(run, batches, rollback)
                 continue
-            if run.saves:
-                run.save()
-            else:
-                run.between_saves()
+            run.save_if_due()
             run.uploads.tick()
             run.html_report.tick()
             # A requested stop leaves the evaluation to the resume, so that the run stops sooner.
             if run.finished or not run.stopping:
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError, CorruptionError) as error:
-        run.fail(error)
+        ending.fail(run, error)
         raise
     except RuntimeError as error:
         require_complete_files(error, [*plan.sources, *plan.val_sources])
         raise
-    return run.end()
+    return ending.end(run)
 
 
 # -------------------------------------------------------------------------------------------------

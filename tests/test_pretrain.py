@@ -19,14 +19,9 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
         def step(self, batches) -> None:
             self.finished = self.stopping = True
 
+        anomaly_response = None
         journal = SimpleNamespace(log_startup=lambda *_: None)
         progress = SimpleNamespace(step=1)
-
-        def start(self) -> bool:
-            return False
-
-        def respond_to_anomaly(self) -> None:
-            return None
 
         def due(self, interval) -> bool:
             return True
@@ -35,6 +30,8 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
             return lambda *_: calls.append(name)
 
     monkeypatch.setattr(pretrain, "Run", Run)
+    monkeypatch.setattr(pretrain.resume, "start", lambda run: False)
+    monkeypatch.setattr(pretrain.ending, "end", lambda run: calls.append("end"))
     monkeypatch.setattr(pretrain, "build_engine", lambda *_: None)
     monkeypatch.setattr(pretrain.features, "build", lambda plan: [])
     device = SimpleNamespace(type="none")
@@ -46,4 +43,4 @@ def test_a_run_asked_to_stop_in_its_last_step_is_still_evaluated(monkeypatch) ->
         summary=lambda: "", fingerprint=lambda: "", profile=profile, device_name="a CPU"
     )
     pretrain.train(plan, None, SimpleNamespace(connect=lambda world_size: None, runner=None))
-    assert calls == ["batches", "report", "save", "evaluate_if_due", "end"]
+    assert calls == ["batches", "report", "save_if_due", "evaluate_if_due", "end"]

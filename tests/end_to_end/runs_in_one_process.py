@@ -56,7 +56,7 @@ def train(flags: list[str], until: int, device, weights: str = "") -> None:
     from zerolm import features
     from zerolm.distributed import collectives
     from zerolm.preflight import check
-    from zerolm.train import stability
+    from zerolm.train import resume, stability
     from zerolm.train.run import Run
 
     # The check would find the port in use, by the process group of all these runs.
@@ -71,7 +71,7 @@ def train(flags: list[str], until: int, device, weights: str = "") -> None:
     wanted = features.build(plan)
     engine = pretrain.build_engine(plan, wanted, device, say)
     run = Run(plan, engine, wanted, device, stability.StopRequest(None))
-    run.start()
+    resume.start(run)
     batches = run.batches()
     while not run.finished and not run.stopping:
         run.step(batches)
@@ -79,8 +79,7 @@ def train(flags: list[str], until: int, device, weights: str = "") -> None:
             write_weights(engine, Path(weights) / f"{run.progress.step:03d}.pt")
         run.stopping |= run.progress.step == until
         run.report()
-        if run.due(run.settings.checkpoint_interval):
-            run.save()
+        run.save_if_due()
         run.evaluate_if_due()
     run.finish_checkpoint()
     run.journal.log.close()

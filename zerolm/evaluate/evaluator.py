@@ -5,8 +5,8 @@ engine and all random generators unchanged. `Crashes` decides which errors end t
 """
 
 import json
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from zerolm.evaluate.crashes import Crashes, evaluation_mode
 from zerolm.evaluate.keepalive import receive
 from zerolm.evaluate.likelihood import Ranks, Row, max_batch_tokens
 from zerolm.evaluate.text_coder import TextCoder, prompt_ids
+from zerolm.features.feature import Feature
 from zerolm.plan.plan import Plan
 from zerolm.watchdog.progress import record_progress, with_progress
 
@@ -41,8 +42,7 @@ class Evaluations:
     Args:
         stream_options: shape and shard of this rank's validation batches, for
             `data.ValidationStream`.
-        other_weights: returns contexts in which the model has other weights, which are evaluated
-            beside its own, by name.
+        features: those whose other weights are evaluated beside the model's own.
         print_line: prints on rank 0.
         token_bytes: bytes of text of each token, for `sums_by_source`; None if not known.
 
@@ -56,13 +56,13 @@ class Evaluations:
         engine: Any,
         device: Any,
         stream_options: dict[str, Any],
-        other_weights: Callable[[], Mapping[str, AbstractContextManager[Any]]],
+        features: Sequence[Feature],
         print_line: Callable[..., None],
         token_bytes: torch.Tensor | None = None,
     ):
         self.plan, self.engine, self.device = plan, engine, device
         self.stream_options, self.print_line = stream_options, print_line
-        self.other_weights = other_weights
+        self.features = features
         self.settings, self.token_bytes = plan.settings, token_bytes
         self.is_rank0 = engine.global_rank == 0
         self.run_dir = plan.run_dir
@@ -172,7 +172,8 @@ class Evaluations:
         `eval/web/loss` of the weights `ema` is `eval/web/ema_loss`.
         """
         row = self._validation_row()
-        for name, swapped_in in (others := self.other_weights()).items():
+        others = {name: one for each in self.features for name, one in each.weights().items()}
+        for name, swapped_in in others.items():
             with swapped_in:
                 found = self._validation_row()
             parts = [(*key.rpartition("/"), value) for key, value in found.items()]

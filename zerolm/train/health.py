@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from zerolm.distributed.layout import Layout
 from zerolm.model.loss import IGNORED
+from zerolm.plan.plan import Plan
 from zerolm.train.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
 from zerolm.train.norms import Blocks, UpdateMeter, is_counted_here, parameter_norm, weight_squares
 from zerolm.train.step import AUXILIARY, StepResult
@@ -47,29 +47,18 @@ class Health:
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
-        device: on which this run's collectives work.
-        interval: steps between two measurements.
         gate: knows whether gradients are clipped at all.
-        norm_is_of_gradient: False for optimizers that report another norm (Muon).
-        layout: which ranks share sequences and matrices.
     """
 
-    def __init__(
-        self,
-        engine: Any,
-        device: torch.device,
-        *,
-        interval: int,
-        gate: StepGate,
-        norm_is_of_gradient: bool,
-        layout: Layout,
-    ):
+    def __init__(self, plan: Plan, engine: Any, device: torch.device, gate: StepGate):
+        layout = plan.layout
         self.blocks = Blocks(engine.module)
         self._engine, self._device = engine, device
-        self._interval, self._gate = interval, gate
+        self._interval, self._gate = plan.settings.log_interval, gate
         self._layout, self._rank = layout, engine.global_rank
-        # With sharded sequences no rank has the gradient of a complete micro-batch.
-        self._noise = norm_is_of_gradient and layout.sequence == 1
+        # Muon reports another norm than the gradient's. With sharded sequences no rank has the
+        # gradient of a complete micro-batch.
+        self._noise = not plan.profile.uses_muon and layout.sequence == 1
         self._meter = UpdateMeter(engine, self.blocks, layout)
         contributes = layout.contributes(self._rank)
         own = [each for each, _ in self.blocks.parameters if is_counted_here(each, contributes)]

@@ -15,7 +15,7 @@ from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import Rollback
 from zerolm.data import mixture
 from zerolm.model import compile
-from zerolm.optim.spikes import SpikeGuard
+from zerolm.optim.spikes import COOL_DOWN, SpikeGuard
 from zerolm.plan import duration
 from zerolm.plan.peak_flops import device_peak_flops
 from zerolm.plan.plan import Plan
@@ -76,15 +76,13 @@ class Journal:
         step: int,
         checkpoint: str | None,
         damage: Sequence[DamagedCheckpoint],
-        resumes: bool,
         resharded: Sequence[str],
     ) -> None:
         """Log that the run starts or resumes; start the trackers and the progress bar.
 
         Args:
-            checkpoint: path of the newest one.
+            checkpoint: path of the one that was loaded; None at the start of a new run.
             damage: damaged checkpoints that were set aside.
-            resumes: whether a checkpoint was loaded.
             resharded: what in the checkpoint was resharded.
         """
         for damaged in damage:
@@ -92,13 +90,13 @@ class Journal:
             self.log.event("damaged", step, checkpoint=aside, problems=damaged.problems)
         source = self.plan.initial
         self.log.event(
-            "resume" if resumes else "start",
+            "resume" if checkpoint else "start",
             step,
             checkpoint=checkpoint,
             world_size=self.world_size,
             zero_stage=self.plan.profile.zero_stage,
             resharded=resharded,
-            **({"init_from": source.source} if source and not resumes else {}),
+            **({"init_from": source.source} if source and not checkpoint else {}),
         )
         if self.log.lacks_rows is not None:
             self.log.event("rows_lost", step, problem=self.log.lacks_rows)
@@ -140,14 +138,19 @@ class Journal:
         self.print_rank0(f"step={step} stage={stage + 1} of {len(stages)}: {shares}")
 
     def log_anomaly(
-        self, guard: SpikeGuard, progress: Progress, result: StepResult, num_sequences: int
+        self,
+        guard: SpikeGuard,
+        progress: Progress,
+        result: StepResult,
+        num_sequences: int,
+        response: str | None,
     ) -> None:
         """Log a step that was an anomaly, or was not applied, with the sequences of its batch.
 
         Args:
             progress: after the step.
-            result: `StepResult` of the step.
             num_sequences: size of its batch.
+            response: of the guard to the step; a cooldown is logged too.
         """
         fields = stability.anomaly_fields(guard, progress, result, num_sequences)
         if guard.reason:
@@ -155,12 +158,14 @@ class Journal:
             self.print_rank0(f"step={progress.step} spike: {guard.reason}")
         if not result.applied:
             self.log.event("step_skipped", progress.step, **fields)
-
-    def log_cooldown(self, step: int, reason: str | None) -> None:
-        """Log that the learning rate is lowered for some steps."""
-        factor, steps = self.settings.cooldown_factor, self.settings.cooldown_steps
-        self.log.event("cooldown", step, reason=reason, factor=factor, steps=steps)
-        self.print_rank0(f"step={step} cooldown: learning rate x {factor:g} for {steps} steps")
+        if response == COOL_DOWN:
+            factor, steps = self.settings.cooldown_factor, self.settings.cooldown_steps
+            self.log.event(
+                "cooldown", progress.step, reason=guard.reason, factor=factor, steps=steps
+            )
+            self.print_rank0(
+                f"step={progress.step} cooldown: learning rate x {factor:g} for {steps} steps"
+            )
 
     def log_rollback(self, step: int, entry: Rollback) -> None:
         """Log a rollback, and close the log: `open` opens the next one."""

@@ -1,24 +1,26 @@
-"""Resumes a run: loads the newest complete checkpoint, and applies rollbacks made since then.
+"""Starts or resumes a run: loads the newest complete checkpoint, and opens the logs at its step.
 
 Connects rollback, load, reshard and probe of zerolm/checkpoint, which do not know each other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerolm.checkpoint import load, probe, reshard, rollback
-from zerolm.checkpoint.directory import Checkpoint, read
+from zerolm.checkpoint.directory import Checkpoint, published_checkpoints, read
 from zerolm.checkpoint.manifest import Progress
-from zerolm.common.run_files import MANIFEST
+from zerolm.common.run_files import MANIFEST, RunFiles
 from zerolm.config.run_records import Rollback, read_rollbacks
 from zerolm.distributed import collectives
-from zerolm.features.feature import Feature
+from zerolm.features import FEATURES
 from zerolm.optim import parameter_groups
+from zerolm.optim.spikes import History
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
 from zerolm.tracking import run_log
+from zerolm.train import run_directory
+from zerolm.train.run import Run
 from zerolm.watchdog.progress import record_progress
 
 
@@ -38,55 +40,74 @@ class ResumePoint(NamedTuple):
     in_memory: bool = False
 
 
-def load_newest(
-    engine: Any,
-    plan: Plan,
-    run_dir: Path,
-    progress: Progress,
-    probe_batches: Callable[[], Any],
-    print_rank0: Callable[..., None],
-    features: Sequence[Feature] = (),
-) -> ResumePoint:
-    """Finish interrupted rollbacks, and load the newest complete checkpoint or copy, if any.
+def start(run: Run) -> bool:
+    """Load the newest complete checkpoint if there is one, write run.json and open the logs.
 
-    A new run with `--init_optimizer` loads the states of its source. Every rank must call.
+    Every rank must call, at the start of the run and after each rollback.
 
-    Args:
-        engine: the DeepSpeed engine.
-        progress: of a new run.
-        probe_batches: returns the micro-batches of the fixed probe batch.
-        print_rank0: prints on rank 0.
-        features: those that may have a checkpoint that is newer than those on disk.
+    Returns:
+        Whether there was a checkpoint.
 
     Raises:
         CheckpointError: on every rank: there are checkpoints, but the run can resume from none.
     """
-    rank = engine.global_rank
+    run.progress, found, damage, in_memory = _load_newest(run)
+    if in_memory:
+        published = published_checkpoints(RunFiles(run.run_dir).checkpoints)
+        run.checkpointing.newest = str(published[-1]) if published else None
+    elif found is not None:
+        run.checkpointing.newest = str(found.directory)
+    for kind in FEATURES:
+        if not kind.wanted(run.plan):
+            kind.absent(run)
+    for feature in run.features:
+        feature.loaded(run.progress.features.get(feature.name, {}))
+    run.spike_guard.history = History(**run.progress.history)
+    record = run_directory.record(run.plan)
+    record["skipped_windows"] = run.progress.skipped_windows
+    run.checkpointing.record = record
+    run_directory.write(run.run_dir, record, run.rank)
+    step = run.progress.step
+    run.journal.open(step)
+    run.evaluations.restore(run.journal.log, step)
+    resharded = run.plan.resharded(found.manifest) if found else []
+    newest = str(found.directory) if found else None
+    run.journal.log_start(step, newest, damage, resharded)
+    return found is not None
+
+
+def _load_newest(run: Run) -> ResumePoint:
+    """Finish interrupted rollbacks, and load the newest complete checkpoint or copy, if any.
+
+    A new run with `--init_optimizer` loads the states of its source. Every rank must call.
+    """
+    plan, run_dir = run.plan, run.run_dir
     rollbacks = collectives.broadcast_object(read_rollbacks(run_dir))
     record_progress("load")
-    if rank == 0:  # which holds the lock of the run directory
+    if run.rank == 0:  # which holds the lock of the run directory
         for entry in rollbacks:
             run_log.archive(run_dir, entry["number"], entry["to_step"])
         rollback.apply_recorded(run_dir)
     found: Checkpoint | None = None
     damage: list[load.DamagedCheckpoint] = []
     in_memory = False
-    for feature in features:
+    for feature in run.features:
         newer, problems = feature.find_checkpoint(partial(_is_usable, plan, rollbacks))
         found, in_memory = newer or found, in_memory or newer is not None
         for problem in problems:
-            print_rank0(f"note: a copy in memory is damaged, the run resumes from disk: {problem}")
+            run.print_rank0(
+                f"note: a copy in memory is damaged, the run resumes from disk: {problem}"
+            )
     if found is None:
-        found, damage = load.newest_complete(run_dir, rank, engine.world_size)
+        found, damage = load.newest_complete(run_dir, run.rank, run.engine.world_size)
     for damaged in damage:
-        print_rank0(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
+        run.print_rank0(f"damaged: {damaged.directory}, now {damaged.set_aside}", *damaged.problems)
     if found is None:
         initial = plan.initial
         if plan.settings.init_optimizer and initial is not None and initial.checkpoint is not None:
-            source = read(initial.checkpoint)
-            _load(engine, source, plan, probe_batches, print_rank0, "optimizer states")
-        return ResumePoint(rollback.with_rollbacks(progress, rollbacks), None, damage)
-    _load(engine, found, plan, probe_batches, print_rank0, "resume")
+            _load(run, read(initial.checkpoint), "optimizer states")
+        return ResumePoint(rollback.with_rollbacks(run.progress, rollbacks), None, damage)
+    _load(run, found, "resume")
     progress = continued(found, rollbacks, run_record.data_order(plan))
     return ResumePoint(progress, found, damage, in_memory)
 
@@ -125,21 +146,15 @@ def _is_usable(plan: Plan, rollbacks: list[Rollback], copy: Checkpoint) -> bool:
     )
 
 
-def _load(
-    engine: Any,
-    found: Checkpoint,
-    plan: Plan,
-    probe_batches: Callable[[], Any],
-    print_rank0: Callable[..., None],
-    what: str,
-) -> None:
+def _load(run: Run, found: Checkpoint, what: str) -> None:
     """Load a verified checkpoint into the engine, and measure its probe. Every rank must call."""
+    engine, plan = run.engine, run.plan
     options = {"weight_decay", *plan.profile.optimizer.params}
     options -= {"lr", *(reshard.SCHEDULED_KEYS if engine.lr_scheduler is not None else ())}
     with parameter_groups.keeping_options(engine.optimizer.optimizer, options):
         load.load(engine, found, plan, reshard.load)
     parameter_groups.restore_beta_powers(engine.optimizer.optimizer)
-    print_rank0(f"{what}: {found.directory}, step {found.progress.step}")
+    run.print_rank0(f"{what}: {found.directory}, step {found.progress.step}")
     path = found.directory / MANIFEST
-    loss = probe.check(engine, probe_batches(), plan, found.manifest, path)
-    print_rank0(f"probe loss: {loss}")
+    loss = probe.check(engine, run.feed.probe_batches(), plan, found.manifest, path)
+    run.print_rank0(f"probe loss: {loss}")

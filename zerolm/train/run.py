@@ -1,38 +1,31 @@
-"""`Run`: the methods that the training loop of pretrain.py calls, on one rank.
+"""`Run`: the parts of a run on one rank, and what the training loop of pretrain.py does with them.
 
 It connects data feed, step, features, spike guard, checkpointing, evaluations, journal and more,
 which do not know each other. What may be off is a feature; `step` shows the order of their hooks.
+How a run starts, rolls back and ends is in the modules `resume`, `recovery` and `ending`.
 """
 
-import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from zerolm.checkpoint import rollback
-from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.checkpoint.manifest import Progress
-from zerolm.common.errors import EXIT_DONE, EXIT_STOPPED, CorruptionError, GaveUp, ZerolmError
 from zerolm.common.faults import fault_point
-from zerolm.common.run_files import RunFiles
-from zerolm.config.run_records import Rollback
-from zerolm.distributed import collectives, process_group, ulysses
+from zerolm.distributed import collectives, ulysses
 from zerolm.evaluate.evaluator import Evaluations
-from zerolm.features import FEATURES
 from zerolm.features.feature import Feature, Step
-from zerolm.optim.spikes import COOL_DOWN, History
 from zerolm.plan.plan import Plan
-from zerolm.preflight import run_record
-from zerolm.tracking import report_process
-from zerolm.train import health, instrumentation, metrics, resume, run_directory, stability
+from zerolm.tracking.report_process import HtmlReport
+from zerolm.train import instrumentation, metrics, stability
 from zerolm.train import step as train_step
 from zerolm.train.checkpointing import Checkpointing
 from zerolm.train.data_feed import DataFeed
+from zerolm.train.health import Health
 from zerolm.train.journal import Journal
 from zerolm.train.profiling import StepProfiler
 from zerolm.train.step_gate import StepGate
-from zerolm.upload import process
+from zerolm.upload.process import Uploads
 from zerolm.watchdog.progress import record_progress
 
 
@@ -72,29 +65,18 @@ class Run:
         )
         self.gate = StepGate(engine)
         self.spike_guard = stability.spike_guard(plan.settings, plan.profile)
-        self.health = health.Health(
-            engine,
-            device,
-            interval=plan.settings.log_interval,
-            gate=self.gate,
-            norm_is_of_gradient=self.spike_guard.policy.watch_norm,
-            layout=self.layout,
-        )
+        self.health = Health(plan, engine, device, self.gate)
         for feature in features:
             feature.attach(self)
         stream_options = self.feed.stream_options(*self.layout.evaluation_shard(self.rank))
         self.token_bytes = self.feed.token_bytes()
         self.evaluations = Evaluations(
-            plan, engine, device, stream_options, self.other_weights, self.print_rank0,
-            self.token_bytes,
-        )  # fmt: skip
-        self.uploads = process.Uploads(
-            self.run_dir, self.settings.upload_to, self.settings.upload_keep, self.rank == 0
+            plan, engine, device, stream_options, features, self.print_rank0, self.token_bytes
         )
-        self.html_report = report_process.HtmlReport(
-            self.run_dir, self.settings.report_interval, self.rank == 0
-        )
-        self.profiler = StepProfiler(self.settings.profile, self.run_dir, device, self.journal)
+        is_first, settings = self.rank == 0, plan.settings
+        self.uploads = Uploads(plan.run_dir, settings.upload_to, settings.upload_keep, is_first)
+        self.html_report = HtmlReport(plan.run_dir, settings.report_interval, is_first)
+        self.profiler = StepProfiler(settings.profile, plan.run_dir, device, self.journal)
         self.anomaly_response: str | None = None  # to the last step, from the spike guard
 
     @property
@@ -110,49 +92,6 @@ class Run:
     def due(self, interval: int) -> bool:
         """Return whether this step is a multiple of `interval`, or the last one."""
         return self.ends or self.progress.step % interval == 0
-
-    @property
-    def saves(self) -> bool:
-        """Whether a checkpoint is due after this step."""
-        interval = self.settings.checkpoint_interval
-        return self.due(interval) or self.checkpointing.retries(self.progress.step)
-
-    def other_weights(self) -> dict[str, AbstractContextManager[Any]]:
-        """Return contexts in which the model has the other weights of features, by name."""
-        return {name: one for each in self.features for name, one in each.weights().items()}
-
-    def start(self) -> bool:
-        """Load the newest complete checkpoint if there is one, write run.json and open the logs.
-
-        Returns:
-            Whether there was a checkpoint.
-        """
-        self.progress, found, damage, in_memory = resume.load_newest(
-            self.engine, self.plan, self.run_dir, self.progress, self.feed.probe_batches,
-            self.print_rank0, self.features,
-        )  # fmt: skip
-        if in_memory:
-            published = published_checkpoints(RunFiles(self.run_dir).checkpoints)
-            self.checkpointing.newest = str(published[-1]) if published else None
-        elif found is not None:
-            self.checkpointing.newest = str(found.directory)
-        for kind in FEATURES:
-            if not kind.wanted(self.plan):
-                kind.absent(self)
-        for feature in self.features:
-            feature.loaded(self.progress.features.get(feature.name, {}))
-        self.spike_guard.history = History(**self.progress.history)
-        record = run_directory.record(self.plan)
-        record["skipped_windows"] = self.progress.skipped_windows
-        self.checkpointing.record = record
-        run_directory.write(self.run_dir, record, self.rank)
-        step = self.progress.step
-        self.journal.open(step)
-        self.evaluations.restore(self.journal.log, step)
-        resharded = self.plan.resharded(found.manifest) if found else []
-        newest = str(found.directory) if found is not None else None
-        self.journal.log_start(step, newest, damage, found is not None, resharded)
-        return found is not None
 
     def batches(self) -> Any:
         """Return an endless iterator over this rank's micro-batches, from the run's position."""
@@ -257,7 +196,7 @@ class Run:
             progress.skipped_steps += 1
         if guard.reason or not result.applied:
             progress.spikes += bool(guard.reason)
-            self.journal.log_anomaly(guard, progress, result, sequences)
+            self.journal.log_anomaly(guard, progress, result, sequences, self.anomaly_response)
         if result.applied and self.layout.rank_in_replica(self.rank) == 0:
             instrumentation.record_sequences(step.number, step.batches)
         instrumentation.fault_after_step(self.engine, step.number)
@@ -265,45 +204,6 @@ class Run:
         if self.feed.entered_new_stage(progress):
             self.journal.log_stage(step.number, self.feed.stage)
         self.checkpointing.advance(checkpoint_flags, self.journal.log, last=self.ends)
-
-    # ---- Anomalies
-
-    def respond_to_anomaly(self) -> Rollback | None:
-        """Cool down, or return the rollback to make, as the spike guard decided on the last step.
-
-        Raises:
-            GaveUp: on every rank: the run cannot recover by itself.
-        """
-        response = self.anomaly_response
-        if response is None:
-            return None
-        if response == COOL_DOWN:
-            self.journal.log_cooldown(self.progress.step, self.spike_guard.reason)
-            return None
-        self.finish_checkpoint()  # the one being written may be the rollback's target
-        entry = stability.plan_rollback(
-            self.spike_guard, response, self.progress, self.settings, self.run_dir,
-            self.plan.batch_schedule, self.rank, partial(resume.position_after, self.plan),
-        )  # fmt: skip
-        if entry is not None:
-            entry["order"] = run_record.data_order(self.plan)
-        return entry
-
-    def roll_back(self, batches: Any, entry: Rollback) -> Any:
-        """Load a checkpoint from before the spike; return batches that skip the spike's data.
-
-        Does the same as a restart, in the same process. Every rank must call.
-        """
-        batches.close()  # ends the loader's workers
-        self.journal.log_rollback(self.progress.step, entry)
-        if self.rank == 0:
-            rollback.record(self.run_dir, entry)
-        collectives.barrier()  # every rank reads what rank 0 has written
-        fault_point("rollback.load", entry["from_step"])
-        self.start()
-        if self.rank == 0:
-            rollback.remove_older(self.run_dir, entry["number"])
-        return self.batches()
 
     # ---- Metrics, checkpoints, evaluation
 
@@ -323,21 +223,21 @@ class Run:
             row |= feature.row(result)
         self.journal.report(progress, row)
 
-    def save(self) -> None:
+    def save_if_due(self) -> None:
         """Copy this step's state to host memory; a checkpoint is written from it in the background.
 
         Raises:
             GaveUp: the weights are not finite.
             CheckpointWriteError: too many checkpoints could not be written.
         """
+        step = self.progress.step
+        if not (self.due(self.settings.checkpoint_interval) or self.checkpointing.retries(step)):
+            for feature in self.features:
+                feature.between_saves()
+            return
         norm = self.health.parameter_norm()
-        stability.require_finite_weights(norm, self.progress.step, self.checkpointing.newest)
+        stability.require_finite_weights(norm, step, self.checkpointing.newest)
         self.checkpointing.save(self.progress, self.journal.log, last=self.ends)
-
-    def between_saves(self) -> None:
-        """Let features act after a step without a checkpoint."""
-        for feature in self.features:
-            feature.between_saves()
 
     def finish_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written, if any."""
@@ -353,54 +253,3 @@ class Run:
         """Wait for the checkpoint of this step, so that a crash in an evaluation loses no step."""
         if self.checkpointing.step == self.progress.step:
             self.finish_checkpoint()
-
-    def end(self) -> int:
-        """Log how the run ended, close everything, and return the exit code."""
-        record_progress("end")
-        step, log = self.progress.step, self.journal.log
-        if self.plan.profile.block("comms_logger"):
-            collectives.print_communication_table()
-        if self.finished:
-            log.event("done", step, tokens=self.progress.tokens)
-            self.print_rank0(f"done: {step} steps, {self.progress.tokens} tokens, {self.run_dir}")
-        else:
-            reasons = collectives.gather_objects(self.stop.reason)
-            reason = next(filter(None, reasons), "a request")
-            log.event("stopped", step, reason=reason)
-            self.print_rank0(f"stopped on request ({reason}): run the same command again to resume")
-        self.journal.close("done" if self.finished else "stopped")
-        self.close_features()
-        process_group.destroy(self.engine)
-        self._finish_child_processes()
-        # After another exit code than 0 the launcher ends all other ranks, so rank 0 comes first.
-        while not self.finished and process_group.waits_for_rank0():
-            record_progress("end")
-            time.sleep(0.05)
-        return EXIT_DONE if self.finished else EXIT_STOPPED
-
-    def fail(self, error: ZerolmError) -> None:
-        """Log the error for which all ranks end the run, and close everything."""
-        if isinstance(error, GaveUp):
-            self.finish_checkpoint()
-            self.close_features()
-        event = "gave_up" if isinstance(error, GaveUp) else "failed"
-        if isinstance(error, CorruptionError):
-            event = "corrupted"
-            self.journal.log.event(
-                "corrupted", self.progress.step + 1, reason=str(error), places=error.places
-            )
-        else:
-            self.journal.log.event(event, self.progress.step, reason=str(error))
-        self.journal.close(event)
-        self._finish_child_processes()
-
-    def _finish_child_processes(self) -> None:
-        """Wait for the HTML report, the uploads and the trackers, each for a limited time."""
-        self.html_report.finish()
-        self.uploads.finish(self.settings.upload_wait)
-        self.journal.log.finish_trackers()
-
-    def close_features(self) -> None:
-        """End the features of a run that will not be resumed from its last step."""
-        for feature in self.features:
-            feature.close()

@@ -1,34 +1,18 @@
-"""When a run stops or rolls back: `StopRequest`, and the actions of the spike guard.
-
-All ranks decide alike in the same step: decisions use figures that were reduced over ranks.
-"""
+"""Requests to stop, the spike guard of a run, and the check of weights before they are saved."""
 
 import math
 import os
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from zerolm.checkpoint import rollback
-from zerolm.checkpoint.directory import Checkpoint
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common import processes
 from zerolm.common.errors import GaveUp
 from zerolm.config.resolved import Resolved
-from zerolm.config.run_records import Rollback
 from zerolm.data.skips import sequence_range
-from zerolm.distributed.collectives import broadcast_object
 from zerolm.ds_config.profile import Profile
-from zerolm.optim.spikes import (
-    MAX_CONSECUTIVE_OVERFLOWS,
-    ROLL_BACK,
-    SKIP_WINDOW_STEPS,
-    History,
-    Policy,
-    SpikeGuard,
-)
+from zerolm.optim.spikes import History, Policy, SpikeGuard
 
 SAVE_MARGIN = 1.5  # factor on the longest save so far, to estimate the last one
 
@@ -114,56 +98,6 @@ def anomaly_fields(
     }
 
 
-def plan_rollback(
-    guard: SpikeGuard,
-    response: str,
-    progress: Progress,
-    settings: Resolved,
-    run_dir: Path,
-    batch_schedule: Callable[[int], int],
-    rank: int,
-    position_of: Callable[[Checkpoint], int],
-) -> Rollback | None:
-    """Return the rollback to carry out; None if there is no checkpoint to roll back to yet.
-
-    Every rank must call; only rank 0 reads the disk.
-
-    Args:
-        response: of the guard to the last step: roll back or give up.
-        progress: after that step.
-        batch_schedule: position -> number of sequences of the batch that starts there.
-        position_of: the position from which the run continues after loading a checkpoint.
-
-    Raises:
-        GaveUp: on every rank: the guard gives up, `max_rollbacks` is reached, or no checkpoint is
-            from before the spike and no more steps may be refused.
-    """
-    first_anomaly = [*guard.recent(progress.step), progress.step][0]
-    why = f"{guard.reason or f'{MAX_CONSECUTIVE_OVERFLOWS} consecutive fp16 overflows'}."
-    entry = last_good = None
-    if rank == 0:
-        before_spike = rollback.target(run_dir, first_anomaly, 0)
-        found = before_spike or rollback.target(run_dir, progress.step + 1, 0)
-        last_good = found and str(found.directory)
-        entry = rollback.plan(
-            run_dir, progress, batch_schedule, first_anomaly, settings.rollback_margin, why,
-            position_of,
-        )  # fmt: skip
-    entry, last_good = broadcast_object((entry, last_good))
-    if response == ROLL_BACK and progress.rollbacks >= settings.max_rollbacks:
-        why += f" The limit --max_rollbacks {settings.max_rollbacks} is reached."
-    elif response == ROLL_BACK and entry is not None:
-        return entry
-    elif response == ROLL_BACK:
-        if not guard.weights_lost and not guard.skips_exhausted(progress.step):
-            return None  # the step was refused, the weights are intact
-        why += " No checkpoint is from before the spike."
-    elif guard.reason:
-        limit = f"--max_skips {settings.max_skips} in {SKIP_WINDOW_STEPS} steps"
-        why += f" The limit {limit} is reached."
-    raise GaveUp(f"step {progress.step}: {why} {_advice(last_good)}")
-
-
 def require_finite_weights(norm: float | None, step: int, checkpoint: str | None) -> None:
     """Check the weights before they are saved, so that no checkpoint ever holds a NaN.
 
@@ -175,9 +109,10 @@ def require_finite_weights(norm: float | None, step: int, checkpoint: str | None
         GaveUp: the norm is not finite.
     """
     if norm is not None and not math.isfinite(norm):
-        raise GaveUp(f"step {step}: the norm of the weights is {norm}. {_advice(checkpoint)}")
+        raise GaveUp(f"step {step}: the norm of the weights is {norm}. {advice(checkpoint)}")
 
 
-def _advice(checkpoint: str | None) -> str:
+def advice(checkpoint: str | None) -> str:
+    """Return what a user can do after a run has given up, with its last good checkpoint."""
     where = f"The last good checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
     return f"{where}. A lower --learning_rate or more --warmup_tokens usually helps."

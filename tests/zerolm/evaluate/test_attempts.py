@@ -67,7 +67,7 @@ def evaluations(run_dir, zero_stage: int) -> Evaluations:
     )  # fmt: skip
     profile = SimpleNamespace(zero_stage=zero_stage)
     plan = SimpleNamespace(settings=settings, run_dir=run_dir, profile=profile, val_sources=[1])
-    created = Evaluations(plan, engine, "cpu", {}, dict, lambda *_: None)
+    created = Evaluations(plan, engine, "cpu", {}, (), lambda *_: None)
 
     def fail(progress, log) -> None:
         raise MemoryError("a forward pass")

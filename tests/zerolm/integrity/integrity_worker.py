@@ -47,7 +47,7 @@ def train(job: dict, device) -> dict:
     from zerolm.integrity.digests import digest
     from zerolm.integrity.zero_state import states
     from zerolm.preflight import check
-    from zerolm.train import stability
+    from zerolm.train import resume, stability
     from zerolm.train.run import Run
 
     seal.MAX_INTERVAL = 1  # digests in every step, however slow this machine is
@@ -59,7 +59,7 @@ def train(job: dict, device) -> dict:
     wanted = features.build(plan)
     engine = pretrain.build_engine(plan, wanted, device, partial(collectives.print_rank0, RANK))
     run = Run(plan, engine, wanted, device, stability.StopRequest(None))
-    run.start()
+    resume.start(run)
     batches, error = run.batches(), None
     place, rank, step = job["flip"] or ("", -1, 0)
     try:

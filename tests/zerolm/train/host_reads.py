@@ -113,7 +113,7 @@ def count_ours(flags: list[str], steps: int) -> Places:
     from zerolm import features
     from zerolm.distributed import collectives
     from zerolm.preflight import check
-    from zerolm.train import stability
+    from zerolm.train import resume, stability
     from zerolm.train.run import Run
 
     # The check would find the port in use, by this process group.
@@ -124,7 +124,7 @@ def count_ours(flags: list[str], steps: int) -> Places:
     wanted = features.build(plan)
     engine = pretrain.build_engine(plan, wanted, device, partial(collectives.print_rank0, 0))
     run = Run(plan, engine, wanted, device, stability.StopRequest(None))
-    run.start()
+    resume.start(run)
     batches = run.batches()
     for _ in range(2):
         run.step(batches)
