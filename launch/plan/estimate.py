@@ -125,7 +125,7 @@ def estimate(
         recomputed = recomputed_flops_per_token(model.config, model.shapes, run.settings.seq_len)
     if settings.loss_chunk_tokens:
         recomputed += head_flops_per_token(model.config, model.shapes)
-    recomputed += run.measured_flops
+    recomputed += run.feature_flops
     activations = activations_of_rank(run)
     micro = run.settings.micro_batch_size
     token_bytes = 2 if model.config.get_text_config().vocab_size <= UINT16_TOKENS else 4

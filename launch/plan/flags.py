@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 
 from zerolm.common.command_line import count, duration, number, size_bytes
 from zerolm.config.flags import add_settings
+from zerolm.config.settings import FLAGS
 
 if TYPE_CHECKING:
     from launch.plan.hardware import Hardware
 
 RUN = (
     *("model_config", "init_from", "branch", "deepspeed_config", "total_tokens", "batch_tokens"),
-    *("seq_len", "precision", "micro_batch_size", "loss_chunk_tokens", "ema_tokens", "qk_clip"),
-    *("attn_implementation", "gradient_checkpointing", "compile", "fp8", "async_checkpoint"),
+    *("seq_len", "micro_batch_size", "gradient_checkpointing", "async_checkpoint"),
+    *(name for name, about in FLAGS.items() if about["probed"]),
 )
 HARDWARE_FIGURES = {
     "price_per_hour": ("DOLLARS", "price of a device"),

@@ -34,7 +34,7 @@ class PlannedRun:
         head_flops: the output head's part.
         routed_flops: the routed experts' part.
         fp8_share: share of the layers' matrix products that are in fp8.
-        measured_flops: FLOPs per token of measuring attention logits for `--qk_clip`.
+        feature_flops: FLOPs per token of features, besides those of the model.
         begun_tokens: tokens that the trunk has trained on before a branch.
     """
 
@@ -49,7 +49,7 @@ class PlannedRun:
     head_flops: float
     routed_flops: float
     fp8_share: float
-    measured_flops: float
+    feature_flops: float
     begun_tokens: int = 0
 
     @property
@@ -141,7 +141,7 @@ def plan_run(
         head,
         _routed_flops(model),
         _fp8_flops(resolved, model) / (flops - attention - head),
-        _measured_flops(resolved, model),
+        features.flops_per_token(resolved, model.config),
         begun_tokens,
     )
 
@@ -157,12 +157,3 @@ def _fp8_flops(settings: Resolved, model: Model) -> float:
     from zerolm.fp8.layers import layers_of  # imports torch
 
     return layers_of(model.config).flops_per_token
-
-
-def _measured_flops(settings: Resolved, model: Model) -> float:
-    if not settings.qk_clip:
-        return 0.0
-    from zerolm.model import attention_logits  # imports torch
-
-    layers = attention_logits.attention_layers(model.config)
-    return attention_logits.flops_per_token(layers, settings.seq_len)

@@ -179,7 +179,7 @@ def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -
     head = run.head_flops
     if run.settings.loss_chunk_tokens:
         head *= 1 + 1 / TRAINING_TO_FORWARD
-    return (layers + attention + head + run.measured_flops) / rate
+    return (layers + attention + head + run.feature_flops) / rate
 
 
 def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:

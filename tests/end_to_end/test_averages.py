@@ -61,7 +61,7 @@ def saved_average(run_dir: Path, step: int) -> tuple[Weights, float]:
     checkpoint = read(run_dir / "checkpoints" / f"step-{step:08d}")
     weights = CheckpointWeights(checkpoint.directory, checkpoint.manifest, state=ema.STATE)
     average = {name: weights[name].numpy() for name in weights.shapes}
-    return average, checkpoint.manifest["progress"]["ema_counted"]
+    return average, checkpoint.progress.features["ema"]["counted"]
 
 
 def plain_average(steps: list[Weights], half_life: int = HALF_LIFE) -> Weights:
@@ -263,7 +263,7 @@ def test_an_average_is_resharded_and_begins_and_ends_as_the_flags_say(
     require_close(average, plain_average(trained(weights["added"])[3:]), ROUNDED_EACH_STEP)
     assert math.isclose(counted, 1.0 - 0.5 ** (3 * STEP_TOKENS / HALF_LIFE))
     checkpoint = read(tmp_path / "removed" / "checkpoints" / f"step-{STEPS:08d}")
-    assert checkpoint.progress.ema_counted == 0.0
+    assert "ema" not in checkpoint.progress.features
     assert max(rows(tmp_path / "removed", "eval/ema_loss")) == 3
     with pytest.raises(KeyError):
         saved_average(tmp_path / "removed", STEPS)

@@ -42,7 +42,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     from zerolm.export.export import export
     from zerolm.export.tokenizer import generation_of
-    from zerolm.optim.ema import is_metric_of_average
+    from zerolm.optim.ema import STATE, is_metric_of_average
 
     checkpoint = verified_checkpoint(arguments.checkpoint)
     run_dir, average = run_of(checkpoint), arguments.ema
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
                 lambda key: is_metric_of_average(key) == average,
             ),
             max_bytes,
-            average=average,
+            state=STATE if average else None,
             source=generation_of(run_dir),
         )
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from zerolm.common.errors import did_you_mean
 from zerolm.common.values import shown
-from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import AUTO, Profile
 
 AUTO_PARAMS = ("lr", "betas", "eps", "weight_decay")
@@ -77,17 +76,6 @@ def _param_problems(profile: Profile) -> list[str]:
             f"--schedule."
         )
     return found
-
-
-def setting_problems(profile: Profile, settings: Settings) -> list[str]:
-    """Refuse adaptive clipping: with Muon the reported norm is not the gradient's."""
-    if not settings.adaptive_clip or not profile.uses_muon:
-        return []
-    return [
-        f"{settings.where('adaptive_clip')}: {settings.adaptive_clip}, but with Muon the gradient "
-        f"norm is measured on the orthogonalized update, which clipping would only shrink. Remove "
-        f"the flag."
-    ]
 
 
 def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:

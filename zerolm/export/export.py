@@ -34,25 +34,23 @@ def export(
     model_card: Callable[[int], Mapping[str, bytes]],
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
-    average: bool = False,
+    state: str | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> str:
     """Write the Hugging Face model directory of a checkpoint.
 
     Args:
         checkpoint_dir: a checkpoint that has been verified.
-        average: write the moving average of the weights, which the checkpoint must have. There are
-            no logits of the engine to compare it with.
+        state: state of the optimizer to write instead of the weights, such as their moving average.
+            There are no logits of the engine to compare it with.
 
     The other arguments, the result and the errors are those of `write_model`.
     """
     from zerolm.checkpoint.zero_files import MASTER, Weights
-    from zerolm.optim import ema
 
-    state = ema.STATE if average else MASTER
-    logits = None if average else manifest.get("probe", {}).get("logits")
+    logits = None if state else manifest.get("probe", {}).get("logits")
     return write_model(
-        Weights(checkpoint_dir, manifest, state=state),
+        Weights(checkpoint_dir, manifest, state=state or MASTER),
         manifest,
         output,
         precision,

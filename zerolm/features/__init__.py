@@ -60,6 +60,11 @@ def state_bytes(settings: Any) -> int:
     return sum(kind.state_bytes(settings) for kind in FEATURES)
 
 
+def flops_per_token(settings: Any, config: Any) -> float:
+    """Return the FLOPs that features take per token of training, besides those of the model."""
+    return sum(kind.flops_per_token(settings, config) for kind in FEATURES)
+
+
 def summary(plan: "Plan") -> dict[str, str]:
     """Return the lines of features in the plan of a run."""
     return {name: line for kind in FEATURES for name, line in kind.summary(plan).items()}

@@ -1,10 +1,11 @@
 """`--adaptive_clip`: clip gradient norms that stand out from those of recent steps."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from zerolm.common.metrics import GRADIENT_NORM, Metric
-from zerolm.features.feature import Feature, Row, Step
+from zerolm.features.feature import Case, Feature, Row, Step
 from zerolm.features.flag import real
 
 
@@ -33,6 +34,17 @@ class AdaptiveClip(Feature):
             default=0.0,
             changes_curve=True,
         )
+
+    @classmethod
+    def problems(cls, case: Case) -> Iterable[str]:
+        """Refuse Muon, whose reported norm is not the gradient's."""
+        settings = case.settings
+        if settings.adaptive_clip and case.profile.uses_muon:
+            yield (
+                f"{settings.where('adaptive_clip')}: {settings.adaptive_clip}, but with Muon the "
+                f"gradient norm is measured on the orthogonalized update, which clipping would "
+                f"only shrink. Remove the flag."
+            )
 
     @classmethod
     def wanted(cls, plan: Any) -> bool:

@@ -122,6 +122,11 @@ class Feature:
         return 0
 
     @classmethod
+    def flops_per_token(cls, settings: Any, config: "PretrainedConfig") -> float:
+        """Return the FLOPs that it takes per token of training, besides those of the model."""
+        return 0.0
+
+    @classmethod
     def summary(cls, plan: "Plan") -> Mapping[str, str]:
         """Return its lines of the plan; nothing if it is off."""
         return {}

@@ -88,6 +88,16 @@ class QkClip(Feature):
         yield from master_problems(case.profile, where, "clipped", "clipping")
 
     @classmethod
+    def flops_per_token(cls, settings: Any, config: Any) -> float:
+        """Return the FLOPs of measuring attention logits."""
+        if not settings.qk_clip:
+            return 0.0
+        from zerolm.model import attention_logits
+
+        layers = attention_logits.attention_layers(config)
+        return attention_logits.flops_per_token(layers, settings.seq_len)
+
+    @classmethod
     def summary(cls, plan: Any) -> Mapping[str, str]:
         settings = plan.settings
         if not settings.qk_clip:
@@ -95,7 +105,7 @@ class QkClip(Feature):
         from zerolm.model import attention_logits
 
         layers = attention_logits.attention_layers(plan.model.config)
-        extra = attention_logits.flops_per_token(layers, settings.seq_len)
+        extra = cls.flops_per_token(settings, plan.model.config)
         values = attention_logits.block_values(
             layers, settings.micro_batch_size, settings.seq_len, plan.device
         )

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zerolm.optim.ema import master_partitions
+from zerolm.optim.masters import master_partitions
 
 WEIGHTS, MASTERS = "weights", "master weights"
 MODEL_WEIGHTS = ("bit16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat")

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from zerolm.optim.masters import CHUNK_VALUES, master_partitions
+
 STATE = "ema"  # key of the average in the optimizer's state
 PREFIX = "ema_"  # of the last part of the keys of metrics that were measured with the average
-CHUNK_VALUES = 1 << 22  # exchanged at once
 
 
 def is_metric_of_average(key: str) -> bool:
@@ -112,14 +113,3 @@ def drop(engine: Any) -> None:
         fragments = getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None)
         if fragments:
             fragments.pop(STATE, None)
-
-
-def master_partitions(engine: Any) -> list[torch.Tensor]:
-    """Return this rank's flat partitions of master weights."""
-    names = (
-        "fp32_partitioned_groups_flat",  # stage 3
-        "fp32_groups_flat_partition",  # BF16_Optimizer
-        "single_partition_of_fp32_groups",
-    )
-    name = next(name for name in names if hasattr(engine.optimizer, name))
-    return list(getattr(engine.optimizer, name))

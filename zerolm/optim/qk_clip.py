@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zerolm.optim.ema import CHUNK_VALUES, master_partitions
+from zerolm.optim.masters import CHUNK_VALUES, master_partitions
 
 QUERY_AND_KEY, QUERY_ONLY, UNCHANGED = 0.5, 1.0, 0.0  # powers of a head's factor
 

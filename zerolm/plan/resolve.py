@@ -11,7 +11,7 @@ from zerolm.common.errors import Findings
 from zerolm.config import defaults
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
-from zerolm.ds_config import implied, muon
+from zerolm.ds_config import implied
 from zerolm.ds_config.optimizers import beta_problems, takes_betas
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
@@ -84,7 +84,6 @@ def _with_schedule(
     )
     found.problems += [f"{profile.name}: {problem}" for problem in problems]
     found.problems += beta_problems(profile, settings)
-    found.problems += muon.setting_problems(profile, settings)
     lion = profile.optimizer.kind == "lion"
     betas = defaults.LION_BETAS if lion else defaults.BETAS
     return budget.fill_remaining(

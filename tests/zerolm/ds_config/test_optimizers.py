@@ -13,6 +13,7 @@ from tests.zerolm.model.initialization_families import COMMON, FAMILIES
 from zerolm.config.settings import Settings
 from zerolm.ds_config import muon, optimizers
 from zerolm.ds_config.profile import Profile
+from zerolm.features.adaptive_clip import AdaptiveClip
 from zerolm.features.ema import Ema
 from zerolm.features.feature import Case
 from zerolm.features.qk_clip import QkClip
@@ -142,9 +143,9 @@ def test_muon_leaves_what_has_no_weight_decay_to_adamw():
 def test_adaptive_clipping_is_refused_with_muon():
     config = {"optimizer": {"type": "Muon"}}
     settings = Settings(adaptive_clip=2.5, origins={"adaptive_clip": "command line"})
-    [problem] = muon.setting_problems(Profile.parse(config), settings)
+    [problem] = AdaptiveClip.problems(Case(settings, None, Profile.parse(config), 1, "cpu"))
     assert problem.startswith("command line: 2.5, but with Muon the gradient norm")
-    assert muon.setting_problems(Profile.parse({}), settings) == []
+    assert not [*AdaptiveClip.problems(Case(settings, None, Profile.parse({}), 1, "cpu"))]
 
 
 @pytest.mark.parametrize(
