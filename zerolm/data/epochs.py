@@ -12,7 +12,8 @@ from zerolm.data.skips import SkippedRanges, source_counts
 
 def times(number: float, digits: int = 3) -> str:
     """Return how often, as text without an exponent: 0.5, 3.25, 21,700."""
-    return f"{number:,.0f}" if number >= 1000 else f"{number:.{digits}g}"
+    text = f"{number:.{digits}g}"
+    return f"{number:,.0f}" if float(text) >= 1000 else text
 
 
 def cap_problems(

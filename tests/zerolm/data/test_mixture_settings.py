@@ -10,7 +10,7 @@ import pytest
 
 from zerolm.common.values import count
 from zerolm.config.settings import Settings
-from zerolm.data.epochs import cap_problems, skipped_data_notices, table
+from zerolm.data.epochs import cap_problems, skipped_data_notices, table, times
 from zerolm.data.mixture import (
     describe_stages,
     record,
@@ -114,6 +114,11 @@ def test_a_source_read_more_often_than_its_cap_is_refused_or_noted(policy, refus
     assert four_digits in [*more[0], *more[1]][0]
     at_most = mixture((6, 3, 1), max_epochs=("math=3.84",))[1]
     assert cap_problems(at_most, order, NAMES, 1920, settings) == ([], []), "as often as its cap"
+
+
+def test_epochs_are_shown_without_an_exponent():
+    numbers = (0.5, 3.25, 999.4, 999.7, 21_700)
+    assert [times(number) for number in numbers] == ["0.5", "3.25", "999", "1,000", "21,700"]
 
 
 def test_a_run_longer_than_the_caps_allow_is_refused_and_the_plan_is_shown():
