@@ -1,6 +1,6 @@
 """Coordinate check: the size of activations after 1, 5 and 10 steps, by width and by depth.
 
-    python -m benchmarks.transfer.coordinates --output coordinates.md
+    python -m benchmarks.transfer.coordinates --output coordinates.md --plot coordinates.png
 
 A Llama with heads of 16 trains on random tokens on the CPU, in float32, by torch's AdamW without
 clipping, with the initial values and parameter groups that `--parametrization completep` gives, and
@@ -10,6 +10,7 @@ blocks, of what all blocks have changed in the residual stream, and of the logit
 one of the sizes divided by the smallest, after 10 steps. What transfers stays flat: a ratio near 1.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,26 +31,56 @@ OPTIONS = {"lr": 2.0**-7, "eps": 1e-8}
 KINDS = ("embedding", "attention, summed", "MLP, summed", "change of the residual stream", "logits")
 
 
+Panels = dict[tuple[str, str], tuple[list[int], list[dict[int, dict[str, float]]]]]
+
+
 def main() -> None:
-    arguments = tables.parser(__doc__ or "").parse_args()
-    paragraphs = []
+    parser = tables.parser(__doc__ or "")
+    parser.add_argument("--plot", type=Path, help="also draw the sizes after the last step as PNG")
+    arguments = parser.parse_args()
+    paragraphs, panels = [], Panels()
     for name, sizes in (
         ("hidden size", [(width, BASE_LAYERS) for width in WIDTHS]),
         ("layers", [(BASE_WIDTH, layers) for layers in DEPTHS]),
     ):
         rows = []
+        varied = [size[name == "layers"] for size in sizes]
         for parametrization in (STANDARD, COMPLETEP):
             curves = [measure(*size, parametrization) for size in sizes]
+            panels[parametrization, name] = varied, curves
             for kind in KINDS:
                 for step in SHOWN:
                     values = [curve[step][kind] for curve in curves]
                     ratio = f"{max(values) / min(values):.2f}"
                     figures = [f"{value:.3g}" for value in values]
                     rows.append([parametrization, kind, step, *figures, ratio])
-        varied = [str(size[name == "layers"]) for size in sizes]
-        head = ["parametrization", "activation", "step", *varied, "largest / smallest"]
+        head = ["parametrization", "activation", "step", *map(str, varied), "largest / smallest"]
         paragraphs += [f"By {name}:", tables.table(head, rows)]
+    if arguments.plot:
+        plot(panels, arguments.plot)
     tables.show(paragraphs, processor(), arguments.output)
+
+
+def plot(panels: Panels, path: Path) -> None:
+    """Draw the activations after the last step over width and depth, one panel for each column."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), sharey=True, sharex="row")
+    for place, ((parametrization, name), (sizes, curves)) in enumerate(panels.items()):
+        axis = axes.flat[place]
+        for kind in KINDS:
+            axis.plot(sizes, [curve[STEPS][kind] for curve in curves], marker=".", label=kind)
+        axis.set(xscale="log", yscale="log", title=parametrization, xlabel=name, xticks=sizes)
+        axis.set_xticks(sizes, labels=map(str, sizes), minor=False)
+        axis.minorticks_off()
+    axes[0, 0].set_ylabel("mean absolute value")
+    axes[1, 0].set_ylabel("mean absolute value")
+    axes[0, 0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
 
 
 def measure(width: int, layers: int, parametrization: str) -> dict[int, dict[str, float]]:
@@ -60,7 +91,7 @@ def measure(width: int, layers: int, parametrization: str) -> dict[int, dict[str
         num_attention_heads=width // HEAD, num_key_value_heads=width // HEAD,
         vocab_size=VOCABULARY, max_position_embeddings=64, tie_word_embeddings=False,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     factors: Any = {}
     if parametrization == COMPLETEP:
         settings = SimpleNamespace(base_hidden_size=BASE_WIDTH, base_layers=BASE_LAYERS)
