@@ -82,7 +82,7 @@ class Supervised:
             assert not ended and time.monotonic() < deadline, f"{failure}:\n{self.output()[-6000:]}"
             time.sleep(0.02)
 
-    def wait_for_step(self, step: int, seconds: float = 240) -> None:
+    def wait_for_step(self, step: int, seconds: float = 120) -> None:
         """Wait until a step is in the metrics. Needs `--log_interval 1`."""
         path = self.run_dir / "metrics.jsonl"
         self.wait_for(

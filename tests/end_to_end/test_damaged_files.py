@@ -51,7 +51,7 @@ NUMBERS, MORE_NUMBERS = (
     ["NaN"],
     ["1e999", "0", "-1", "1e-300", "1e300", "9" * 30, "null", "-Infinity"],
 )
-FEW, MANY = 15, int(os.environ.get("ZEROLM_DAMAGE_EXAMPLES", "2000"))
+FEW, MANY = 25, int(os.environ.get("ZEROLM_DAMAGE_EXAMPLES", "2000"))
 
 
 @pytest.fixture(scope="module")

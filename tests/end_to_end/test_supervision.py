@@ -88,7 +88,7 @@ def test_killed_processes_are_reported_and_the_run_resumes_exactly(
         run.send(pid, signal.SIGKILL)
         report = f"rank {victim} on {os.uname().nodename} (pid {pid})"
         run.wait_for("not reported", lambda: report in run.output(), REPORT_SECONDS)
-        run.wait_for("not resumed", lambda: "resume" in names_of(run.events()), 240)
+        run.wait_for("not resumed", lambda: "resume" in names_of(run.events()), 120)
         if "launcher" in lost:
             run.wait_for_step(step + 12)
             launcher = run.heartbeats()[0]["launcher_pid"]
