@@ -202,8 +202,9 @@ def resolve_mixture(
             f"starts with. Give a source a weight."
         )
     stages = [Stage(0, tuple(weights)), *_parse_stages(settings, len(weights), find, problems)]
+    is_valid = len(stages) == 1 + len(settings.data_stage)  # else one may have it
     for number in range(len(weights)):
-        if not any(stage.weights[number] for stage in stages):
+        if is_valid and not any(stage.weights[number] for stage in stages):
             problems.append(
                 f"{settings.where('data')}: {settings.data[number]}, has no weight in any stage. "
                 f"Name it in a --data_stage, or leave the source out."
