@@ -114,7 +114,7 @@ class Order:
         self.starts = np.array([stage.start for stage in all_stages], np.int64)
         assert (np.diff(self.starts) > 0).all(), "stages ascend"
         self._mixers: list[StageMixer] = []
-        self._before: list[np.ndarray] = []
+        shifts = list[int]()  # of one source: its sequence minus the sequence number
         before = np.zeros(len(num_windows), np.int64)
         for number, stage in enumerate(all_stages):
             assert len(num_windows) == len(stage.weights) > 0, "one weight a source"
@@ -129,8 +129,9 @@ class Order:
                 before = np.array(stage.consumed, np.int64)
             bounds = self.starts[number : number + 2].tolist()
             self._mixers.append(StageMixer(shares, block, key, before, *bounds))
-            self._before.append(before)
+            shifts.append(int(before[0]) - stage.start)
             before = self._mixers[-1].at_end
+        self._shifts = np.array(shifts, np.int64)
         self.block = self._mixers[0].block
 
     def __call__(self, sequence_ids: np.ndarray) -> Placement:
@@ -184,8 +185,8 @@ class Order:
     def _mix(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sequence, and its number among that source's sequences."""
         if len(self.num_windows) == 1:  # no mixing: ids [0, windows) are exactly one epoch
-            shifts = np.concatenate(self._before) - self.starts
-            return np.zeros_like(ids), ids + shifts[np.searchsorted(self.starts, ids, "right") - 1]
+            stage = np.searchsorted(self.starts, ids, side="right") - 1
+            return np.zeros_like(ids), ids + self._shifts[stage]
         if len(self._mixers) == 1:
             return self._mixers[0](ids)
         source, sample = np.empty_like(ids), np.empty_like(ids)
