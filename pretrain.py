@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
 def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> int:
     """Train to the token budget, from the newest checkpoint if there is one.
 
-    Every rank must call. Returns the exit code.
+    Every rank must call this. Returns the exit code.
     """
     rank, world_size, device = process_group.init()
     if device.type == "cpu":
@@ -185,7 +185,7 @@ def build_engine(
 ) -> Any:
     """Build the model, check its initial weights, and return the DeepSpeed engine that trains it.
 
-    Every rank must call.
+    Every rank must call this.
 
     Args:
         wanted: the features of the run, which may change the model and the engine.
@@ -233,7 +233,7 @@ def build_checked_model(
 ) -> Any:
     """Build the model with the same attention kernel and initial weights on every host.
 
-    The weights do not depend on the ZeRO stage. Every rank must call.
+    The weights do not depend on the ZeRO stage. Every rank must call this.
 
     Args:
         existing: weights to start from, as `verified` returns them; None for random ones.
@@ -294,14 +294,14 @@ def initialize(
     wanted: Sequence[Feature],
     print_rank0: Callable[..., None],
 ) -> Any:
-    """Return the DeepSpeed engine of a model, with its optimizer. Every rank must call.
+    """Return the DeepSpeed engine of a model, with its optimizer. Every rank must call this.
 
     Parameter groups are for weight decay, and for options that features scale; Muon also needs its
     matrices tagged. DeepSpeed builds the optimizer from its JSON, unless the JSON names a class by
     dotted path.
 
     Args:
-        mpu: of `ulysses.register_attention`.
+        mpu: the result of `ulysses.register_attention`.
         existing: weights that the model started from, or None.
         wanted: the features of the run, which may scale options of the optimizer.
     """

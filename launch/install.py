@@ -318,7 +318,7 @@ def requirements_of(extras: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
 
 
 def build_operator() -> None:
-    """Build DeepSpeed's operator for ranks on the CPUs of one machine, which a run would wait for.
+    """Build DeepSpeed's operator for collectives of ranks on CPUs, before a run has to wait for it.
 
     A killed build leaves a lock, which would make later builds wait.
     """

@@ -47,7 +47,7 @@ def convert(
     """Write all documents of sources in another format; return what `_provenance.json` has.
 
     Args:
-        sources: with equal tokenizers.
+        sources: token shards with equal tokenizers.
     """
     unfinished = directory.absolute().parent / f".{directory.name}.unfinished"
     try:

@@ -113,7 +113,8 @@ class _Reader:
     def _by_eos(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield the documents between EOS ids; they run over the ends of items and files.
 
-        A file that begins with an EOS id has it before each document, not after it.
+        In a file that begins with an EOS id, each document has its EOS at the start, not at the
+        end.
         """
         left: list[np.ndarray] = []  # of a document that has begun
         num_left, begun = 0, 0  # its length and origin

@@ -5,7 +5,7 @@ members -> verify -> decide (one task) -> write (a task per unit). Tasks exchang
 files. The result depends on the documents, their order and the options, but not on units, tasks,
 memory or workers. docs/deduplication.md has the definitions.
 
-Documents may also be compared with those of earlier stages, by the signatures that these have kept
+Documents may also be compared with the documents of earlier stages, whose signatures are kept
 (`signatures.py`). A decision depends on earlier documents only, so the result is that of one pass
 over the documents of all stages.
 """

@@ -137,7 +137,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _hash_batch(pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of the words of all pieces, and each piece's end among them.
+    """Return the hashes of the words of all pieces, and the index at which each piece ends.
 
     The hash of a word is a polynomial in its characters: the sum of value * base^position over the
     batch, divided by the power at the word's start.

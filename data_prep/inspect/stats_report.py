@@ -108,7 +108,7 @@ def html_report(sources: Sequence[Statistics], decoders: Sequence[Decode | None]
     """Return a self-contained HTML page.
 
     Args:
-        decoders: for the ids of each source; None if there is no tokenizer beside its shards.
+        decoders: one per source; None if there is no tokenizer beside its shards.
     """
     texts = [
         [_text(each["id"], decode) for each in source["ids"]["most_frequent"]]

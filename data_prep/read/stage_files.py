@@ -187,7 +187,7 @@ def read_stage(directory: str | Path) -> Stage:
 
 
 def stage_of(argument: str) -> Stage | None:
-    """Return the stage that an --input names, or one of whose files it names; None if it is none.
+    """Return the stage whose directory or file an --input names; None if it names no stage.
 
     Raises:
         ConfigError: the stage is damaged.

@@ -82,7 +82,7 @@ class Selection:
 
     Attributes:
         files: a pattern with * and ? for the file that a document was read from.
-        min_length, max_length: of a document in tokens, including its EOS.
+        min_length, max_length: tokens of a document, including its EOS.
         keep, drop: numbers of documents, ascending, counted from 0 over all sources.
         max_documents, max_tokens: where to stop, after all other choices and after the shuffle.
     """
@@ -104,7 +104,7 @@ class Selection:
         }
 
     def within_limits(self, lengths: np.ndarray, documents: int, tokens: int) -> int:
-        """Return how many documents of these lengths fit after so many documents and tokens."""
+        """Return how many of the next documents fit after `documents` and `tokens`."""
         count = len(lengths)
         if self.max_documents is not None:
             count = min(count, self.max_documents - documents)

@@ -150,7 +150,7 @@ def space_problems(directory: Path, size_bytes: int) -> list[str]:
 
 
 def _token_bytes(copy: Path, vocab_size: int) -> TokenBytes | None:
-    """Return the bytes of each token; None if they do not add up to those of the text."""
+    """Return the bytes of each token; None if their sum is not the size of the text."""
     try:
         table = read_token_bytes(copy, vocab_size)
     except ConfigError:

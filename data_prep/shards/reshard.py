@@ -84,7 +84,7 @@ class Reshard:
     """A planned rewrite: what it reads and how much, before anything is written.
 
     Args:
-        sources: with equal tokenizers; see `differences`.
+        sources: the shards to read; their tokenizers are equal (`differences`).
         directory: the output, or the parent directory of the parts.
     """
 

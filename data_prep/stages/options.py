@@ -32,10 +32,10 @@ def option(default: Any = MISSING, help: str = "", shows: str | None = "N", **mo
     """Describe a field of a dataclass of options.
 
     Args:
-        help: of the flag, to which the default is added; without it no command has the flag.
+        help: help of the flag, without the default, which is added; "": no command has the flag.
         shows: placeholder of the value; `SWITCH` for a switch that takes one.
         more: `low`, `high`, `above`, `below`: inclusive and exclusive limits; `choices`; `flag`:
-            its name, if it differs from the key; `shown`: the default as the help has it.
+            its name, if it differs from the key; `shown`: text of the default in the help.
     """
     return field(default=default, metadata={"help": help, "shows": shows, **more})
 
@@ -169,7 +169,7 @@ def _rule_against(one: Field, content: Any) -> str:
 
 
 def _limits(about: Mapping[str, Any]) -> str:
-    """Return the limits of a number, as messages have them."""
+    """Return the limits of a number as text for messages."""
     if not LIMITS.keys() & about.keys():
         return ""
     if "below" in about:

@@ -49,7 +49,7 @@ class Outputs:
         """Return why the directories cannot be written while these inputs are read.
 
         Args:
-            arguments: of --input; a directory includes all files below it, unless it is a stage.
+            arguments: values of --input; a directory that is not a stage includes all files below.
         """
         for argument in arguments:
             path = Path(argument).resolve()

@@ -115,7 +115,7 @@ def order_rows(
     first rows.
 
     Args:
-        starts, rows, lengths: of each piece, (P,) int64, by start.
+        starts, rows, lengths: one entry per piece, (P,) int64, sorted by start.
 
     Returns:
         Indices of the pieces by row and then by start, (P,) int64, and the end of each row in

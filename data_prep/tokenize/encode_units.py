@@ -33,7 +33,7 @@ READ_BYTES = 1 << 20  # of text parsed and encoded at a time
 PART_SECONDS = 15.0  # of work in a part: the most that a killed task repeats
 MIN_UNIT_BYTES = 1 << 23  # each unit costs 1 ms of CPU: as much as encoding 100 KB with gigatoken
 ENCODED_DIRECTORY = "encoded"  # in the directory of the parts
-UNITS_PER_DIRECTORY = 64  # in `encoded/00000`, ...: few enough to list it for each unit
+UNITS_PER_DIRECTORY = 64  # in `encoded/00000`, ...; each unit lists its directory
 
 
 def units_of(inputs: Sequence[Input], unit_bytes: int | None) -> list[WorkUnit]:

@@ -200,7 +200,7 @@ def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, A
     Removes all other files of the unit, except those that another process may still be writing.
 
     Args:
-        fingerprint: of everything that determines the parts; parts with another one are removed.
+        fingerprint: hash of all that determines the parts; parts with another hash are removed.
     """
     records: dict[str, dict[str, Any]] = {}
     unusable: set[str] = set()

@@ -71,7 +71,7 @@ def run_tokenization(
     """Write shards of all documents of the inputs, or resume an interrupted run.
 
     Args:
-        outputs: for training documents and, if there is a `val_fraction`, for held-out documents.
+        outputs: directories of the training and, with `val_fraction`, of the held-out shards.
     """
     if len(inputs) > MAX_INPUTS:
         raise ConfigError(

@@ -49,7 +49,7 @@ class BpeOptions:
         split: name of the pattern that splits a text into pieces; merges never cross pieces.
         digits: "1", "3" or "any" digits per piece; None for the split's default.
         whitespace: "runs", or "single" for one white-space character per piece.
-        special_tokens: in addition to the EOS token, which has id 0.
+        special_tokens: further special tokens; the EOS token has id 0.
         min_frequency: how often a pair must occur to be merged.
     """
 

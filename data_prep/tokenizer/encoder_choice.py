@@ -45,7 +45,7 @@ class EncoderChoice:
         reference: the backend whose ids are correct by definition.
         proven: ranges [start, stop) of the code points for which the backend equals the reference;
             texts with other code points need the reference.
-        note: for the user, why the fast backend is not used.
+        note: the reason, shown to the user, why the fast backend is not used.
     """
 
     backend: str

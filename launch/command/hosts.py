@@ -87,10 +87,10 @@ def used_slots(
     """Return {host: slots} of the hosts on which `deepspeed --include or --exclude` starts ranks.
 
     Args:
-        slots: {host: slots} without these flags.
+        slots: {host: slots} of the hostfile, before --include and --exclude.
 
     Raises:
-        ConfigError: a host in them does not exist, or none is left.
+        ConfigError: a flag names a host that does not exist, or excludes every host.
     """
     named: dict[str, int] = {}
     flag, value = ("--include", include) if include else ("--exclude", exclude)

@@ -27,10 +27,9 @@ def main(argv: list[str]) -> int:
 def measure(
     rank: int, local_rank: int, world: int, port: int, address: str, seconds: float
 ) -> dict[str, float | bool | int]:
-    """Sum known integers over all ranks. Every rank must call.
+    """Sum known integers over all ranks. Every rank must call this.
 
     Args:
-        rank, local_rank, world: as torch.distributed defines them; `world` is the world size.
         port, address: where rank 0 listens.
         seconds: time limit of each collective.
 

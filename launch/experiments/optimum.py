@@ -18,12 +18,12 @@ class Optimum:
 
     Attributes:
         value, loss: where the parabola has its minimum; the best point where there is none.
-        interval: of the value; None with one seed, at an edge, or without a parabola.
+        interval: interval of `value`; None with one seed, at an edge, or without a parabola.
         parabola: coefficients of loss over log(value), highest power first; None without one.
         at_edge: the best point is the first or the last, so better values may lie outside.
         edge_share: share of the resamples whose minimum is at an edge; None without an interval.
         fitted: the first and the last value of the parabola; None without one.
-        points, seeds: of the parabola; the least number of losses of a value.
+        points, seeds: number of fitted values, and of losses of the value that has the fewest.
     """
 
     value: float

@@ -23,7 +23,7 @@ class Result:
     """The result of a point. Fields are JSON keys.
 
     Attributes:
-        state: as in `zerolm status`; `new` before its first start.
+        state: the state that `zerolm status` shows; `new` before the first start.
         loss, metric: None and empty unless it is done.
     """
 

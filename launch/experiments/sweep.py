@@ -1,7 +1,7 @@
 """`zerolm sweep`: start a run for each point of a grid, by `zerolm train`, and name the optimum.
 
-All points are checked before the first one starts. Each is an ordinary run, so a sweep that was
-stopped or killed goes on where it was: the same command skips what is done and resumes the rest.
+All points are checked before the first one starts. Each is an ordinary run, so the same command
+resumes a sweep that was stopped or killed: finished runs are skipped.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class Sweep:
     """The runs of a sweep.
 
     Attributes:
-        flags: of pretrain.py, for all points.
+        flags: flags of pretrain.py that all points share.
         tokens: {name of a point: the tokens of its complete run}.
     """
 

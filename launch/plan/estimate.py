@@ -95,7 +95,7 @@ def estimate(
     """Compute the figures of a plan.
 
     Args:
-        mfu: as for `step_time`.
+        mfu: see `step_time`.
         memory_ratio: measured over predicted memory, from a probe.
     """
     step = step_time(run, mfu)
@@ -194,7 +194,7 @@ def activations_of_rank(run: PlannedRun) -> Activations:
 
 
 def to_json(found: Estimate) -> dict[str, Any]:
-    """Return the figures as `--json` prints them and the golden table has them."""
+    """Return the figures in the form of `--json` and of the golden table."""
     run = found.run
     settings = run.settings
     return {

@@ -25,7 +25,7 @@ class Row:
     Attributes:
         devices: kind of device.
         flops: 6 N D, as most papers report; `all_flops` includes attention.
-        predicted, reported: in device-hours.
+        predicted, reported: device-hours.
     """
 
     name: str

@@ -21,8 +21,8 @@ class Job:
         secrets: variables whose values the scheduler supplies.
         save_seconds: time to save and stop before the time limit.
         slurm: additional `#SBATCH` options.
-        points: of an array job: the further flags of each of its runs.
-        at_once: of an array job: how many of its runs may run at once; None: any number.
+        points: the further flags of each run of an array job.
+        at_once: how many runs of an array job may run at once; None: any number.
     """
 
     name: str

@@ -123,7 +123,7 @@ def classify(
         outcome.sequences = next(filter(None, known), None)
     if outcome.exit_code == EXIT_REFUSED:
         outcome.reasons += _refusal(output)
-        # Another world size may be that of hosts that come back.
+        # A changed world size does not count: hosts may come back.
         changed = [line for line in output if OLD_VALUE in line and ": world_size: " not in line]
         outcome.values_changed = bool(changed)
     saved = any(event.get("reason") == RUNNER_GONE for event in events)

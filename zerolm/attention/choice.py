@@ -29,7 +29,7 @@ def agreed_attention(
     seq_len: int,
     document_mask: bool,
 ) -> str:
-    """Return the result of `choose_attention`, equal on all ranks. Every rank must call.
+    """Return the result of `choose_attention`, equal on all ranks. Every rank must call this.
 
     The choice depends on installed packages and devices, which may differ between hosts.
 

@@ -35,12 +35,12 @@ ALONE_TOLERANCES = {"fp32": 1e-2, "bf16": 0.25, "fp16": 0.25}
 
 
 def check(engine: Any, settings: Resolved, precision: str, device: Any) -> str:
-    """Test the document mask; return the result as text. Every rank must call.
+    """Test the document mask; return the result as text. Every rank must call this.
 
     The engine is in training mode afterwards.
 
     Args:
-        precision: in which the model computes, a key of `ALONE_TOLERANCES`.
+        precision: the precision that the model computes in, a key of `ALONE_TOLERANCES`.
 
     Raises:
         ConfigError: on every rank: the mask does not separate documents on one of them.

@@ -82,7 +82,7 @@ def attend(
 
     Args:
         sliding_window: number of keys of a query, itself included; None: all of its document.
-        cu_seq_lens_q, max_length_q: from `document_mask.boundary_arguments`.
+        cu_seq_lens_q, max_length_q: see `document_mask.boundary_arguments`.
 
     Returns:
         (B, T, H, E)

@@ -229,7 +229,7 @@ def locate(reference: str | Path) -> Checkpoint:
 
 
 def locate_several(reference: str) -> list[Checkpoint]:
-    """Return the checkpoints of a run that a user names, oldest first.
+    """Return the checkpoints that a reference selects, oldest first.
 
     Args:
         reference: `RUN` (all that are kept), `RUN@100,200`, `RUN@100:300` (those of steps 100 to

@@ -45,7 +45,7 @@ class _BlockFile:
         self._filled = 0
 
     def write(self, data: Any) -> int:
-        """Take bytes of any length. torch calls it from C++, and hides what it raises."""
+        """Take bytes of any length. torch calls this method from C++, and hides its exceptions."""
         try:
             view = memoryview(data).cast("B")
             taken = 0

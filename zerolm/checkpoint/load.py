@@ -47,7 +47,7 @@ class DamagedCheckpoint:
 def newest_complete(
     run_dir: Path, rank: int, world_size: int
 ) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
-    """Find the newest checkpoint whose files all match its manifest. Every rank must call.
+    """Find the newest checkpoint whose files all match its manifest. Every rank must call this.
 
     Each rank reads a share of the files. Newer checkpoints that are damaged are renamed, so that
     they are not tried again; nothing is deleted or unpickled.
@@ -96,7 +96,7 @@ def newest_copy(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Find the newest step that all ranks have in memory, newer than the checkpoints on disk.
 
-    The other copies are removed. Every rank must call.
+    The other copies are removed. Every rank must call this.
 
     Args:
         usable: whether this run can resume from a copy.
@@ -132,7 +132,7 @@ def _rename_damaged(damage: list[DamagedCheckpoint], rank: int) -> list[DamagedC
 
 
 def _same_on_all_ranks(directory: Path, digest: str) -> Checkpoint:
-    """Return the checkpoint that rank 0 found, as read by this rank. Every rank must call.
+    """Return the checkpoint that rank 0 found, as read by this rank. Every rank must call this.
 
     On a network file system hosts may see different contents for a while; all must load the same.
     """
@@ -157,7 +157,7 @@ def load(
     plan: Plan,
     reshard: Callable[[Any, Path, dict[str, Any]], None],
 ) -> None:
-    """Load a verified checkpoint into the engine. Every rank must call.
+    """Load a verified checkpoint into the engine. Every rank must call this.
 
     Args:
         reshard: `zerolm.checkpoint.reshard.load`, called with engine, directory and manifest if the

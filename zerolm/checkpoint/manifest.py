@@ -32,8 +32,8 @@ class Progress:
         spikes: steps that were anomalies, see zerolm/optim/spikes.py.
         rollbacks: how often the run has rolled back to a checkpoint.
         skipped_windows: ranges [start, end) of sequence numbers that rollbacks made it skip.
-        history: for spike detection, a `zerolm.optim.spikes.History` as JSON.
-        health: for the next metrics, a `zerolm.train.health.HealthState` as JSON.
+        history: state of the spike guard, a `zerolm.optim.spikes.History` as JSON.
+        health: state of the health metrics, a `zerolm.train.health.HealthState` as JSON.
         features: the state of each `zerolm.features.feature.Feature` that has one, by name.
 
     Lists and dicts are replaced, never mutated: a writer thread may hold a shallow copy.
@@ -79,8 +79,8 @@ class _ListedFile(TypedDict):
 class ListedFile(_ListedFile, total=False):
     """A file of a checkpoint, with one of the checksums of zerolm/checkpoint/checksums.py.
 
-    `rank` is that of the only rank which reads it on the topology that wrote it; absent if several
-    ranks do.
+    `rank` is the only rank that reads the file on the topology that wrote it; absent if several
+    ranks read it.
     """
 
     xxh3_128: str

@@ -6,10 +6,10 @@
             MANIFEST-00003.json                 written last by rank 3: its part is complete
 
 They survive the death of every process of a run, but no reboot. Nothing is renamed or agreed upon
-when a copy is written: at a start, the ranks take the newest step of which all have their part. A
-rank deletes its part of an older copy when all ranks have a newer one. The token is in the run
-directory, so that copies of another run that had the same path are never taken. Must not
-depend on torch, since `launch supervise` removes copies too.
+when a copy is written: when a run starts, the ranks load the newest step that is complete on all of
+them. A rank deletes its part of an older copy when all ranks have a newer one. The token is in the
+run directory, so that copies of another run that had the same path are never taken. Must not depend
+on torch, since `launch supervise` removes copies too.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ class MemoryCopies:
 
 
 def connect(run_dir: Path, rank: int, tensor_rank: int) -> MemoryCopies:
-    """Prepare the memory of all hosts for copies; return this rank's part. Every rank must call.
+    """Prepare the memory of all hosts for copies; return this rank's part. All ranks call this.
 
     Args:
         tensor_rank: the part of the model that the rank has, with tensor parallelism.
@@ -113,7 +113,7 @@ def connect(run_dir: Path, rank: int, tensor_rank: int) -> MemoryCopies:
 
 
 def forget(run_dir: Path, rank: int) -> None:
-    """Remove the copies of an earlier start from all hosts. Every rank must call.
+    """Remove the copies of an earlier start from all hosts. Every rank must call this.
 
     Raises:
         ConfigError: on every rank: a host cannot remove them.
@@ -123,7 +123,7 @@ def forget(run_dir: Path, rank: int) -> None:
 
 
 def _on_each_host(rank: int, action: Callable[[], object]) -> None:
-    """Remove abandoned copies and do something on one rank of each host. Every rank must call."""
+    """Remove abandoned copies and do something on one rank of each host. All ranks call this."""
     problem = ""
     if collectives.gather_objects(processes.machine_id()).index(processes.machine_id()) == rank:
         try:
@@ -178,7 +178,7 @@ def create_directory(run_dir: Path, token: str) -> Path:
 
 
 def remove_abandoned() -> None:
-    """Remove the copies of runs on this host whose run directory is gone, or is of another run."""
+    """Remove copies on this host whose run directory was deleted or belongs to another run."""
     for directory in _directories(lambda name: True):
         with contextlib.suppress(OSError):
             run_dir = Path((directory / OWNER).read_text())
@@ -197,7 +197,7 @@ def remove_copies(run_dir: Path) -> None:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the step of the newest copy of which this host has a part, 0 if there is none."""
+    """Return the step of this host's newest copy, 0 without one."""
     token = read_token(run_dir)
     found = [] if token is None else checkpoint_directories(directory_of(run_dir, token))
     complete = [each for each in found if any(each.glob("MANIFEST-*.json"))]

@@ -46,7 +46,7 @@ class Partitions:
     """The layout of a model's parameters in the flat tensors of all ranks.
 
     Args:
-        groups: for each group, {parameter name: number of values}, in order.
+        groups: {parameter name: number of values} of each group, in order.
         per_parameter: each parameter is split on its own, as in stage 3.
 
     Attributes:

@@ -36,7 +36,7 @@ def num_sequences(plan: Plan) -> int:
 
 
 def measure(engine: Any, batches: Iterable[Mapping[str, torch.Tensor]], plan: Plan) -> dict:
-    """Return `probe` for the manifest: loss, logits and what they depend on. Every rank must call.
+    """Return `probe` for the manifest: loss, logits and what they depend on. All ranks call this.
 
     Args:
         engine: the DeepSpeed engine, which is in training mode afterwards.
@@ -101,7 +101,7 @@ def check(
     manifest: Mapping[str, Any],
     where: Path,
 ) -> str:
-    """Measure the probe on a loaded engine and compare it with the manifest. Every rank must call.
+    """Measure the probe on a loaded engine and compare it with the manifest. All ranks call this.
 
     Args:
         where: names the manifest in messages.

@@ -44,7 +44,7 @@ SAME_TOPOLOGY = "Resume with the topology of the checkpoint."
 
 
 def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Load weights, optimizer states and DeepSpeed's counters. Every rank must call.
+    """Load weights, optimizer states and DeepSpeed's counters. Every rank must call this.
 
     Args:
         engine: fresh from `deepspeed.initialize`.
@@ -107,7 +107,7 @@ def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) ->
     states = group_states(state)
     assert len(states) == len(layout.sizes) == len(masters(state)), f"{path}: groups"
     for master, entries, size in zip(masters(state), states, layout.sizes, strict=True):
-        # Stages 1 and 2 save masters without the padding, which is at their end.
+        # Stages 1 and 2 save masters without the padding at their end.
         if master.numel() > size or master.dtype != master_dtype:
             problems.append(
                 f"{path}: masters: {master.numel()} values of {master.dtype}, must be at most "
@@ -190,7 +190,7 @@ def _set_rank_state(
 
     Args:
         template: state dict of the fresh engine.
-        flats: for each group, {state name: values of this rank}.
+        flats: {state name: values of this rank} of each group.
         scalars: states that have one value for all parameters, such as the step.
     """
     # A new list, because that of the template may belong to the engine.

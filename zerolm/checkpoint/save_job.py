@@ -32,8 +32,8 @@ class Outcome:
         error: why the checkpoint was not published; None if it was.
         problems: files that could not be removed; known on rank 0 only.
         copy_seconds: how long training waited for the copy.
-        seconds: from the start of the copy until the checkpoint was published, on rank 0; on other
-            ranks until they learned of it, at the end of that step.
+        seconds: time from the start of the copy until the checkpoint was published, on rank 0; on
+            other ranks until the end of the step in which they learned of it.
         in_memory: a copy in the memory of the hosts instead of a checkpoint.
     """
 

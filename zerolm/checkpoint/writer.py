@@ -84,10 +84,10 @@ class CheckpointWriter:
         return self._host_copy.size_bytes
 
     def save(self, progress: Progress, ranked: Sequence[str] = (), **facts: Any) -> float:
-        """Copy the state and start to write it. Every rank must call; none may be in progress.
+        """Copy the state and start to write it. All ranks call this; no save may be in progress.
 
         Args:
-            progress: from which a resume continues.
+            progress: the point that a resume continues from.
             ranked: names of the checkpoints of all evaluated steps, the best first.
             facts: further entries of the manifest, JSON values.
 
@@ -125,11 +125,10 @@ class CheckpointWriter:
     def copy_to_memory(self, progress: Progress, copies: MemoryCopies, **facts: Any) -> float:
         """Copy the state, and start to write it to the memory of the hosts, beside checkpoints.
 
-        Every rank must call; no checkpoint may be in progress.
+        Every rank must call this; no checkpoint may be in progress.
 
         Args:
-            copies: of this rank.
-            facts: as in `save`.
+            facts: see `save`.
 
         Returns:
             The time that it took, in seconds.
@@ -186,10 +185,10 @@ class CheckpointWriter:
         return float(written), float(job.error is not None), float(job.published)
 
     def advance(self, sums: Sequence[float]) -> Outcome | None:
-        """Advance the checkpoint in progress. Every rank must call, with the same sums.
+        """Advance the checkpoint in progress. Every rank must call this, with the same sums.
 
         Args:
-            sums: of the `flags` of all ranks.
+            sums: the `flags` of all ranks, summed.
 
         Returns:
             The outcome if the checkpoint has ended, else None.
@@ -206,7 +205,7 @@ class CheckpointWriter:
         return self._end(None) if published else None
 
     def finish(self) -> Outcome | None:
-        """Wait for the checkpoint in progress, if there is one. Every rank must call."""
+        """Wait for the checkpoint in progress, if there is one. Every rank must call this."""
         job = self._job
         if job is None:
             return None

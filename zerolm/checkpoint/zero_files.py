@@ -59,7 +59,7 @@ def partitions(param_shapes: Any, world_size: int, stage: int) -> Partitions:
     """Return the layout of the parameters over ranks.
 
     Args:
-        param_shapes: for each group, {name: torch.Size}, from a model file or an engine.
+        param_shapes: {name: torch.Size} of each group, from a model file or an engine.
     """
     groups = [{name: shape.numel() for name, shape in group.items()} for group in param_shapes]
     return Partitions(groups, world_size, per_parameter=stage == 3)

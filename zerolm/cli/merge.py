@@ -168,7 +168,7 @@ def _differences(checkpoints: Sequence[Checkpoint]) -> list[str]:
     for run_dir in dict.fromkeys(map(run_of, checkpoints)):
         source = first_source(run_dir)
         if source is None:
-            continue  # its token shards are gone
+            continue  # its token shards were deleted
         fingerprint = source.head["tokenizer"]["fingerprint"]
         first = first or (run_dir, fingerprint)
         if fingerprint != first[1]:

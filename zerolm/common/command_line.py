@@ -155,7 +155,7 @@ def open_standard_streams() -> None:
 
 
 def flush_output() -> None:
-    """Flush stdout. If its reader is gone, as in `| head`, drop what is left without an error."""
+    """Flush stdout. If its reader has exited, as in `| head`, drop the rest without an error."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:

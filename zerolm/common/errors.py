@@ -99,7 +99,7 @@ def reason(
 ) -> str:
     """Return an error as one line of at most `MAX_REASON_CHARACTERS`, without credentials.
 
-    They are masked before the text is cut: what is left of one would not be recognised.
+    Secrets are masked before the text is cut, because part of a secret would not be recognised.
 
     Args:
         named: begin with the exception's type, as does an exception without a text.

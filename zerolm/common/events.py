@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 Event = Mapping[str, Any]
 Level = Literal["bad", "notable", "plain", "quiet"]
 
-# The states of a run that an event leaves it in. An event may leave it as it was: "".
+# The states of a run that an event leaves it in. "": the event does not change the state.
 RUNNING, DONE, STOPPED, GAVE_UP, FAILED = "running", "done", "stopped", "gave up", "failed"
 # Keys that explain an event, in the order in which a message joins them.
 DETAILS = (
@@ -43,7 +43,7 @@ class EventKind:
         about: its line in docs/run_directory.md: its keys besides those of every event.
         message: a template, or a function of the event. If empty, the message joins the event's
             `DETAILS`. In a template a missing key is "?", and `{key:seconds}` is a duration.
-        state: of the run after the event; "" if the event does not change it.
+        state: the run's state after the event; "" if the event does not change it.
         written: False if the report derives the event from metrics.
     """
 

@@ -89,7 +89,7 @@ def read_rows(
     """Yield the readable rows of a file, none if it does not exist.
 
     Args:
-        kind: as for `parse_row`.
+        kind: see `parse_row`.
         key: yield only rows with this key; other lines are not parsed.
         start_bytes: offset of the first line to read.
         problems: a line is appended if the file or some of its lines cannot be read. An incomplete
@@ -127,7 +127,7 @@ def rows_from(path: Path, step: int, kind: Any) -> tuple[list[Row], int]:
     """Read the rows of `step` and later steps from the end of a file.
 
     Args:
-        kind: as for `parse_row`.
+        kind: see `parse_row`.
 
     Returns:
         The rows, oldest first; and the offset in bytes of the first line of a later step. An

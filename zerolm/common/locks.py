@@ -34,7 +34,6 @@ class FileLock:
     file stays in place when it is released. Works on NFS, whose locks need a file open for writing.
 
     Args:
-        path: of the lock file.
         shared: together with other shared locks, none of which excludes another. Waits for the
             holder of an exclusive lock; an exclusive lock never waits.
         create: create the file if it is absent.

@@ -188,7 +188,7 @@ def num_nodes_problem(options: Mapping[str, str], environment: Mapping[str, str]
     The runner takes the first N hosts of its hostfile, and all of them if there are fewer.
 
     Args:
-        options: of the runner.
+        options: the runner's options.
         environment: set by the node launcher (`CROSS_SIZE`: nodes, `WORLD_SIZE`: ranks).
     """
     nodes, requested = num_nodes(environment), options.get("--num_nodes", "")

@@ -33,7 +33,7 @@ class Process:
         state: `R` running, `S` and `D` waiting, `T` stopped, `t` in a debugger, `Z` ended.
         parent: process number of its parent.
         start_ticks: its start time in clock ticks since the machine booted.
-        wait_status: of a process that has ended, as `os.waitpid` returns it.
+        wait_status: the status that `os.waitpid` returns for a process that has ended.
     """
 
     pid: int

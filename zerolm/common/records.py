@@ -170,7 +170,7 @@ def parse_record(content: bytes, where: object, kind: type[T], fix: str = DAMAGE
 
 
 def parse_json(content: bytes, loads: Callable[..., Any] = json.loads) -> Any:
-    """Parse JSON of which all that follows is safe: to recurse into it, to convert, to print.
+    """Parse JSON whose value is safe to recurse into, to convert and to print.
 
     Raises:
         ValueError: not JSON or not UTF-8; repeats a key, nests deeper than `MAX_DEPTH`, or has an
@@ -225,7 +225,7 @@ def mismatch(value: Any, kind: Any, key: str = "") -> str:
 
     Args:
         kind: the type, which annotations of `TypedDict` and dataclasses may nest.
-        key: of the value; empty for a file's content.
+        key: dotted key of the value; "" for the content of a file.
     """
     if kind is Any:
         return ""
@@ -298,8 +298,8 @@ def _shown(value: Any) -> str:
 def _one_line(text: str) -> str:
     text = text if text.isprintable() else repr(text)
     if len(text) <= 40:
-        return text  # masked where it leaves the program, as all errors are
-    text = masked(text)  # what is left of a credential that is cut would not be recognised
+        return text  # every error is masked when it is printed
+    text = masked(text)  # masking would not recognise a part of a credential
     return text if len(text) <= 40 else text[:37] + "..."
 
 

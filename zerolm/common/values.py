@@ -126,7 +126,7 @@ def strict_json(value: Any, **options: Any) -> str:
     """Return a value as JSON that every parser reads: numbers that are not finite become null.
 
     Args:
-        options: of `json.dumps`.
+        options: keyword arguments of `json.dumps`.
     """
     try:
         return json.dumps(value, allow_nan=False, **options)

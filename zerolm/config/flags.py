@@ -112,8 +112,8 @@ def add_settings(
     """Add settings to the flags of another command; `settings_of` parses them.
 
     Args:
-        defaults: {name: default of this command, not that of a run}.
-        own_help: {name: help of this command, not that of a run}.
+        defaults: {name: default of this command}; other flags have a run's.
+        own_help: {name: help text of this command}; other flags have a run's.
     """
     for name in names:
         about, default = FLAGS[name], (defaults or {}).get(name)
@@ -313,7 +313,7 @@ def answer(argv: Sequence[str], usage: str = USAGE, add_flags: AddFlags | None =
     """Print what `--help` and `--version` ask for, and exit with code 0; return without them.
 
     Args:
-        usage, add_flags: as for `help_text`.
+        usage, add_flags: see `help_text`.
     """
     if "--version" in argv:
         print(version_text())

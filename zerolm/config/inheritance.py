@@ -26,7 +26,7 @@ STATIC_DEFAULTS: dict[str, Any] = {
 
 
 class Layer(NamedTuple):
-    """Settings of a file: values, of which nobody chose those that are named in `derived`."""
+    """Settings of a file: values, and `derived`, the names of the values that nobody chose."""
 
     values: dict[str, Any]
     derived: frozenset[str] = frozenset()

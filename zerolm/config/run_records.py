@@ -44,7 +44,7 @@ class _Source(TypedDict):
 
 
 class InitialWeightsRecord(_Source, total=False):
-    """The source of `--init_from`, as `zerolm.pretrained.initial_source.InitialSource` has it."""
+    """The source of `--init_from`: fields of `zerolm.pretrained.initial_source.InitialSource`."""
 
     generation: dict[str, Any]
 

@@ -30,7 +30,7 @@ class Mixture:
     """The weights and caps of a run's sources.
 
     Attributes:
-        stages: in ascending order, the first one at 0.
+        stages: ascending; the first one begins at 0.
         caps: maximum epochs of each source in a run; None for no limit.
         supply: number of sequences that the sources can give within their caps, if sources are
             dropped at their cap; None for no limit.
@@ -190,10 +190,10 @@ def resolve_mixture(
     """Make the mixture that the settings describe; problems are appended to `problems`.
 
     Args:
-        settings: with `seq_len`.
-        weights: of the sources in the first stage; 0 for one that is used later.
+        settings: settings whose `seq_len` is set.
+        weights: weights in the first stage; 0 for a source that a later stage adds.
         find: returns the number of a source by its name.
-        num_windows: of each source, at least 1.
+        num_windows: windows of each source, at least 1.
         problems: one line each.
     """
     if not any(weights):

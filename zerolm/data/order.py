@@ -65,7 +65,7 @@ class Stage(NamedTuple):
 
     Attributes:
         start: sequence number.
-        weights: of each source, in any unit; 0: the source is not used.
+        weights: one per source, in any unit; 0: the source is not used.
         consumed: windows of each source before the stage; None: as in the stages before it.
     """
 

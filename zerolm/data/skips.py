@@ -31,7 +31,7 @@ def sequence_ids(positions: np.ndarray, skipped: SkippedRanges) -> np.ndarray:
 
     Args:
         positions: (...) int64.
-        skipped: as returned by `merge_ranges`.
+        skipped: the result of `merge_ranges`.
     """
     if not len(skipped):
         return positions

@@ -27,7 +27,7 @@ def print_rank0(rank: int, *values: object) -> None:
 
 
 def barrier() -> None:
-    """Wait for every rank. Every rank must call."""
+    """Wait for every rank. Every rank must call this."""
     import torch
 
     if torch.distributed.get_world_size() > 1:  # torch would warn of a group without a device
@@ -35,7 +35,7 @@ def barrier() -> None:
 
 
 def print_communication_table() -> None:
-    """Print what DeepSpeed's `comms_logger` has collected, on rank 0. Every rank must call."""
+    """Print what DeepSpeed's `comms_logger` has collected, on rank 0. Every rank must call this."""
     import deepspeed.comm
 
     deepspeed.comm.log_summary()
@@ -44,7 +44,7 @@ def print_communication_table() -> None:
 def require_on_all_ranks(condition: bool, problem: str) -> None:
     """Raise the same ConfigError on every rank unless `condition` holds on all of them.
 
-    Every rank must call.
+    Every rank must call this.
 
     Args:
         problem: the message of this rank, used if its condition is false.
@@ -56,12 +56,12 @@ def require_on_all_ranks(condition: bool, problem: str) -> None:
 
 
 def require_same_on_all_ranks(value: Any, problem: str) -> None:
-    """Raise a ConfigError on every rank unless all have rank 0's `value`. Every rank must call."""
+    """Raise a ConfigError on every rank unless all have rank 0's `value`. All ranks call this."""
     require_on_all_ranks(value == broadcast_object(value), problem)
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return every rank's `value`, in rank order, on every rank. Every rank must call."""
+    """Return every rank's `value`, in rank order, on every rank. Every rank must call this."""
     import torch
 
     values: list[Any] = [None] * torch.distributed.get_world_size()
@@ -70,7 +70,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_on_rank0(value: Any) -> list[Any] | None:
-    """Return every rank's `value` on rank 0, None on the others. Every rank must call."""
+    """Return every rank's `value` on rank 0, None on the others. Every rank must call this."""
     import torch
 
     first = torch.distributed.get_rank() == 0
@@ -80,7 +80,7 @@ def gather_on_rank0(value: Any) -> list[Any] | None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Return rank 0's `value` on every rank. Every rank must call."""
+    """Return rank 0's `value` on every rank. Every rank must call this."""
     import torch
 
     box = [value]
@@ -89,7 +89,7 @@ def broadcast_object(value: Any) -> Any:
 
 
 def sum_over_ranks(values: Any) -> Any:
-    """Sum a tensor over all ranks in place and return it. Every rank must call."""
+    """Sum a tensor over all ranks in place and return it. Every rank must call this."""
     import torch
 
     torch.distributed.all_reduce(values)

@@ -1,7 +1,7 @@
 """`.deepspeed_env`: variables that DeepSpeed's launcher sets for the ranks on other hosts.
 
-The launcher writes each line into the command for a host's shell, whatever that shell and pdsh make
-of it. Nothing else reads the file. Standard library only.
+The launcher copies each line into the command for a host's shell; pdsh and that shell may change
+characters of it. Nothing else reads the file. Standard library only.
 """
 
 import os

@@ -56,8 +56,8 @@ def report_config_error(error: ConfigError, rank: int, local_rank: int) -> int:
     """Print a configuration error once per run and return its exit code.
 
     Call it only before the process group exists. The launcher kills all ranks of a host as soon as
-    one of them exits, so rank 0 exits at once and the others wait: a problem that all ranks have is
-    printed once, and a problem that only one rank has is still printed, a little later. Ranks of
+    one of them exits, so rank 0 prints and exits at once while the others wait. A problem of all
+    ranks is thus printed once; a problem of another rank alone is printed after its wait. Ranks of
     other hosts learn of it in `rendezvous`, because no launcher would stop them.
     """
     if not isinstance(error, SharedConfigError):
@@ -139,7 +139,7 @@ def rendezvous(problems: Sequence[str] = ()) -> None:
 
 
 def init() -> tuple[int, int, Any]:
-    """Create the process group. Every rank must call.
+    """Create the process group. Every rank must call this.
 
     Returns:
         (rank, world size, torch.device) of this process.
@@ -177,7 +177,7 @@ def init() -> tuple[int, int, Any]:
 
 
 def release_shared_memory() -> None:
-    """Unlink the shared-memory buffer of DeepSpeed's CPU collectives. Every rank must call.
+    """Unlink the shared-memory buffer of DeepSpeed's CPU collectives. Every rank must call this.
 
     DeepSpeed 0.19.8 allocates 69 MB in /dev/shm per rank and launch on a CPU and never removes
     them, so a machine runs out of memory after some hundred launches. Once all ranks have mapped
@@ -211,7 +211,7 @@ def remove_stale_buffers() -> None:
 
 
 def destroy(engine: Any = None) -> None:
-    """Destroy the engine and the process group. Every rank must call.
+    """Destroy the engine and the process group. Every rank must call this.
 
     The barrier comes first: without it, and without destroying the group, Gloo aborted the
     interpreter in about 1 run of 20 (DeepSpeed 0.19.8, torch 2.13, 2 ranks on a CPU).

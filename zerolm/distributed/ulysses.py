@@ -20,7 +20,7 @@ PER_TOKEN_KEYS = ("input_ids", "targets")  # tensors with a sequence dimension
 
 
 def register_attention(model: Any, layout: Layout, micro_batch_size: int, seq_len: int) -> Any:
-    """Replace a new model's attention by DeepSpeed's Ulysses attention. Every rank must call.
+    """Replace a new model's attention by DeepSpeed's Ulysses attention. Every rank must call this.
 
     Changes transformers' table of attention functions in this process.
 
@@ -50,7 +50,7 @@ def shard_batch(batch: Batch, layout: Layout, rank: int) -> Batch:
     """Return this rank's slice of its replica's micro-batch, with the tokens' positions.
 
     Args:
-        batch: with `input_ids` and `targets` (M, T), and without `document_ids`.
+        batch: `input_ids` and `targets`, (M, T); no `document_ids`.
 
     Returns:
         Without sequence parallelism the batch itself; otherwise (M, T / degree) tensors, and

@@ -25,7 +25,6 @@ class Implied(NamedTuple):
     """A setting that the JSON fixes.
 
     Attributes:
-        value: of the setting.
         key: dotted key in the JSON.
         written: text of the value in messages, if not `value` itself.
     """

@@ -82,7 +82,7 @@ def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> l
     """Refuse experts stacked in one tensor where DeepSpeed's Muon supports only 2-D tensors.
 
     Args:
-        shapes: of every parameter by name.
+        shapes: {parameter name: shape}.
     """
     if not (profile.uses_muon and profile.uses_bf16_optimizer):
         return []
@@ -124,7 +124,7 @@ def fill_defaults(params: dict[str, Any]) -> None:
     """Fill in DeepSpeed's defaults where the JSON has no value.
 
     Args:
-        params: of the optimizer; changed in place.
+        params: `optimizer.params` of the JSON; changed in place.
     """
     for key, value in (
         ("momentum", MOMENTUM),

@@ -21,7 +21,7 @@ class Begun(NamedTuple):
     """The precision that a run has begun with.
 
     Attributes:
-        path: of its run.json.
+        path: the run.json that records it.
         device: name of its devices; empty if it was not recorded.
     """
 
@@ -41,7 +41,7 @@ def with_precision(
 
     Args:
         problems: a contradiction between `--precision` and the file is appended.
-        begun: of the run that is resumed, which keeps its precision where the file says "auto".
+        begun: the precision of the run that is resumed, which is kept where the file says "auto".
     """
     flag, where = settings.precision, settings.where("precision")
     chosen, reason = weight_precision(profile.json, flag)

@@ -65,21 +65,21 @@ class Profile:
     """A parsed DeepSpeed JSON. Invalid values count as missing.
 
     Attributes:
-        name: of the file, for messages.
+        name: the file's name, for messages.
         problems: unknown keys, and values of a wrong type; `rules` finds the others.
         json: its values as DeepSpeed reads them, or as resolved for `deepspeed.initialize`.
         zero: the `zero_optimization` block.
         zero_stage: 1 if missing or 0 (see `resolve`); 0 if the value is not a stage.
-        precision: of the weights, `fp32`, `bf16` or `fp16` (see `weight_precision`).
-        compute_precision: of matmuls, which differs under `torch_autocast`.
-        grad_accum_dtype: of accumulated gradients; None means `precision`.
-        communication_dtype: in which gradients are reduced; None means `precision`.
+        precision: dtype of the weights, `fp32`, `bf16` or `fp16` (see `weight_precision`).
+        compute_precision: dtype of matmuls, which differs under `torch_autocast`.
+        grad_accum_dtype: dtype of accumulated gradients; None means `precision`.
+        communication_dtype: dtype of the gradients' reduction; None means `precision`.
         optimizer_offload, param_offload: `none`, `cpu` or `nvme`.
         scheduler: type of the `scheduler` block, None without one.
         scheduler_params: its parameters as written.
         gradient_clipping: None if missing or "auto".
         tensor_parallel, sequence_parallel: ranks per group; 1 if the value is invalid.
-        batch_size, micro_batch_size: in sequences; None if missing or "auto".
+        batch_size, micro_batch_size: numbers of sequences; None if missing or "auto".
         accumulation: micro-batches per step; None if missing or "auto".
         overlap_comm: None if missing.
         buckets: sizes, with DeepSpeed's defaults filled in.

@@ -33,7 +33,7 @@ def resolve_profile(
     Args:
         profile: without problems.
         settings: resolved.
-        hidden_size: of the model; None leaves the bucket sizes to DeepSpeed's defaults.
+        hidden_size: the model's; None keeps DeepSpeed's default bucket sizes.
         micro_batch_size: sequences per micro-batch.
         accumulation: micro-batches per optimizer step.
         replicas: number of data-parallel ranks or groups of ranks.
@@ -50,7 +50,7 @@ def resolve_profile(
         # With true, a head with tied weights would return only the rank's shard of the logits.
         resolved["tensor_parallel"]["vocab_parallel_lm_head"] = False
     if resolved.get("gradient_clipping", AUTO) == AUTO:
-        # DeepSpeed's default since 0.19, written out so that run.json has it.
+        # DeepSpeed's default since 0.19, written out so that run.json records it.
         resolved["gradient_clipping"] = 0.0 if profile.uses_muon else DEFAULT_CLIPPING
     if "writer" in block(resolved, "checkpoint"):
         del resolved["checkpoint"]["writer"]  # `implied` turns it into --async_checkpoint

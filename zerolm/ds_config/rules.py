@@ -184,7 +184,7 @@ def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str
     """List options that are allowed, but change the loss curve or are easily misread.
 
     Args:
-        on_gpu, world_size: as for `rule_problems`.
+        on_gpu, world_size: see `rule_problems`.
     """
     notices = []
     if profile.zero.get("stage", 0) == 0:

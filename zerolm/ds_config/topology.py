@@ -17,7 +17,7 @@ FULL_MATRIX_STATES = frozenset({"muon"})  # momentum of full matrices, not shard
 
 
 def optimizer_kind(profile: Profile) -> str:
-    """Return the optimizer's name and offload device, as the manifest has them."""
+    """Return the optimizer's name and offload device, as written in the manifest."""
     return f"{profile.optimizer.name}, offload {profile.optimizer_offload}"
 
 

@@ -34,7 +34,7 @@ class Task(NamedTuple):
     Attributes:
         kind: `CHOICES`, `SCHEMA` or `LANGUAGE_MODELING`.
         baseline: accuracy of random answers.
-        items: in shuffled order, limited in number.
+        items: the first items of the shuffled task, limited in number.
     """
 
     label: str
@@ -218,9 +218,9 @@ def _solved(task: Task, item: Item) -> str:
 def item_rows(task: Task, number: int, coder: "TextCoder", max_length: int) -> list["Row"]:
     """Return the rows to score for an item: one per option, or one for language modeling.
 
-    The scored tokens are those after the common start of all options (multiple choice), those of
-    their common end (schema), or the continuation. Rows have at most `max_length` tokens; longer
-    ones lose their first tokens. A row with no scored token is possible.
+    The scored tokens follow the common start of all options (multiple choice), or are their common
+    end (schema), or the continuation. Rows have at most `max_length` tokens; longer ones lose their
+    first tokens. A row with no scored token is possible.
     """
     from zerolm.evaluate.likelihood import Row
 
@@ -270,8 +270,8 @@ def is_correct(
     """Return whether an item is answered correctly.
 
     Args:
-        rows: from `item_rows`.
-        scores: for each row, (log-likelihood, whether each token is the likeliest).
+        rows: the result of `item_rows`.
+        scores: (log-likelihood, whether each token is the likeliest) of each row.
     """
     if task.kind == LANGUAGE_MODELING:
         return scores[0][1] and rows[0].num_scored > 0
@@ -286,7 +286,7 @@ def figures(tasks: Sequence[Task], outcomes: Sequence[Sequence[bool]]) -> dict[s
     """Return {`core`: mean of the centered accuracies, `core/<task>`: centered accuracy}.
 
     Args:
-        outcomes: for each task, whether each item is answered correctly.
+        outcomes: one list per task: whether each item is answered correctly.
     """
     centered = {
         f"core/{task.label}": task.centered(sum(correct) / len(correct))

@@ -43,7 +43,7 @@ class Crashes:
         self.disabled_steps: dict[int, int] = {}
 
     def restore(self, log: Any) -> None:
-        """Log the crash of the launch before, if there was one. Every rank must call."""
+        """Log the crash of the launch before, if there was one. Every rank must call this."""
         if self._is_rank0:
             attempt = self._attempts.load()
             if attempt is not None:

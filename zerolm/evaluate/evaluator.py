@@ -96,7 +96,7 @@ class Evaluations:
         )
 
     def restore(self, log: Any, step: int) -> None:
-        """Restore when samples were due, and log a crash. Every rank must call, after each load."""
+        """Restore when samples were due, and log a crash. All ranks call this, after each load."""
         self.crashes.restore(log)
         sampled = broadcast_object(log.sampled_tokens() if self.is_rank0 else 0)
         disabled = [tokens for at, tokens in self.crashes.disabled_steps.items() if at <= step]
@@ -105,7 +105,7 @@ class Evaluations:
     def run_due(
         self, progress: Any, log: Any, is_due: IsDue, wait_for_checkpoint: Callable[[], None]
     ) -> None:
-        """Run the evaluations of this step that are due and not logged yet. Every rank must call.
+        """Run the evaluations of this step that are due and not logged yet. All ranks call this.
 
         Args:
             is_due: interval in steps -> whether it ends at this step.

@@ -109,7 +109,7 @@ def held_out_figures(
     """Return the figures of `validation_loss`, and of needles, without `eval/` in their names.
 
     Args:
-        sources, given: from `open_held_out`.
+        sources, given: the result of `open_held_out`.
     """
     import torch
 

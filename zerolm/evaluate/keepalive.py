@@ -57,7 +57,7 @@ class KeepAlive:
     def paused(self) -> Iterator[None]:
         """Suspend the messages while every rank computes and signals its own progress.
 
-        The one-hour limit starts anew.
+        Restarts the one-hour limit.
         """
         with self._lock:
             try:
@@ -91,7 +91,7 @@ class KeepAlive:
 def receive(
     tick: Callable[[], None], receive_object: Callable[[Any], Any] = broadcast_object
 ) -> Any:
-    """Return what rank 0 broadcasts when it is ready. Every rank except rank 0 must call.
+    """Return what rank 0 broadcasts when it is ready. Every rank except rank 0 calls this.
 
     Args:
         tick: called for each signal from rank 0.

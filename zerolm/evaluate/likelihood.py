@@ -98,7 +98,7 @@ def log_likelihoods(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-likelihood of each row's scored tokens, and whether all are the likeliest.
 
-    Every rank must call, with the same rows.
+    Every rank must call this, with the same rows.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.

@@ -46,7 +46,7 @@ class ModelRunner(NamedTuple):
     tick: Callable[[], None] = lambda: None
 
     def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether it is the likeliest) per row. Every rank must call."""
+        """Return (log-likelihood, whether it is the likeliest) per row. All ranks call this."""
         sums, likeliest = log_likelihoods(
             self.model,
             rows,
@@ -59,7 +59,7 @@ class ModelRunner(NamedTuple):
         return list(zip(sums.tolist(), likeliest.tolist(), strict=True))
 
     def generate(self, prompts: Sequence[tuple[Prompt, list[str]]]) -> list[str]:
-        """Return the text that continues each prompt, up to its stop strings. Every rank must call.
+        """Return the text that continues each prompt, up to its stop strings. All ranks call this.
 
         Args:
             prompts: (prompt, stop strings).
@@ -164,7 +164,7 @@ def evaluate(
     Args:
         task: a value of `load_tasks`; may be run again.
         limit: maximum documents per task; None for all.
-        keep_alive: from `serving_peers`; None in a single process.
+        keep_alive: see `serving_peers`; None in a single process.
 
     Returns:
         {`<task>/<metric>`: value} of every task and group.
@@ -243,7 +243,7 @@ def _release_peers(runner: ModelRunner) -> None:
 
 
 def serve(runner: ModelRunner) -> None:
-    """Compute what rank 0 requests, until it sends None. Every rank except rank 0 must call."""
+    """Compute what rank 0 requests, until it sends None. All ranks but rank 0 call this."""
     while (message := receive(runner.tick)) is not None:
         method, requests = message
         getattr(runner, method)(requests)

@@ -50,7 +50,7 @@ def figures(
     ranks: Ranks,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Return accuracy and loss of the values, in total and by depth. Every rank must call.
+    """Return accuracy and loss of the values, in total and by depth. Every rank must call this.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.

@@ -117,7 +117,7 @@ def generate(
     ranks: Ranks = SINGLE_PROCESS,
     tick: Callable[[], None] = lambda: None,
 ) -> list[list[int]]:
-    """Continue each prompt, with a KV cache if the model has one. Every rank must call.
+    """Continue each prompt, with a KV cache if the model has one. Every rank must call this.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.

@@ -25,7 +25,7 @@ class TextCoder:
     Attributes:
         eos_id: id that ends a document.
         prefix_id: id that precedes a text without context: BOS, or else EOS.
-        tokenizer: of transformers; None for tiktoken.
+        tokenizer: a tokenizer of transformers; None for tiktoken.
         notices: a line if its class differs from its tokenizer.json, which takes precedence.
 
     Raises:

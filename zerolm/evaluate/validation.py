@@ -24,7 +24,7 @@ def validation_loss(
 ) -> dict[str, float]:
     """Return loss and bits per byte on validation data, in total and by source.
 
-    Every rank must call.
+    Every rank must call this.
 
     Args:
         engine: a DeepSpeed engine, or a model in a single process; in training mode afterwards.

@@ -208,7 +208,7 @@ def check_logits(
     """Compare a model's logits with those that the training engine recorded in a checkpoint.
 
     Args:
-        saved, precision: as in `compare_logits`.
+        saved, precision: see `compare_logits`.
         where: names the model in messages.
 
     Returns:

@@ -42,7 +42,7 @@ def write_weights(
         load_weight: name in the model's state dict -> tensor.
         release: called after each block, whose weights are not loaded again.
         directory: must exist.
-        dtype: for parameters; buffers, and biases that choose experts, keep their own.
+        dtype: dtype of parameters; buffers, and biases that choose experts, keep their own.
         max_shard_bytes: maximum size of a file; a larger tensor gets a file of its own.
 
     Returns:

@@ -47,7 +47,7 @@ class Factors(NamedTuple):
     epsilon: float
 
     def moved(self, multiplier: float) -> "Factors":
-        """Return those of a parameter that is multiplied once, not in every forward pass."""
+        """Return the factors of a parameter that is multiplied once, not in every forward pass."""
         initial, rate, decay, epsilon = self
         return Factors(
             initial * multiplier, rate * multiplier, decay / multiplier, epsilon / multiplier

@@ -53,7 +53,7 @@ class Step(NamedTuple):
 
     Attributes:
         batches: this rank's micro-batches.
-        tokens: of the global batch.
+        tokens: tokens of the global batch.
         fault: injected fault for this rank's passes, from `fault_point`; for tests.
     """
 
@@ -67,9 +67,8 @@ class Forward(NamedTuple):
     """A forward pass over a micro-batch, on one rank.
 
     Attributes:
-        outputs: of the model.
-        losses_BT: of each target token, 0 where there is none.
-        tokens, targets: of the global batch.
+        losses_BT: the loss of each target token, 0 where there is none.
+        tokens, targets: numbers of tokens and targets in the global batch.
     """
 
     batch: Batch
@@ -90,7 +89,7 @@ class Feature:
         Flags: dataclass with its flags.
         METRICS, SECTION: its metrics, and their section in `zerolm.common.metrics.SECTIONS`.
         interval: steps between two times at which it waits for the device after a step; 0: never.
-        state: as JSON, for the next checkpoint: replaced, never mutated.
+        state: the feature's state as JSON, for the next checkpoint: replaced, never mutated.
     """
 
     name: ClassVar[str]
@@ -195,7 +194,7 @@ class Feature:
         """Return this rank's figures, which are summed over ranks with those of the step.
 
         Args:
-            losses: of this rank's micro-batches, their means.
+            losses: the mean loss of each micro-batch of this rank.
 
         Returns:
             (n,) float64 on the device, with the same n on all ranks.

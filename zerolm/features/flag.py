@@ -1,4 +1,4 @@
-"""What a field of the settings says: how a flag is given, and what other code makes of it.
+"""Metadata of a field of the settings: how its flag is parsed, and how other code uses it.
 
 Standard library only, so that `--help` is instant.
 """

@@ -24,8 +24,8 @@ LARGEST = torch.finfo(torch.float32).max
 class Bounds:
     """Bounds on positive figures: medians of their logarithms, and deviations from these.
 
-    A step takes few operations, of which each costs as much as a figure on a GPU: logarithms are
-    only taken when the bounds are updated.
+    A step takes few operations, because each of them costs as much on a GPU as a figure does:
+    logarithms are only taken when the bounds are updated.
 
     Args:
         non_finite_is_odd: False if all but the last figure may be infinite.

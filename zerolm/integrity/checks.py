@@ -38,7 +38,7 @@ class Replayed(NamedTuple):
         why: `ODD` or `SPOT`.
         wrong: description of the wrong pass and where it was computed; None if passes agreed.
         places: ranks that computed the wrong pass.
-        parameters: with other gradients in it.
+        parameters: names of the parameters whose gradients the wrong pass got wrong.
         tolerance: set if this replay has shown that the run's kernels are not deterministic.
     """
 
@@ -56,7 +56,7 @@ class Checks:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
         discard: clears the accumulated gradient.
         interval: number of steps of which one, chosen at random, is computed again; 0: none.
-        seed: of that choice.
+        seed: seed of the random choice of replayed steps.
         replicated: every rank has all weights.
         overflows_are_normal: gradients may be infinite, as when fp16 searches for its loss scale.
 

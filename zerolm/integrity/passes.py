@@ -16,7 +16,7 @@ class Pass(NamedTuple):
     """What one rank computed in a pass. All on the host.
 
     Attributes:
-        losses: of its micro-batches, as bits.
+        losses: bits of the losses of this rank's micro-batches.
         chain: digests of the gradients of the input embeddings of its micro-batches, which every
             activation and its gradient has gone into. Empty if embeddings are not trained.
         gradients: digest of its part of the reduced gradient, by parameter.
@@ -93,7 +93,7 @@ class PassRecorder:
         """Return the pass that has ended; waits for the device.
 
         Args:
-            losses: of this rank's micro-batches.
+            losses: one per micro-batch of this rank.
         """
         return Pass(
             [int(digest(loss[None])) for loss in losses],

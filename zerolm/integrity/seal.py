@@ -13,7 +13,7 @@ import torch
 from zerolm.integrity.digests import piecewise, prepared, values_of_piece
 from zerolm.integrity.zero_state import WEIGHTS, State, parameters_in, states
 
-# A digest is compared over ranks by sums of exact integers: pieces of so many bits, and their
+# A digest is compared over ranks by sums of exact integers: pieces of this many bits, and their
 # squares, fit in a float64 for 8,192 ranks.
 PART_BITS, PARTS = 20, 4
 BUDGET = 0.003  # share of a step's time

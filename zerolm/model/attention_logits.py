@@ -132,7 +132,7 @@ def _outputs(module: nn.Module, name: str, heads: int, width: int) -> Iterator[H
 def _grouped(num_keys: int, heads: int, width: int) -> tuple[Pieces, Pieces]:
     """Return the pieces of queries and keys; a key that several heads share is left alone.
 
-    K2 leaves alone the rotary key that all its heads share, because other heads must not change.
+    K2 does not scale the rotary key that all its heads share, because other heads must not change.
     """
     own = num_keys == heads * width
     power = QUERY_AND_KEY if own else QUERY_ONLY
@@ -252,7 +252,7 @@ class AttentionLogits:
             yield
 
     def largest(self) -> list[list[float]]:
-        """Return the largest logit of each head of each layer, over all ranks. All must call."""
+        """Return the largest logit of each head of each layer, over all ranks. All call this."""
         if not self.layers:
             return []
         figures = torch.cat(self._largest)

@@ -48,18 +48,18 @@ def build_model(
     initial: "InitialValues | None" = None,
     factors: Mapping[str, float] = MappingProxyType({}),
 ) -> "PreTrainedModel":
-    """Build and initialise a causal LM for training. Every rank must call.
+    """Build and initialise a causal LM for training. Every rank must call this.
 
     Args:
         config: stays unchanged; the model gets a copy, with `use_cache` off.
         seed: determines every initial value, see docs/initialization.md.
-        dtype: for parameters; float32 buffers (rotary tables) keep theirs.
+        dtype: dtype of parameters; float32 buffers (rotary tables) keep theirs.
         zero3_config: the resolved DeepSpeed JSON at stage 3, where `deepspeed.zero.Init` partitions
             the parameters during construction, on the accelerator or according to `offload_param`.
             None at other stages: the model is on `device`.
         attn_implementation: transformers' name, from `zerolm.attention.choice`.
         initial: existing values of all parameters and persistent buffers, instead of random ones.
-        factors: on random values, by name of the parameter.
+        factors: {parameter name: factor on its random values}.
     """
     weights = initial or InitialWeights(config, seed, factors)
     if zero3_config is not None:
@@ -160,7 +160,7 @@ def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype) ->
 
 
 def weights_fingerprint(model: torch.nn.Module) -> str:
-    """Return a hex SHA-256 of all parameters. Every rank must call.
+    """Return a hex SHA-256 of all parameters. Every rank must call this.
 
     It does not depend on the ZeRO stage, the world size or the device. The bit patterns of each
     parameter are summed, weighted by position, in wrapping 64-bit arithmetic on its device; because

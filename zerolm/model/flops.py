@@ -30,7 +30,7 @@ def flops_per_token(
     not count lookups, norms, activations, the optimizer and recomputation.
 
     Args:
-        shapes: from `parameter_shapes`.
+        shapes: the result of `parameter_shapes`.
 
     Source: Kaplan et al. 2020, section 2.1, and PaLM (Chowdhery et al. 2022), appendix B.
     """

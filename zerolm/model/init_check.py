@@ -77,7 +77,7 @@ class Statistics:
 
 @contextlib.contextmanager
 def gathered(parameters: Sequence[nn.Parameter], modifier_rank: int | None = None):
-    """Gather partitioned parameters inside the context. Every rank must call.
+    """Gather partitioned parameters inside the context. Every rank must call this.
 
     Does nothing for parameters that ZeRO-3 has not partitioned.
 
@@ -100,12 +100,12 @@ def check_initialization(
 ) -> InitializationReport:
     """Compare mean and standard deviation of every parameter with the config's.
 
-    Every rank must call, before the first optimizer step. All get the same report, which names a
-    rank for a problem that rank 0 does not have. Partitioned parameters are gathered one at a time.
-    The caller raises if the report has problems.
+    Every rank must call this, before the first optimizer step. All get the same report, which names
+    a rank for a problem that rank 0 does not have. Partitioned parameters are gathered one at a
+    time. The caller raises if the report has problems.
 
     Args:
-        factors: on the values that the config implies, by name of the parameter.
+        factors: {parameter name: factor on the values that the config implies}.
     """
     problems: list[str] = []
     reference = _ReferenceModel(config)

@@ -42,7 +42,7 @@ class InitialWeights:
     """The initial values of every parameter of `AutoModelForCausalLM.from_config(config)`.
 
     Args:
-        factors: on the drawn values, by name of the parameter.
+        factors: {parameter name: factor on the drawn values}.
 
     Attributes:
         units: lists of parameter names. The parameters of a unit are computed together, because

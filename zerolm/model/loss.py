@@ -135,9 +135,9 @@ def choice_shares(
     """Return for each router the share of tokens that chose each expert, (E,) float32.
 
     Args:
-        router_logits: for each router, (N, E).
-        loads: for each router, the choices of each expert; empty before the first step, when all
-            shares are equal.
+        router_logits: one (N, E) tensor per router.
+        loads: for each router, how many tokens chose each expert; empty before the first step,
+            when all shares are equal.
         top_k: experts chosen per token.
     """
     experts = [logits_NE.shape[-1] for logits_NE in router_logits]
@@ -157,8 +157,8 @@ def balance_loss(
     parts of all micro-batches and ranks add up to it.
 
     Args:
-        router_logits: for each router, (N, E).
-        shares: from `choice_shares`.
+        router_logits: one (N, E) tensor per router.
+        shares: the result of `choice_shares`.
         tokens: tokens in the global batch.
 
     Source: Qiu et al. 2025 (arXiv 2501.11873), equation 2, with f of the previous global batch.
@@ -174,7 +174,7 @@ def router_z_loss(router_logits: Sequence[torch.Tensor], tokens: int) -> torch.T
     """Return this micro-batch's part of the mean of log(Z)^2 over tokens and routers.
 
     Args:
-        router_logits: for each router, (N, E).
+        router_logits: one (N, E) tensor per router.
         tokens: tokens in the global batch.
 
     Source: Zoph et al. 2022 (ST-MoE, arXiv 2202.08906), equation 5.

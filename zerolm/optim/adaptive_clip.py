@@ -41,7 +41,7 @@ class Clipping:
             adaptive clipping off.
 
     Attributes:
-        statistics: of all steps so far; replaced by a new object after each step.
+        statistics: include all steps so far; replaced by a new object after each step.
     """
 
     def __init__(self, max_norm: float, threshold: float):

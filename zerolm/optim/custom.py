@@ -46,7 +46,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def parameter_names(optimizer: type[torch.optim.Optimizer]) -> list[str] | None:
-    """Return what an optimizer's constructor takes besides the parameters; None: any keyword."""
+    """Return the arguments of an optimizer's constructor after the first; None: any keyword."""
     parameters = list(signature(optimizer).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -69,7 +69,7 @@ def is_elementwise(name: str, params: Mapping[str, Any]) -> bool:
     trial, not a proof.
 
     Args:
-        params: of the constructor; "auto" means its default.
+        params: arguments of the constructor; "auto" means its default.
 
     Raises:
         ValueError, TypeError, RuntimeError: whatever the optimizer itself raises.
@@ -93,10 +93,7 @@ def num_moments(name: str, params: Mapping[str, Any]) -> int:
 def _updates(
     name: str, params: Mapping[str, Any], shards: int, scale: float = 1.0
 ) -> tuple[torch.Tensor, int]:
-    """Return what a few steps change in a matrix, (ROWS * COLUMNS,) float32, and the states.
-
-    The states are counted per value of the matrix.
-    """
+    """Return the change in a few steps, (ROWS * COLUMNS,) float32, and the states per value."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(ROWS, COLUMNS, generator=generator)
     parts = list(matrix.flatten().chunk(shards)) if shards > 1 else [matrix]

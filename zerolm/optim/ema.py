@@ -15,7 +15,7 @@ import torch
 from zerolm.optim.masters import CHUNK_VALUES, master_partitions
 
 STATE = "ema"  # key of the average in the optimizer's state
-PREFIX = "ema_"  # of the last part of the keys of metrics that were measured with the average
+PREFIX = "ema_"  # metrics measured with the average: eval/loss becomes eval/ema_loss
 
 
 def is_metric_of_average(key: str) -> bool:
@@ -49,7 +49,7 @@ class Ema:
         """Include the weights after an applied step; return the new `counted`.
 
         Args:
-            tokens: of the step's global batch.
+            tokens: tokens of the step's global batch.
         """
         weight = -math.expm1(-math.log(2.0) * tokens / self._half_life)
         total = counted + weight * (1.0 - counted)
@@ -62,7 +62,7 @@ class Ema:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Make the average the weights of the model inside this context. Every rank must call.
+        """Make the average the weights of the model inside this context. Every rank must call this.
 
         The master weights are exchanged with their average in place, and the model's weights are
         computed from them as after a step, so afterwards all are as before in every bit. After an

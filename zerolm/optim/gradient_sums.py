@@ -21,7 +21,7 @@ def spare_memory_traffic(engine: Any) -> None:
     """Replace DeepSpeed's methods that read or write gradients more often than they must.
 
     Args:
-        engine: of any ZeRO stage; replaced for good. Stage 3 has no such method.
+        engine: an engine of any ZeRO stage; changed for good. Stage 3 has no such method.
     """
     optimizer = engine.optimizer
     is_single = torch.distributed.get_world_size() == 1

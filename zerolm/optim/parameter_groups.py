@@ -37,9 +37,9 @@ def parameter_groups(
     Without factors there are at most two groups: with weight decay, and without.
 
     Args:
-        weight_decay: of parameters that decay; others have 0.
-        options: of the optimizer, by name.
-        factors: on these options and on the weight decay, by name of the parameter: of none or all.
+        weight_decay: decay of the parameters that decay; others have 0.
+        options: {option of the optimizer: value}.
+        factors: {parameter name: {option or "weight_decay": factor}}, for all parameters or none.
 
     Returns:
         Groups for `deepspeed.initialize(model_parameters=...)`, first those that decay.
@@ -69,7 +69,7 @@ def decays(model: nn.Module, name: str) -> bool:
     partitioned parameter is one-dimensional, so its original shape (`ds_shape`) counts.
 
     Args:
-        name: of a parameter of `model`.
+        name: names a parameter of `model`.
     """
     path, _, leaf = name.rpartition(".")
     module, parameter = model.get_submodule(path), model.get_parameter(name)
@@ -152,7 +152,7 @@ def keeping_options(optimizer: torch.optim.Optimizer, names: Collection[str]) ->
 
     Args:
         optimizer: the one inside ZeRO's optimizer.
-        names: of the options. Others may be states, which optimizers of users keep there.
+        names: options to keep. Others may be states, which optimizers of users keep there.
     """
     kept = [
         {name: group[name] for name in names if name in group} for group in optimizer.param_groups

@@ -67,7 +67,7 @@ class QkClip:
         """Rescale the weights in the optimizer step inside this context, if it is taken.
 
         Args:
-            logits: of each layer, the largest logit of each head. NaN clips nothing.
+            logits: for each layer, the largest logit of each head. NaN clips nothing.
         """
         for layer, of_heads in zip(self._layers, logits, strict=True):
             scales = [

@@ -67,9 +67,9 @@ class History:
     """The state of a `SpikeGuard`; saved in the checkpoint as JSON.
 
     Attributes:
-        losses: of the last accepted steps, at most a window of them: a baseline, not a record.
-        grad_norms: of the same steps.
-        anomalies: numbers of the last steps with an anomaly, ascending.
+        losses: one per accepted step, at most the last window: a baseline, not a record.
+        grad_norms: one per entry of `losses`.
+        anomalies: step numbers of the last anomalies, ascending.
         cooldown_left: accepted steps for which the learning rate stays lowered.
         overflows: consecutive steps that fp16 skipped.
     """
@@ -85,7 +85,7 @@ def robust_z(value: float, window: Sequence[float], floor: float) -> float:
     """Return the number of robust deviations by which a value is above the median of a window.
 
     Args:
-        window: at least one finite number.
+        window: values, at least one of them finite.
         floor: lower bound of the deviation, as a fraction of the absolute median.
     """
     median = statistics.median(window)
@@ -103,7 +103,7 @@ class SpikeGuard:
 
     Args:
         policy: thresholds and responses.
-        history: of the steps before, from the checkpoint of a resumed run.
+        history: state from the checkpoint of a resumed run.
 
     Attributes:
         history: replaced by a new object after each step.

@@ -61,7 +61,7 @@ def fill_remaining(
     """Fill in every setting that is still None and has a default.
 
     Args:
-        settings: with the batch filled in.
+        settings: settings whose batch is filled in.
         json_schedules: the DeepSpeed JSON has a scheduler that is not one of `--schedule`.
         betas: the optimizer's defaults; None if it has no betas.
     """

@@ -71,7 +71,7 @@ class Measured:
         faults: number of recoveries.
         restart_seconds: duration of each recovery, without repeated steps.
         repeated_seconds: sum over all recoveries.
-        stall_seconds, write_seconds: for each checkpoint: pause of training; time until complete.
+        stall_seconds, write_seconds: pause of training and time until complete, of each checkpoint.
         checkpoint_steps: the usual number of steps between checkpoints; 0 if unknown.
     """
 

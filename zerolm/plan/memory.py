@@ -72,7 +72,7 @@ def model_states(
     ZeRO-2 also gradients, ZeRO-3 also weights.
 
     Args:
-        shapes: of every parameter, tied ones once.
+        shapes: {parameter name: shape}, tied parameters once.
         profile: resolved, or as written.
         kept_bytes: that the optimizer keeps per parameter for features.
 

@@ -74,7 +74,7 @@ def datasheet_flops(device_name: str, dtype_name: str) -> float | None:
     """Return the dense peak FLOP/s of one device from its datasheet, or None if it is unknown.
 
     Args:
-        device_name: from `torch.cuda.get_device_name()`.
+        device_name: the result of `torch.cuda.get_device_name()`.
         dtype_name: "bfloat16", "float16" or "float32" (or bf16, fp16, fp32), or tf32.
     """
     if re.search(r"\bMIG\b|Laptop|Max-Q", device_name):

@@ -93,7 +93,7 @@ def _wrong_kinds(run_dir: Path) -> list[str]:
 
 
 def _occupied(run_dir: Path) -> str | None:
-    """Return why a directory is that of something else than a run, None if it is not."""
+    """Return why a directory belongs to something other than a run, None if it does not."""
     for name, what in NOT_A_RUN.items():
         if (run_dir / name).is_file() and not RunFiles(run_dir).record.exists():
             return f"is a {what}: it has {name}. Choose another directory, for example runs/first."

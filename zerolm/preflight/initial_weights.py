@@ -189,7 +189,7 @@ def _generation(path: Path) -> dict[str, Any]:
 
 
 def model_of(opened: Opened, given: Model | None, found: Findings) -> Model | None:
-    """Return the model of the run: that of `--model_config`, or else the source's."""
+    """Return the run's model, from `--model_config` or else from the source."""
     where = opened.entry.source
     if given is None:
         return Model.from_config(opened.config, where)
@@ -235,7 +235,7 @@ def complete(
 
 
 def _tokenizer_problems(opened: Opened, sources: Sequence[Source], found: Findings) -> list[str]:
-    """Compare the tokenizer of the shards with that of the source; a line if they differ."""
+    """Compare the tokenizers of the shards and of the source; return a line if they differ."""
     from zerolm.pretrained.vocabulary import difference, vocabulary
 
     try:

@@ -41,7 +41,7 @@ class Sums:
 
 
 def verified(source: InitialSource | None) -> Sums | None:
-    """Check the files of a source; return the values to start from, if any. Every rank must call.
+    """Check the files of a source; return the values to start from, if any. All ranks call this.
 
     Raises:
         ConfigError: on every rank: a file of a checkpoint is damaged.
@@ -57,7 +57,7 @@ def verified(source: InitialSource | None) -> Sums | None:
 
 
 def check_loaded(model: nn.Module, sums: Sums) -> InitializationReport:
-    """Compare every parameter with the values that a rank has read. Every rank must call.
+    """Compare every parameter with the values that a rank has read. Every rank must call this.
 
     All ranks get the same report. Partitioned parameters are gathered one at a time.
     """

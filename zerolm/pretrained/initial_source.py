@@ -38,7 +38,7 @@ class InitialSource:
     verify: Callable[[int, int], list[str]] = lambda rank, world_size: []
 
     def exact(self, name: str | None) -> str | None:
-        """Return the exact name of this source if it is meant; of another one its name."""
+        """Return the exact name for any name of this source; other names are unchanged."""
         return self.source if name in (self.given, self.source) else name
 
     def record(self) -> dict[str, Any]:

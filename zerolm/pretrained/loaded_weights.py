@@ -3,7 +3,7 @@
 Published names and shapes may differ from those of the model's code (Mixtral: one matrix per
 expert). Transformers converts complete models; here its conversion runs for a few parameters at a
 time. A first conversion of meta tensors finds, from headers only, what does not fit. Must not know
-where weights come from: `Tensors` has them by name.
+where weights come from: it reads them by name from `Tensors`.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class LoadedWeights:
         config: the run's, which may have a larger vocabulary than the source.
         source_config: the config of the weights.
         where: names the weights in messages.
-        seed: for the additional rows of a larger vocabulary.
+        seed: seed of the additional rows of a larger vocabulary.
 
     Attributes:
         units: lists of names that are read together, independent of each other. A tied weight

@@ -13,7 +13,7 @@ from zerolm.pretrained.loaded_weights import LoadedWeights
 
 
 def set_masters(engine: Any, weights: LoadedWeights) -> None:
-    """Set the master weights to the source's values. Every rank must call.
+    """Set the master weights to the source's values. Every rank must call this.
 
     Each rank reads a share of the parameters and sends them to the others, one at a time. Not for
     tensor parallelism, where a rank has slices of the matrices.

@@ -158,7 +158,7 @@ def _is_larger(new: Any, old: Any) -> bool:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return {dotted key: value}; tuples as lists, as JSON has them."""
+    """Return {dotted key: value}; tuples become lists, as in JSON."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"

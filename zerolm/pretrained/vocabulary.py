@@ -1,4 +1,4 @@
-"""Compares the tokenizer of token shards with that of the weights that a run starts from.
+"""Compares the tokenizer of token shards with the tokenizer of a run's initial weights.
 
 If their ids for the same text differ, a run trains without an error, from a loss worse than random.
 """

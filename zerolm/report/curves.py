@@ -14,7 +14,7 @@ class Curves:
     """The lines of one `metrics.jsonl`, by column.
 
     Attributes:
-        steps, tokens: of each line.
+        steps, tokens: one entry per line.
         seconds: training time up to each line, without checkpoints, evaluations and restarts.
         columns: {key: (indices of the lines that have the key, their values; NaN for null)}.
     """

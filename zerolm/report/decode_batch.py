@@ -15,8 +15,8 @@ def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iter
     """Yield the lines that show a batch: the origin and the text of each of its sequences.
 
     Args:
-        run_dir: of a run that has started. Relative paths in its `--data` are resolved against
-            the current directory.
+        run_dir: directory of a run that has started. Relative paths in its `--data` are resolved
+            against the current directory.
         step: the batch of this step, in the run's current data order. None: use `sequences`.
         sequences: `A-B`, sequence numbers from A up to but excluding B, or one number.
 

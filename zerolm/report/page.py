@@ -25,7 +25,7 @@ def page(
 
     Args:
         styles, scripts: names of files in `assets/`; `document.css` is in every page.
-        values: of the template's variables; each needs a `title`.
+        values: the template's variables; `title` is one of them.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, ASSETS]),

@@ -83,7 +83,7 @@ def _varies(runs: Sequence[RunHistory], key: str) -> bool:
 
 
 def _first_step(run: RunHistory, runs: Sequence[RunHistory]) -> int:
-    """Return the step from which a run is drawn: that where it left an ancestor on the page."""
+    """Return the step from which a run is drawn: where it branched from another run on the page."""
     shown = {str(other.run_dir.resolve()) for other in runs if other is not run}
     branch: object = run.branch
     while isinstance(branch, dict) and branch:

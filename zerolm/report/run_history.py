@@ -33,7 +33,7 @@ class RunHistory:
 
     Attributes:
         record: run.json, {} without one.
-        rolled_back: for each rollback, the curves of the steps that it undid.
+        rolled_back: one `Curves` per rollback, with the steps that it undid.
         events: lines of events.jsonl, each with a `step`.
         samples: lines of samples.jsonl.
         heartbeats: {rank: its last heartbeat}.

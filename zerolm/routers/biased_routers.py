@@ -83,7 +83,7 @@ def _unsupported_reason(key: ConfigKey) -> str | None:
 
 
 def move_biases_to_buffers(model: nn.Module) -> None:
-    """Make frozen biases float32 buffers; call before `deepspeed.initialize`. Every rank must call.
+    """Make frozen biases float32 buffers; call before `deepspeed.initialize`. All ranks call this.
 
     As parameters they would be cast to the precision of training, sharded by ZeRO-3, and saved
     where a checkpoint cannot be resharded. Names in the state dict do not change.
@@ -147,9 +147,6 @@ class ExpertLoads:
 @torch.no_grad()
 def update_biases(routers: list[BiasedRouter], loads: list[list[int]], rate: float) -> None:
     """Raise the bias of each expert below the mean load by `rate`, and lower it above the mean.
-
-    Args:
-        loads: for each router, the choices of each expert in the global batch.
 
     Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); Wang et al. 2024 (arXiv 2408.15664,
         algorithm 1).

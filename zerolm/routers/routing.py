@@ -36,8 +36,8 @@ class Routing:
         z_loss: weight of the mean squared log-partition of the routers.
 
     Attributes:
-        state: for the next steps, saved in the checkpoint as JSON: with `global_loss`, `loads` of
-            each router in the last step that was applied.
+        state: JSON of the checkpoint for the next steps: with `global_loss`, the `loads` of each
+            router in the last step that was applied.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Routing:
         """Return the last micro-batch's part of the weighted losses of the routers, by metric.
 
         Args:
-            tokens: of the global batch.
+            tokens: tokens of the global batch.
         """
         logits, self._logits, found = self._logits, (), {}
         if self.global_loss:
@@ -137,7 +137,6 @@ class RouterMetrics:
     `sums`, and `row` with the sums over ranks.
 
     Args:
-        config: of the model.
         interval: steps between two measurements.
 
     Attributes:
@@ -162,7 +161,7 @@ class RouterMetrics:
         """Add the router logits of a micro-batch to the sums.
 
         Args:
-            outputs: of the model; `router_logits` has a (tokens, experts) tensor per router.
+            outputs: the model's outputs; `router_logits` has a (tokens, experts) tensor per router.
         """
         logits = getattr(outputs, "router_logits", None) if self._measuring else None
         if not isinstance(logits, Sequence) or not logits:
@@ -203,7 +202,7 @@ def balance_row(loads: Sequence[Sequence[float]]) -> Row:
     """Return the metrics of how evenly experts are used.
 
     Args:
-        loads: of each router, the tokens of each expert in the global batch.
+        loads: for each router, the tokens of each expert in the global batch.
     """
     imbalances = [max(load) * len(load) / sum(load) for load in loads]
     unused = sum(tokens == 0 for load in loads for tokens in load)

@@ -97,7 +97,7 @@ def write_sidecars(
 
     Args:
         contents: manifest key, suffix and content of each.
-        how: of `write_atomically`.
+        how: keyword arguments of `write_atomically`.
     """
     keys: dict[str, Any] = {}
     for key, suffix, content in contents:

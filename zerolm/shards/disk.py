@@ -134,7 +134,7 @@ class OpenShard:
     Attributes:
         tokens: all its ids.
         unverified: a byte for each block, 1 until it is verified; None: each read is verified.
-        sums_are_verified: as above, so far.
+        sums_are_verified: whether the sums of all blocks read so far matched.
 
     Raises:
         ShardReadError: a file is missing, or has another size.

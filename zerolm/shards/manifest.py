@@ -89,7 +89,7 @@ def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
     """Parse and check the content of a manifest; `read_manifest` without reading the file.
 
     Args:
-        path: of the manifest, for messages.
+        path: path of the manifest, for messages.
 
     Raises:
         ShardError: not JSON, another format or version, or invalid keys; all are listed.
@@ -122,7 +122,7 @@ def wrong_id(content: Any, manifest: dict[str, Any]) -> str | None:
     """Return what is wrong with the ids of a block, whatever its checksum; None if nothing is.
 
     Args:
-        content: of the block, any contiguous buffer.
+        content: the block, any contiguous buffer.
     """
     dtype, vocab_size = DTYPES[manifest["dtype"]], manifest["vocab_size"]
     if vocab_size >> (8 * dtype.itemsize):

@@ -68,7 +68,7 @@ class RangeReader:
 
         Raises:
             Missing: there is no such object.
-            StoreError: it could not be read within the retry period. The message has the last
+            StoreError: it could not be read within the retry period. The message names the last
                 problem.
         """
         num_tries, num_mismatches = 0, 0

@@ -108,7 +108,7 @@ class Mirror:
         """Read and queue the rest, and wait for the tracker, at most `END_SECONDS`.
 
         Args:
-            how: as in `Trackers.end`, or `CRASHED`.
+            how: see `Trackers.end`; or `CRASHED`.
         """
         self.ending.set()
         self.follow()

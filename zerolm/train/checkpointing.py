@@ -88,7 +88,7 @@ class Checkpointing:
     ) -> None:
         """Copy the state to host memory; a checkpoint is written from it in the background.
 
-        Every rank must call.
+        Every rank must call this.
 
         Args:
             log: the run's `RunLog`, which is synced to disk first.
@@ -134,7 +134,7 @@ class Checkpointing:
     def copy_to_memory(self, progress: Progress, log: Any, copies: MemoryCopies) -> None:
         """Copy the state to the memory of the hosts, unless a checkpoint is being written.
 
-        Every rank must call.
+        Every rank must call this.
         """
         if self._writer.busy:
             return
@@ -147,7 +147,7 @@ class Checkpointing:
         log.metrics({**row, "checkpoint/memory_seconds": seconds})
 
     def advance(self, sums: Sequence[float], log: Any, *, last: bool) -> None:
-        """Advance the checkpoint that is being written, after a step. Every rank must call.
+        """Advance the checkpoint that is being written, after a step. Every rank must call this.
 
         Args:
             sums: sums over ranks of `flags`.
@@ -158,7 +158,7 @@ class Checkpointing:
         self._log_outcome(self._writer.advance(sums), log, last)
 
     def finish(self, log: Any, *, last: bool) -> None:
-        """Wait for the checkpoint that is being written, if any. Every rank must call.
+        """Wait for the checkpoint that is being written, if any. Every rank must call this.
 
         Raises:
             CheckpointWriteError: see `save`.

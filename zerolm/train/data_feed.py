@@ -46,7 +46,7 @@ class DataFeed:
     def token_bytes(self) -> torch.Tensor | None:
         """Return the bytes of each token on the device; None if a rank cannot read them.
 
-        Every rank must call.
+        Every rank must call this.
         """
         table = self.plan.token_bytes
         known = collectives.gather_objects(table is not None)

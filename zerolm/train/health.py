@@ -92,7 +92,6 @@ class Health:
 
         Args:
             state: a `HealthState` as JSON; empty at the start of a run.
-            result: `StepResult` of the step.
         """
         if not result.applied:
             self._measuring = self._sampling = False
@@ -105,11 +104,10 @@ class Health:
     def row(self, state: dict[str, Any], result: StepResult) -> tuple[Row, dict[str, Any]]:
         """Return the metrics of the last step, and the new state.
 
-        Every rank must call. All figures are reduced at once.
+        Every rank must call this. All figures are reduced at once.
 
         Args:
-            state: as returned by `end_step`.
-            result: `StepResult` of the last step.
+            state: the result of `end_step`.
         """
         old = HealthState(**state)
         weights = weight_squares(self.blocks, self._device, self._layout)
@@ -142,7 +140,7 @@ class Health:
         return row, vars(new_state)
 
     def parameter_norm(self) -> float | None:
-        """Return the 2-norm of all parameters, None if they are on NVMe. Every rank must call."""
+        """Return the 2-norm of all parameters, None if they are on NVMe. All ranks call this."""
         return parameter_norm(self.blocks, self._device, self._layout)
 
     def _norms(self, key: str, squares: list[float]) -> Row:

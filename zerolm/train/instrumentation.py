@@ -107,7 +107,7 @@ def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> N
     """Append the sequences of a step to this rank's ledger, if `ZEROLM_LEDGER` names a directory.
 
     Args:
-        micro_batches: with tensors `sequence_ids` and `sources`, one entry per row.
+        micro_batches: tensors `sequence_ids` and `sources`, one entry per row.
     """
     directory = os.environ.get(LEDGER_VARIABLE)
     if directory:

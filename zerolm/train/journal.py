@@ -31,8 +31,6 @@ class Journal:
     """Logs a run. Every rank makes the same calls; only rank 0 writes and prints.
 
     Args:
-        rank, world_size: of this process.
-        device: of this rank.
         print_rank0: prints on rank 0.
 
     Attributes:
@@ -62,7 +60,7 @@ class Journal:
         self.console = Console(rank == 0)
         self.changed = plan.changed
         self.trackers: Trackers | None = None  # handed over to the next log
-        self.first_step: int | None = None  # of this start, once it is done and logged
+        self.first_step: int | None = None  # first step after this start, once logged
         self.failed = startup.interruption(plan.run_dir) if rank == 0 else None
         self.last_row_at = _modified_at(RunFiles(plan.run_dir).metrics)
         self.printed_breaks: str | None = None  # the last notice on torch.compile graph breaks
@@ -150,7 +148,7 @@ class Journal:
         Args:
             progress: after the step.
             num_sequences: size of its batch.
-            response: of the guard to the step; a cooldown is logged too.
+            response: the guard's response to the step; a cooldown is logged too.
         """
         fields = stability.anomaly_fields(guard, progress, result, num_sequences)
         if guard.reason:

@@ -22,15 +22,14 @@ import torch
 
 from zerolm.train.norms import sum_of_squares
 
-DECAY = 0.95  # of the moving averages, over about the last 20 measured steps
+DECAY = 0.95  # weight of the old moving average: it covers about the last 20 measured steps
 
 
 class SmallBatches:
     """Sums of this rank over the micro-batches of a step.
 
     Args:
-        parameters: of the model; they have hooks only while `backward` is active.
-        device: on which this run's collectives work.
+        parameters: have hooks only while `backward` is active.
         contributes: False if another rank has the same micro-batches, and counts them.
 
     Attributes:
@@ -139,8 +138,8 @@ def estimate(
     micro-batches of different sizes, 1 / b is the mean of 1 / n.
 
     Args:
-        grad_norm: of the global batch, before clipping, unscaled.
-        loss_scale: of fp16, which the gradients of micro-batches contain.
+        grad_norm: norm of the global batch's gradient, before clipping, unscaled.
+        loss_scale: fp16's factor on the gradients of micro-batches.
     """
     if sums.unknown or sums.batches < 2 or not math.isfinite(sums.squares + grad_norm):
         return None

@@ -39,7 +39,7 @@ class Blocks:
     """The parameters of a model by block. A tied parameter belongs to its first block only.
 
     Attributes:
-        names: of the blocks, in the order of the model.
+        names: one per block, in the order of the model.
         parameters: (parameter, index of its block) of each parameter.
     """
 
@@ -118,9 +118,6 @@ def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torc
     At stage 3 that is its partition without padding. At other stages ranks have all weights (with
     tensor parallelism, their shards of them), and the parameters are divided among ranks.
 
-    Args:
-        device: on which this run's collectives work.
-
     Returns:
         None if parameters are offloaded to NVMe, where reading them would take as long as a step.
     """
@@ -143,7 +140,7 @@ def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torc
 
 
 def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> float | None:
-    """Return the 2-norm of all parameters, None if they are on NVMe. Every rank must call."""
+    """Return the 2-norm of all parameters, None if they are on NVMe. Every rank must call this."""
     squares = weight_squares(blocks, device, layout)
     if squares is None:
         return None

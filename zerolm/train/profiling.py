@@ -32,9 +32,6 @@ class StepProfiler:
 
     Args:
         steps: the first and the last step to profile; None for none.
-        run_dir: of the run.
-        device: of this rank.
-        journal: of the run, for events.
     """
 
     def __init__(
@@ -56,7 +53,7 @@ class StepProfiler:
         """Profile a step if it is one of `steps`. Every rank may call; no rank waits for another.
 
         Args:
-            number: of the step, from 1.
+            number: 1 for the first step.
         """
         if self.steps is None or not self.writes or number < self.steps[0]:
             yield

@@ -22,8 +22,8 @@ from zerolm.train.stability import advice
 def plan_rollback(run: Run) -> Rollback | None:
     """Return the rollback that the spike guard asks for after the last step, if it does.
 
-    None too if there is no checkpoint to roll back to yet. Every rank must call; only rank 0 reads
-    the disk.
+    None too if there is no checkpoint to roll back to yet. Every rank must call this; only rank 0
+    reads the disk.
 
     Raises:
         GaveUp: on every rank: the guard gives up, `max_rollbacks` is reached, or no checkpoint is
@@ -64,7 +64,7 @@ def plan_rollback(run: Run) -> Rollback | None:
 def roll_back(run: Run, batches: Any, entry: Rollback) -> Any:
     """Load a checkpoint from before the spike; return batches that skip the spike's data.
 
-    Every rank must call.
+    Every rank must call this.
     """
     batches.close()  # ends the loader's workers
     run.journal.log_rollback(run.progress.step, entry)

@@ -28,7 +28,7 @@ class ResumePoint(NamedTuple):
     """Where a run starts or resumes.
 
     Attributes:
-        progress: of the checkpoint, with the effects of rollbacks since then.
+        progress: the checkpoint's, with the effects of later rollbacks.
         found: the checkpoint that was loaded into the engine; None for a new run.
         damage: newer checkpoints that are damaged, and were set aside.
         in_memory: `found` is a copy in the memory of the hosts.
@@ -79,7 +79,7 @@ def start(run: Run) -> bool:
 def _load_newest(run: Run) -> ResumePoint:
     """Finish interrupted rollbacks, and load the newest complete checkpoint or copy, if any.
 
-    A new run with `--init_optimizer` loads the states of its source. Every rank must call.
+    A new run with `--init_optimizer` loads the states of its source. Every rank must call this.
     """
     plan, run_dir = run.plan, run.run_dir
     rollbacks = collectives.broadcast_object(read_rollbacks(run_dir))
@@ -116,7 +116,7 @@ def continued(found: Checkpoint, rollbacks: list[Rollback], new: Mapping[str, An
     """Return the progress from which a run continues after loading a checkpoint.
 
     What a rollback skips has the sequence numbers of the data order that the run had then, which
-    may be neither that of the checkpoint nor the one of now.
+    may differ both from the checkpoint's and from the present one.
 
     Args:
         rollbacks: all rollbacks of the run; those before the checkpoint have no effect.
@@ -147,7 +147,7 @@ def _is_usable(plan: Plan, rollbacks: list[Rollback], copy: Checkpoint) -> bool:
 
 
 def _load(run: Run, found: Checkpoint, what: str) -> None:
-    """Load a verified checkpoint into the engine, and measure its probe. Every rank must call."""
+    """Load a verified checkpoint into the engine, and measure its probe. All ranks call this."""
     engine, plan = run.engine, run.plan
     options = {"weight_decay", *plan.profile.optimizer.params}
     options -= {"lr", *(reshard.SCHEDULED_KEYS if engine.lr_scheduler is not None else ())}

@@ -34,8 +34,7 @@ class Run:
 
     Args:
         engine: the DeepSpeed engine.
-        features: of `zerolm.features.build`, which have changed the model and the engine.
-        device: of this rank.
+        features: built by `zerolm.features.build`; they have changed the model and the engine.
         stop: requests to save and stop.
 
     Attributes:
@@ -77,7 +76,7 @@ class Run:
         self.uploads = Uploads(plan.run_dir, settings.upload_to, settings.upload_keep, is_first)
         self.html_report = HtmlReport(plan.run_dir, settings.report_interval, is_first)
         self.profiler = StepProfiler(settings.profile, plan.run_dir, device, self.journal)
-        self.anomaly_response: str | None = None  # to the last step, from the spike guard
+        self.anomaly_response: str | None = None  # the spike guard's, to the last step
 
     @property
     def finished(self) -> bool:

@@ -70,7 +70,7 @@ def record(plan: Plan) -> dict[str, Any]:
 
 
 def write(run_dir: Path, content: dict[str, Any], rank: int) -> None:
-    """Write `run.json`, and check that every host sees it. Every rank must call.
+    """Write `run.json`, and check that every host sees it. Every rank must call this.
 
     Raises:
         ConfigError: on every rank: the directory is not shared by all hosts.

@@ -43,10 +43,9 @@ class StepResult:
             a mixture of experts, and z-losses.
         grad_norm: 2-norm of the gradient before clipping; infinite if it is not finite.
         clipped_to: clipping norm of this step; 0 for no clipping.
-        learning_rate: of this step.
         applied: False if the optimizer step was refused, or skipped by DeepSpeed.
         flags: sums over ranks of the flags that each passed in.
-        micro_losses: of this rank only: the mean loss of each of its micro-batches.
+        micro_losses: the mean loss of each micro-batch of this rank.
     """
 
     loss: float
@@ -84,7 +83,7 @@ def forward_backward(
     token_bytes: torch.Tensor | None = None,
     features: Sequence[Feature] = (),
 ) -> StepResult:
-    """Accumulate the gradient of one global batch, without taking the step. Every rank must call.
+    """Accumulate the gradient of one global batch, without taking the step. All ranks call this.
 
     Args:
         engine: the DeepSpeed engine.
@@ -98,7 +97,7 @@ def forward_backward(
         timing_forward: context manager for each forward pass.
         observing_backward: context manager for each backward pass, given its micro-batch.
         token_bytes: bytes of text of each token, for `sums_by_source`.
-        features: with contexts of forward passes, losses and figures of their own.
+        features: their contexts enclose forward passes; their losses and figures are added.
     """
     device, contributes = engine.device, layout.contributes(engine.global_rank)
     rows = len(batches) * len(batches[0]["targets"]) * layout.replicas
@@ -196,12 +195,12 @@ def apply_step(
     refused: bool = False,
     should_refuse: RefusalRule,
 ) -> None:
-    """Take the optimizer step and complete `result`. Every rank must call.
+    """Take the optimizer step and complete `result`. Every rank must call this.
 
     Args:
-        learning_rate: of this step; None leaves it to the scheduler of the ds config.
-        ratios: of the parameter groups, from `learning_rate_ratios`.
-        factor: on the learning rate, whichever sets it.
+        learning_rate: the rate to set; None: the scheduler of the ds config has set it.
+        ratios: result of `learning_rate_ratios`, one per parameter group.
+        factor: factor on the learning rate, whether we or the scheduler set it.
         refused: do not take the step, only clear the gradients.
         should_refuse: given the gradient norm, returns whether to refuse the step.
 

@@ -38,11 +38,10 @@ class StepGate:
             for good.
 
     Attributes:
-        grad_norm: of the last step, unscaled; None if DeepSpeed found an overflow before it.
+        grad_norm: norm of the last step's gradient, unscaled; None after an overflow in DeepSpeed.
         refused: whether the gate refused the last step.
         clipped_to: clipping norm of the last step; 0 for no clipping.
-        clip_norm: given the gradient norm, returns the norm to clip to; by default that of the ds
-            config.
+        clip_norm: returns the norm to clip a gradient norm to; by default the ds config's.
     """
 
     def __init__(self, engine: Any):
@@ -69,7 +68,7 @@ class StepGate:
         refused: bool,
         should_refuse: RefusalRule,
     ) -> None:
-        """Take the optimizer step, or only clear the gradients. Every rank must call.
+        """Take the optimizer step, or only clear the gradients. Every rank must call this.
 
         Args:
             refused: do not take the step, whatever its norm.
@@ -94,7 +93,7 @@ class StepGate:
     def discard(self, engine: Any) -> None:
         """Clear the accumulated gradient, as if its passes had not been made.
 
-        DeepSpeed's own skip of a step does it. Every rank must call.
+        Uses DeepSpeed's skip of a step, and restores the counters. Every rank must call this.
         """
         counters = {name: getattr(engine, name) for name in COUNTERS}
         self.step(engine, True, _never)
@@ -104,7 +103,8 @@ class StepGate:
     def _clear_offloaded_sums(self) -> None:
         """Drop the float32 sums of a skipped step, which DeepSpeed adds to the next one.
 
-        It does at stage 2 with the optimizer on the host and gradients of another dtype (0.19.8).
+        DeepSpeed 0.19.8 adds them at stage 2, with the optimizer on the host and gradients of
+        another dtype.
         """
         if getattr(self._optimizer, "cpu_offload", False):
             sums = self._optimizer.averaged_gradients

@@ -13,9 +13,6 @@ class Stopwatch:
     """Sums up time and tokens between two reports.
 
     Only time inside `timing_step()` counts, so saving and evaluating do not.
-
-    Args:
-        device: of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,11 +103,10 @@ class Stopwatch:
 def slowest_rank(own_seconds: float, device: torch.device) -> dict[str, float]:
     """Return the `throughput/` metrics that compare ranks; none with a single rank.
 
-    Every rank must call.
+    Every rank must call this.
 
     Args:
-        own_seconds: of this rank, from `Stopwatch.own_seconds`.
-        device: on which this run's collectives work.
+        own_seconds: the result of `Stopwatch.own_seconds`.
     """
     world_size = torch.distributed.get_world_size()
     if world_size == 1:

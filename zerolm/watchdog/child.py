@@ -38,7 +38,7 @@ class Child:
         arguments: a command of zerolm and its arguments.
         log: file to which its output is appended, created with its directory; None: the output of
             this process.
-        supervised: `launch supervise` waits for it before it restarts the run.
+        supervised: `launch supervise` must wait for the process to end before restarting the run.
         endless: the process should never end by itself, so even exit code 0 is a failure.
         first_pause_seconds: pause until it is due after a failure; doubled by each further failure.
         max_failures: failures after which it is never due again.
@@ -115,7 +115,7 @@ class Child:
         """Wait until the process ends. Records progress, so that waiting does not count as a hang.
 
         Args:
-            deadline: on the clock of `time.monotonic`.
+            deadline: time on the clock of `time.monotonic`.
             cancelled: returns True to stop waiting before that.
 
         Returns:

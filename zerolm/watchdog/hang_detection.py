@@ -84,7 +84,7 @@ def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> V
     if len(overdue) < len(ranks) or not complete:
         return None  # the others wait for a rank that makes progress or still has time left
     everyone = [_number(rank) for rank in ranks]
-    if lacks:  # each waits for another one
+    if lacks:  # a cycle: every rank waits for another rank
         circle = [rank for rank in ranks if _number(rank) in held_up]
         return Verdict(_out_of_order(circle, held_up), "", everyone)
     if (late := _late_devices(members)) is not None:

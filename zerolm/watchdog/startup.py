@@ -33,7 +33,8 @@ def parts(launcher: processes.Process | None) -> dict[str, float]:
     ends = {}
     if launcher is not None:
         node_launcher = processes.inspect_process(own.parent)
-        # A killed node launcher leaves this process to the machine's first one, which is older.
+        # If the node launcher was killed, the parent is process 1, which is older than the
+        # launcher.
         if node_launcher is not None and node_launcher.start_ticks > launcher.start_ticks:
             ends["deepspeed"] = node_launcher.start_ticks / TICKS
         ends["node launcher"] = created

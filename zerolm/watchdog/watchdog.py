@@ -31,7 +31,7 @@ POLL_SECONDS = 0.5  # between two checks of the processes on this machine
 REQUEST_SECONDS = 2.0  # between two checks for a verdict of another rank, or a request to stop
 JUDGES = 4  # the first ranks read all heartbeats when they are stuck; the others follow a verdict
 SILENT_SECONDS = 60.0  # without a heartbeat, while this rank is stuck too: a rank is lost
-STOPPED_SECONDS = 10.0  # a process stopped with SIGSTOP for so long is lost
+STOPPED_SECONDS = 10.0  # a process stopped with SIGSTOP for this long is lost
 SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspended, not the others
 EXIT_DELAY_SECONDS = 3.0  # at most, until the launcher, which polls every second, sees a dead rank
 ORPHAN_SECONDS = 2.0  # for the main thread to handle the signal that has ended the launcher
@@ -74,7 +74,7 @@ class Watchdog:
     # ---- Called by the main thread
 
     def connect(self, world_size: int) -> None:
-        """Exchange the ranks' identities and start to watch them. Every rank must call."""
+        """Exchange the ranks' identities and start to watch them. Every rank must call this."""
         if self.rank == 0:
             self.heartbeats.remove_stale(world_size)
         token = collectives.broadcast_object(secrets.token_hex(4))
