@@ -41,7 +41,7 @@ class RangeReader:
 
     def __init__(self, url: Url, retry_seconds: float = RETRY_SECONDS):
         self.url, self.retry_seconds = url, retry_seconds
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(requests=0, bytes=0, repeated=0)
         self._pid = -1
         self._fs: Any = None
         self._root = ""
@@ -122,7 +122,8 @@ class RangeReader:
                            end=stop)  # fmt: skip
         else:
             content = call_within(ATTEMPT_SECONDS, lambda: fs.cat_file(path, start=start, end=stop))
-        self.counts["bytes"] += len(content)
+        num_bytes = len(content)  # in `+=`, another thread's count would be lost
+        self.counts["bytes"] += num_bytes
         return content
 
     def _length_problem(self, content: bytes, start: int | None, stop: int | None) -> str | None:

@@ -44,7 +44,7 @@ class RemoteBlocks:
         self.shards = manifest["shards"]
         sizes = [num_blocks(shard["size_bytes"]) for shard in self.shards]
         self.first_keys = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).tolist()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(hits=0, fetched=0)
         self._cached: BlockCache | None = None
         self._unverified = bytearray()  # for a mirror: a byte per block, 1 until it is verified
         self._checksums: OrderedDict[int, np.ndarray] = OrderedDict()
@@ -141,7 +141,8 @@ class RemoteBlocks:
         name, start = self.shards[number]["file"], first * BLOCK_BYTES
         content = self.read(name, start, self._offset(number, end), find_damage, started_at)
         self._require_ids(number, first, content)
-        self.counts["fetched"] += num_blocks(len(content))
+        num_fetched = num_blocks(len(content))  # in `+=`, another thread's count would be lost
+        self.counts["fetched"] += num_fetched
         if self._cached is not None:
             for at in range(0, len(content), BLOCK_BYTES):
                 key = self.key(number, first + at // BLOCK_BYTES)

@@ -3,8 +3,10 @@
 import errno
 import os
 import pickle
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -141,6 +143,7 @@ def test_cached_blocks_are_not_fetched_again_by_the_next_process(shards, server,
     deadline = time.monotonic() + 30
     while source.files.counts["fetched"] < blocks_of(source) and time.monotonic() < deadline:
         time.sleep(0.01)  # the rest is fetched in idle times
+    assert source.files.counts["fetched"] >= blocks_of(source)
     before = 0
     while server.count != before:  # one may still be under way
         before = server.count
@@ -148,6 +151,21 @@ def test_cached_blocks_are_not_fetched_again_by_the_next_process(shards, server,
     again = pickle.loads(pickle.dumps(source))
     assert_same(training(again, 100), training(open_source(shards), 100))
     assert again.files.counts["fetched"] == 0 and server.count == before
+
+
+def test_counts_of_many_threads_add_up(shards, monkeypatch):
+    blocks = open_source(f"file://{shards}").files._blocks()
+    blocks.checksums(0)
+    content = (shards / "shard-00000.bin").read_bytes()[:BLOCK_BYTES]
+    monkeypatch.setattr(blocks, "read", lambda *_: content)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(lambda _: blocks.fetch(0, 0, 1), range(2000)))
+    finally:
+        sys.setswitchinterval(before)
+    assert blocks.counts["fetched"] == 2000
 
 
 def test_document_ends_are_fetched_once(shards, server, monkeypatch, tmp_path):
