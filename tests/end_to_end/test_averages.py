@@ -15,6 +15,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from tests.end_to_end import runs_in_one_process, test_optimizers
+from tests.end_to_end.killed_runs import stopped_and_resumed
 from tests.end_to_end.recipe import SEQ_LEN, STEP_TOKENS, profile, recipe
 from tests.launching import ROOT, environment, rows
 from zerolm.__main__ import main
@@ -285,7 +286,7 @@ def test_every_optimizer_keeps_the_average(tmp_path, llama, corpus, held_out) ->
         weights = tmp_path / f"{case.name}-weights"
         weights.mkdir()
         job = {"flags": [*flags, "--ema_tokens", HALF_LIFE], "weights": weights}
-        jobs += [{**job, "until": 3}, job]
+        jobs += stopped_and_resumed(job, 3)
     runs_in_one_process.launch(jobs, tmp_path, 2)
     for case in cases:
         average, _ = saved_average(tmp_path / case.name, STEPS)

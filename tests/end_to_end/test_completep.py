@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.end_to_end import plain_pytorch, runs_in_one_process, test_resume
+from tests.end_to_end import killed_runs, plain_pytorch, runs_in_one_process
 from tests.end_to_end.recipe import BATCH, MINIMUM, PEAK, SEED, SEQ_LEN, recipe
-from tests.launching import LLAMA, kill_session, rows, run_ranks, write_json
+from tests.launching import LLAMA, rows, write_json
 
 STEPS, STOP, MICRO = 20, 9, 2
 EPSILON = 2e-5  # of the size of gradients, so that its factors count
@@ -173,13 +173,5 @@ def test_a_run_resumes_on_another_topology_and_after_a_kill(tmp_path, corpus) ->
     def arguments(name: str) -> list[object]:
         return flags(tmp_path, corpus, name, "llama", 2, "--checkpoint_interval", 10, steps=60)
 
-    assert run_ranks(2, *arguments("complete")).returncode == 0
-    process = test_resume.start(2, tmp_path / "log", *arguments("killed"))
-    try:
-        test_resume.wait_for_step(tmp_path / "killed", 25, 120)
-    finally:
-        kill_session(process.pid)
-        process.wait()
-    assert run_ranks(2, *arguments("killed")).returncode == 0
-    for key in ("train/loss", "train/grad_norm", "train/param_norm"):
-        assert rows(tmp_path / "killed", key) == rows(tmp_path / "complete", key)
+    keys = ("train/loss", "train/grad_norm", "train/param_norm")
+    killed_runs.compare_with_killed(tmp_path, arguments, keys)

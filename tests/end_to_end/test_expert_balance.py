@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.end_to_end import plain_pytorch, runs_in_one_process, test_resume
+from tests.end_to_end import plain_pytorch, runs_in_one_process
+from tests.end_to_end.killed_runs import compare_with_killed, stopped_and_resumed
 from tests.end_to_end.recipe import profile
 from tests.launching import (
     LLAMA,
-    kill_session,
     rows,
     run_module,
     run_ranks,
@@ -160,16 +160,13 @@ def test_each_way_of_balancing_evens_the_loads_of_300_steps(tmp_path, monkeypatc
 def test_biases_are_resumed_resharded_and_exported_in_float32(tmp_path, corpus, model) -> None:
     """In bf16; each run stops after half of its steps, and resumes at the same or another stage."""
 
-    def job(name: str, stage: int, until: int = 0) -> dict:
-        return {
-            "flags": flags(tmp_path, corpus, name, stage, bf16=True, steps=12, model=model),
-            "until": until,
-        }
+    def job(name: str, stage: int) -> dict:
+        return {"flags": flags(tmp_path, corpus, name, stage, bf16=True, steps=12, model=model)}
 
     jobs = [
-        job("complete", 3), job("resumed", 3, until=6), job("resumed", 3),
-        job("complete-2", 2), job("resumed-2", 2, until=6), job("resumed-2", 2),
-        job("resharded", 2, until=6), job("resharded", 3),
+        job("complete", 3), *stopped_and_resumed(job("resumed", 3), 6),
+        job("complete-2", 2), *stopped_and_resumed(job("resumed-2", 2), 6),
+        *stopped_and_resumed(job("resharded", 2), 6, job("resharded", 3)),
     ]  # fmt: skip
     runs_in_one_process.launch(jobs, tmp_path)
     for complete, resumed in (("complete", "resumed"), ("complete-2", "resumed-2")):
@@ -202,18 +199,9 @@ def test_a_killed_run_resumes_with_the_biases_of_its_checkpoint(tmp_path, corpus
         more = ["--checkpoint_interval", 10, "--gradient_checkpointing"]
         return [*flags(tmp_path, corpus, name, 2, steps=60), *more]
 
-    done = run_ranks(2, *arguments("complete"))
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "balanced by a bias, 0.02 a step" in done.stdout
-    process = test_resume.start(2, tmp_path / "log", *arguments("killed"))
-    try:
-        test_resume.wait_for_step(tmp_path / "killed", 25, 120)
-    finally:
-        kill_session(process.pid)
-        process.wait()
-    assert run_ranks(2, *arguments("killed")).returncode == 0
-    for key in ("train/loss", "train/grad_norm", "router/load_imbalance"):
-        assert rows(tmp_path / "killed", key) == rows(tmp_path / "complete", key)
+    keys = ("train/loss", "train/grad_norm", "router/load_imbalance")
+    printed = compare_with_killed(tmp_path, arguments, keys)
+    assert "balanced by a bias, 0.02 a step" in printed
     pairs = zip(
         final_biases(tmp_path / "killed").values(), final_biases(tmp_path / "complete").values(),
         strict=True,
@@ -227,18 +215,18 @@ def test_a_killed_run_resumes_with_the_biases_of_its_checkpoint(tmp_path, corpus
 def test_losses_of_the_global_batch_do_not_depend_on_its_division(
     tmp_path, corpus, world_size
 ) -> None:
-    def job(name: str, stage: int, *more: object, micro: int = 2, until: int = 0) -> dict:
+    def job(name: str, stage: int, *more: object, micro: int = 2) -> dict:
         arguments = flags(
             tmp_path, corpus, name, stage, micro=micro, model=MIXTRAL, more=(*LOSSES, *more)
         )
-        return {"flags": arguments, "until": until}
+        return {"flags": arguments}
 
     names = [f"zero{stage}-micro{micro}" for stage in (1, 2, 3) for micro in (1, 2, 4)]
     jobs = [job(name, int(name[4]), micro=int(name[-1])) for name in names]
     others = [("chunked", 3, "--loss_chunk_tokens", 7, "--gradient_checkpointing")]
     others += [("compiled", 2, "--compile")] if world_size == 1 else []
     jobs += [job(*other) for other in others]
-    jobs += [job("resumed", 2, until=until) for until in (STEPS // 2, 0)]
+    jobs += stopped_and_resumed(job("resumed", 2), STEPS // 2)
     runs_in_one_process.launch(jobs, tmp_path, world_size)
     curve = plain_pytorch.train(
         MIXTRAL, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,

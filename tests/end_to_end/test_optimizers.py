@@ -8,6 +8,7 @@ import pytest
 
 from tests.end_to_end import plain_optimizers, plain_pytorch, runs_in_one_process, step_comparison
 from tests.end_to_end import test_mixtures_of_experts as experts
+from tests.end_to_end.killed_runs import stopped_and_resumed
 from tests.end_to_end.recipe import (
     CLIPPING,
     PEAK,
@@ -138,7 +139,7 @@ def test_curves_equal_plain_pytorch_and_a_resumed_run_equals_an_uninterrupted_on
             jobs.append({"flags": arguments(case, uninterrupted, llama, corpus, json_file), **more})
         if not case.exact or family == "always":
             first = {"flags": arguments(case, resumed, llama, corpus, json_file), **more}
-            jobs += [{**first, "until": case.stop}, first]
+            jobs += stopped_and_resumed(first, case.stop)
     if family == "always":  # in the same launch, to save the time of another
         jobs.append(experts.job(tmp_path, corpus, "mixtral", 3, False))
     output = runs_in_one_process.launch(jobs, tmp_path)

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.end_to_end import plain_optimizers, plain_pytorch, runs_in_one_process, test_resume
+from tests.end_to_end import killed_runs, plain_optimizers, plain_pytorch, runs_in_one_process
 from tests.end_to_end.recipe import (
     PEAK,
     STEP_TOKENS,
     STEPS,
     recipe,
 )
-from tests.launching import LLAMA, kill_session, rows, run_ranks, write_json, write_shards
+from tests.launching import LLAMA, rows, write_json, write_shards
 
 STOP, MICRO, MUON_RATE = 9, 2, 0.03
 # Shared keys; and keys of each head, with biases.
@@ -122,13 +122,12 @@ def test_clipping_depends_on_nothing_but_the_global_batch_and_resumes_bit_for_bi
     tmp_path, corpus
 ) -> None:
     def job(
-        name: str, *more: object, stage: int = 2, until: int = 0, optimizer: str = "AdamW",
-        **options: Any,
-    ) -> dict:  # fmt: skip
+        name: str, *more: object, stage: int = 2, optimizer: str = "AdamW", **options: Any
+    ) -> dict:
         arguments = flags(
             tmp_path, corpus, name, "qwen2", stage, *more, optimizer=optimizer, **options
         )
-        return {"flags": arguments, "until": until}
+        return {"flags": arguments}
 
     held_out = write_shards(tmp_path / "held-out", 20, seed=1)
     average = ("--ema_tokens", 4 * STEP_TOKENS, "--val_data", held_out, "--eval_interval", 1000)
@@ -142,11 +141,13 @@ def test_clipping_depends_on_nothing_but_the_global_batch_and_resumes_bit_for_bi
         job("masked", "--document_mask"),
         job("masked-eager", "--document_mask", "--attn_implementation", "eager", micro=4),
     ]
-    resumed = [
-        job(f"{name}-{stage}", *average, stage=stage, bf16=True, until=until, optimizer="Muon")
-        for stage in (1, 2, 3)
-        for name, until in (("complete", 0), ("resumed", STOP), ("resumed", 0))
-    ]
+    resumed = []
+    for stage in (1, 2, 3):
+        complete, moved = (
+            job(f"{name}-{stage}", *average, stage=stage, bf16=True, optimizer="Muon")
+            for name in ("complete", "resumed")
+        )
+        resumed += [complete, *killed_runs.stopped_and_resumed(moved, STOP)]
     unclipped = [job("off", threshold=0.0), job("high", threshold=1e9)]
     runs_in_one_process.launch([job("base"), *variants, *masked, *resumed, *unclipped], tmp_path, 2)
     names = [Path(each["flags"][each["flags"].index("--run_dir") + 1]).name for each in variants]
@@ -178,18 +179,8 @@ def test_a_killed_run_resumes_with_clipped_weights(tmp_path, corpus) -> None:
             tmp_path, corpus, name, "llama", 2, "--checkpoint_interval", 10, steps=60, bf16=True
         )
 
-    done = run_ranks(2, *arguments("complete"))
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "at most about 0.15 in each of 8 heads" in done.stdout
-    process = test_resume.start(2, tmp_path / "log", *arguments("killed"))
-    try:
-        test_resume.wait_for_step(tmp_path / "killed", 25, 120)
-    finally:
-        kill_session(process.pid)
-        process.wait()
-    assert run_ranks(2, *arguments("killed")).returncode == 0
-    for key in KEYS:
-        assert rows(tmp_path / "killed", key) == rows(tmp_path / "complete", key)
+    printed = killed_runs.compare_with_killed(tmp_path, arguments, KEYS)
+    assert "at most about 0.15 in each of 8 heads" in printed
 
 
 @pytest.mark.soak

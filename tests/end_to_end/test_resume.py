@@ -3,12 +3,12 @@
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.end_to_end.killed_runs import kill_at, resume, wait_for_step
 from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
 from tests.launching import events, kill_session, rows, run_module, run_ranks, start_ranks
 from zerolm.watchdog.progress import read_heartbeats
@@ -27,16 +27,6 @@ def run_flags(llama, corpus, held_out, run_dir: Path, json_file: Path) -> list[o
     arguments += ["--val_data", held_out, "--eval_tokens", 640, "--eval_interval", VALIDATE]
     arguments += ["--ema_tokens", 10 * STEP_TOKENS]
     return [*arguments, "--checkpoint_interval", SAVE, "--checkpoint_keep", 2]
-
-
-def wait_for_step(run_dir: Path, step: int, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        path = run_dir / "metrics.jsonl"
-        if path.exists() and f'"step": {step},' in path.read_text():
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} was not reached")
 
 
 def shared_memory() -> set[str]:
@@ -59,18 +49,9 @@ def test_a_killed_run_equals_an_uninterrupted_one(
     step = random.randint(2 * SAVE, STEPS - 20)  # the second save waits for the first
     before = shared_memory()
     flags = [*run_flags(llama, corpus, held_out, killed, json_file), *more]
-    with open(tmp_path / "log", "w") as log:
-        ranks = start_ranks(2, log, *flags)
-    try:
-        wait_for_step(killed, step, seconds=120)
-    finally:
-        kill_session(ranks.session)
-        ranks.codes(timeout=30)
+    kill_at(step, killed, flags)
     assert shared_memory() <= before, "a killed run must leave nothing in /dev/shm"
-    assert [event["event"] for event in events(killed)].count("done") == 0
-    again = run_ranks(2, *flags)
-    assert again.returncode == 0, again.stdout[-4000:]
-    assert [event["event"] for event in events(killed) if event["event"] == "resume"]
+    resume(killed, flags)
     for key in COMPARED:
         expected = rows(uninterrupted, key)
         assert len(expected) == (

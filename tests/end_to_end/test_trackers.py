@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.killed_runs import wait_for_step
 from tests.end_to_end.recipe import profile, recipe
-from tests.end_to_end.test_resume import wait_for_step
 from tests.endpoints import WandbServer
 from tests.launching import (
     ROOT,
