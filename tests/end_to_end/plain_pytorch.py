@@ -5,11 +5,11 @@ Weights are initialized as docs/initialization.md specifies; the learning rate i
 """
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.end_to_end import plain_optimizers
+from tests.end_to_end.plain_experts import (
+    BiasBalance,
+    Penalties,
+    router_entropies,
+    tokens_by_expert,
+)
 from tests.end_to_end.recipe import (
     BATCH,
     CLIPPING,
@@ -153,111 +159,6 @@ def adamw(masters: dict[str, torch.Tensor], weight_decay: float) -> torch.optim.
     )
 
 
-def tokens_by_expert(outputs: Any, top_k: int) -> np.ndarray:
-    """Return (layers, experts) numbers of tokens routed to an expert, by sorting the logits."""
-    found = []
-    for logits in outputs.router_logits:
-        best = np.argsort(-logits.detach().float().numpy(), axis=1)[:, :top_k]
-        found.append(np.bincount(best.ravel(), minlength=logits.shape[1]))
-    return np.array(found)
-
-
-def router_entropies(outputs: Any) -> np.ndarray:
-    shares = [logits.detach().double().softmax(1) for logits in outputs.router_logits]
-    return np.array([torch.special.entr(share).sum(1).mean().item() for share in shares])
-
-
-@dataclass
-class Penalties:
-    """Losses as means over the global batch, with the given weights: what docs/experts.md defines.
-
-    Attributes:
-        balance: E * sum_i f_i P_i, averaged over the routers, with f of the previous batch.
-        router_z, z: mean of log(Z)^2, of the routers and of the output.
-    """
-
-    top_k: int
-    balance: float = 0.0
-    router_z: float = 0.0
-    z: float = 0.0
-    shares: Any = None  # (layers, experts) f of the previous batch
-    counts: list[np.ndarray] = field(default_factory=list)
-    values: list[dict[str, float]] = field(default_factory=list)
-
-    def __call__(self, outputs: Any) -> torch.Tensor:
-        """Return the sum of the losses of a chunk of the batch."""
-        logits = torch.stack(outputs.router_logits).float()  # (layers, tokens, experts)
-        experts = logits.shape[2]
-        if self.shares is None:
-            self.shares = torch.full((len(logits), experts), self.top_k / experts)
-        self.counts.append(tokens_by_expert(outputs, self.top_k))
-        of_experts = self.shares * torch.softmax(logits, 2).mean(1)
-        parts = {
-            "train/auxiliary_loss": self.balance * experts * of_experts.sum(1).mean(),
-            "train/router_z_loss": self.router_z * (logits.exp().sum(2).log() ** 2).mean(),
-            "train/z_loss": self.z * (torch.logsumexp(outputs.logits.float(), 2) ** 2).mean(),
-        }
-        self.values.append({name: part.item() for name, part in parts.items()})
-        return torch.stack(list(parts.values())).sum()
-
-    def end_step(self) -> dict[str, float]:
-        counts = torch.tensor(sum(self.counts))
-        self.shares = (counts * self.top_k / counts.sum(1, keepdim=True)).float()
-        means = {name: np.mean([each[name] for each in self.values]) for name in self.values[0]}
-        self.counts, self.values = [], []
-        return means
-
-
-class BiasBalance:
-    """Balances experts by a bias (arXiv 2412.19437, section 2.1.2), counted over the batch."""
-
-    def __init__(self, model: torch.nn.Module, rate: float):
-        self.rate = rate
-        self.biases = {
-            name: buffer for name, buffer in model.named_buffers() if "e_score_correction" in name
-        }
-        self.counts = {name: np.zeros(len(bias), int) for name, bias in self.biases.items()}
-        for name in self.biases:
-            router = model.get_submodule(name.rpartition(".")[0])
-            router.register_forward_hook(partial(self.count, name))
-
-    def count(self, name: str, router: torch.nn.Module, args: Any, output: Any) -> None:
-        chosen = output[2].numpy().ravel()
-        self.counts[name] += np.bincount(chosen, minlength=len(self.counts[name]))
-
-    def step(self) -> tuple[dict[str, torch.Tensor], np.ndarray]:
-        """Move the biases; return copies of them, and the (layers, experts) counts."""
-        counts = np.array(list(self.counts.values()))
-        for bias, count in zip(self.biases.values(), counts, strict=True):
-            for expert in range(len(count)):
-                if count[expert] * len(count) < count.sum():
-                    bias[expert] += self.rate
-                if count[expert] * len(count) > count.sum():
-                    bias[expert] -= self.rate
-        for count in self.counts.values():
-            count[:] = 0
-        return {name: bias.clone() for name, bias in self.biases.items()}, counts
-
-
-class ZClip:
-    """Algorithm 1 of arXiv 2504.02507, recomputed from all norms at each step."""
-
-    def __init__(self, threshold: float):
-        self.threshold, self.norms = threshold, []
-
-    def __call__(self, norm: float) -> float:
-        self.norms.append(norm)
-        if len(self.norms) < 26:
-            return math.inf
-        mean, variance = np.mean(self.norms[:25]), np.var(self.norms[:25])
-        for each in self.norms[25:]:
-            z = (each - mean) / (variance**0.5 + 1e-6)
-            bound = mean + self.threshold**2 / z * variance**0.5 if z > self.threshold else math.inf
-            mean = 0.97 * mean + 0.03 * min(each, bound)
-            variance = 0.97 * variance + 0.03 * (min(each, bound) - mean) ** 2
-        return float(bound)
-
-
 def cosine(tokens: int, total: int, warmup: int, peak: float, minimum: float) -> float:
     """Return the learning rate after `tokens` tokens."""
     if tokens < warmup:
@@ -315,11 +216,41 @@ class Batch:
         }
 
 
+def model_at_start(
+    config: dict,
+    seed: int,
+    source: Path | None,
+    bf16: bool,
+    change: Callable[[torch.nn.Module], None],
+) -> torch.nn.Module:
+    if source is None:
+        model = initial_model(config, seed)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    change(model)
+    if bf16:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def batches_of(
+    shards: Path, seed: int, seq_len: int, batch_sequences: int, micro_batch_size: int
+) -> Iterator[np.ndarray]:
+    """Yield the token ids of batches without end, (chunks, micro_batch_size, seq_len + 1)."""
+    tokens = read_tokens(shards)
+    order = Order([(len(tokens) - 1) // seq_len], [1.0], seed)
+    for start in itertools.count(0, batch_sequences):
+        windows = order(np.arange(start, start + batch_sequences)).window
+        text = np.stack([tokens[w * seq_len : w * seq_len + seq_len + 1] for w in windows])
+        yield text.reshape(-1, micro_batch_size, seq_len + 1)
+
+
 def clip(
-    masters: list[torch.Tensor],
-    gradients: list[torch.Tensor],
+    masters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
     clipping: float,
-    zclip: ZClip | None,
+    zclip: plain_optimizers.ZClip | None,
 ) -> tuple[float, float]:
     """Set the clipped gradients of the masters; return (norm before clipping, bound)."""
     for master, gradient in zip(masters, gradients, strict=True):
@@ -331,20 +262,28 @@ def clip(
 
 def update(
     model: torch.nn.Module,
-    masters: list[torch.Tensor],
+    masters: dict[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,
-    after_step: Callable[[], None],
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Take a step; return the norms of the weights after it, and of their changes."""
-    names = [name for name, _ in model.named_parameters()]
-    before = [master.clone() for master in masters]
+    rate: float,
+    attention: plain_optimizers.QkClip | None,
+) -> dict[str, Any]:
+    """Take a step at a learning rate; return the fields of a `Step` about it."""
+    before = [master.clone() for master in masters.values()]
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("ratio", 1.0)
     optimizer.step()
-    after_step()
-    for parameter, master in zip(model.parameters(), masters, strict=True):
+    clipped = attention.step(masters) if attention else (0.0, 0)
+    for parameter, master in zip(model.parameters(), masters.values(), strict=True):
         parameter.data.copy_(master)
-    changes = [new - old for new, old in zip(masters, before, strict=True)]
+    names = [name for name, _ in model.named_parameters()]
+    changes = [new - old for new, old in zip(masters.values(), before, strict=True)]
     weights = norms_by_block(names, [parameter.detach() for parameter in model.parameters()])
-    return weights, norms_by_block(names, changes)
+    updates = norms_by_block(names, changes)
+    return {
+        "param_norms": weights,
+        "update_ratios": {block: updates[block] / weights[block] for block in weights},
+        "attention": clipped,
+    }
 
 
 def train(
@@ -383,55 +322,33 @@ def train(
         qk_clip: threshold of attention logits; 0: off.
         change: applied to the model before it trains.
     """
-    if source is None:
-        model = initial_model(config, seed)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    change(model)
+    model = model_at_start(config, seed, source, bf16, change)
+    masters = {name: each.detach().float().clone() for name, each in model.named_parameters()}
+    optimizer = optimizer_of(masters, weight_decay)
     balance = BiasBalance(model, balance_rate) if balance_rate is not None else None
-    if bf16:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.bfloat16()
-    named = {name: each.detach().float().clone() for name, each in model.named_parameters()}
-    masters, optimizer = list(named.values()), optimizer_of(named, weight_decay)
     attention = plain_optimizers.QkClip(model, qk_clip) if qk_clip else None
-    zclip = ZClip(adaptive_clip) if adaptive_clip else None
-    tokens, total_tokens = read_tokens(shards), steps * batch_sequences * seq_len
-    order = Order([(len(tokens) - 1) // seq_len], [1.0], seed)
+    zclip = plain_optimizers.ZClip(adaptive_clip) if adaptive_clip else None
+    batch_tokens = batch_sequences * seq_len
+    texts = batches_of(shards, seed, seq_len, batch_sequences, micro_batch_size)
     curve = []
-    for step in range(steps):
-        windows = order(np.arange(step * batch_sequences, (step + 1) * batch_sequences)).window
-        batch = Batch([torch.zeros_like(master) for master in masters])
-        for chunk in np.split(windows, batch_sequences // micro_batch_size):
-            text = np.stack([tokens[w * seq_len : w * seq_len + seq_len + 1] for w in chunk])
+    for number, chunks in zip(range(1, steps + 1), texts, strict=False):
+        batch = Batch([torch.zeros_like(master) for master in masters.values()])
+        for text in chunks:
             batch.add(model, config, text, micro_batch_size / batch_sequences, penalties)
-        norm, bound = clip(masters, batch.gradients, clipping, zclip)
-        done = (step + 1) * batch_sequences * seq_len
-        rate = cosine(done, total_tokens, warmup_tokens, peak, minimum)
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("ratio", 1.0)
-        clipped: list[tuple[float, int]] = []
-        weights, updates = update(
-            model,
-            masters,
-            optimizer,
-            lambda clipped=clipped: clipped.append(attention.step(named)) if attention else None,
-        )
-        routing = batch.routing()
+        norm, bound = clip(list(masters.values()), batch.gradients, clipping, zclip)
+        rate = cosine(number * batch_tokens, steps * batch_tokens, warmup_tokens, peak, minimum)
+        figures = batch.routing() | update(model, masters, optimizer, rate, attention)
         if balance is not None:
-            routing["biases"], counts = balance.step()
-            routing["routed"] = counts[None]
+            figures["biases"], counts = balance.step()
+            figures["routed"] = counts[None]
         curve.append(
             Step(
                 loss=sum(batch.losses) / len(batch.losses),
                 grad_norm=norm,
                 chunk_gradients=chunk_gradients(batch.of_chunks, micro_batch_size),
-                param_norms=weights,
-                update_ratios={block: updates[block] / weights[block] for block in weights},
                 clipped_to=bound,
                 penalties=penalties.end_step() if penalties is not None else {},
-                attention=clipped[0] if clipped else (0.0, 0),
-                **routing,
+                **figures,
             )
         )
     return curve

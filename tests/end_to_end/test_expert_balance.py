@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.end_to_end import plain_pytorch, runs_in_one_process
 from tests.end_to_end.killed_runs import compare_with_killed, stopped_and_resumed
+from tests.end_to_end.plain_experts import Penalties
 from tests.end_to_end.recipe import profile
 from tests.launching import (
     LLAMA,
@@ -231,7 +232,7 @@ def test_losses_of_the_global_batch_do_not_depend_on_its_division(
     curve = plain_pytorch.train(
         MIXTRAL, corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH, micro_batch_size=2,
         steps=STEPS, peak=PEAK, minimum=MINIMUM, warmup_tokens=2 * BATCH * SEQ_LEN,
-        penalties=plain_pytorch.Penalties(2, 0.05, 0.02, 0.01),
+        penalties=Penalties(2, 0.05, 0.02, 0.01),
     )  # fmt: skip
     expected = {"train/loss": [step.loss for step in curve]}
     expected["train/grad_norm"] = [step.grad_norm for step in curve]
