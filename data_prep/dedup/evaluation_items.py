@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.read.discovery import SHOWN_SUFFIXES, SUFFIXES
+from data_prep.read.inputs import SHOWN_SUFFIXES, SUFFIXES
 from data_prep.read.parse import find_text
 from data_prep.read.readers import TEXT_FORMATS
 from data_prep.read.streams import COMPRESSIONS, Stream

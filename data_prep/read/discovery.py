@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,20 +17,22 @@ from data_prep.read.encodings import canonical
 from data_prep.read.inputs import (
     ARCHIVE_FORMATS,
     CODE,
-    LINE_FORMATS,
-    PAGE_FORMATS,
+    CODE_FILES,
+    DATA_FILES,
+    DATASET_CARD,
     ROW_FORMATS,
     TABLE_FORMATS,
-    TEXT_FORMATS,
+    FileKinds,
     HubDataset,
     Input,
     package_versions,
     packages_of,
+    suffix_of,
 )
 from data_prep.read.parse import JSON_HINT
 from data_prep.read.readers import checked_table, open_hub
 from data_prep.read.remote import list_files
-from data_prep.read.source_code import code_keys, language_of
+from data_prep.read.source_code import code_keys
 from data_prep.read.stage_files import (
     STAGE_MANIFEST,
     check_text_field,
@@ -39,24 +41,11 @@ from data_prep.read.stage_files import (
     read_stage,
     stage_of,
 )
-from data_prep.read.streams import COMPRESSIONS, Failure
+from data_prep.read.streams import Failure
 from zerolm.common.errors import ConfigError, reason
 from zerolm.common.url import is_url
 
-PLAIN_FORMATS = (*TEXT_FORMATS, *LINE_FORMATS, *PAGE_FORMATS, *TABLE_FORMATS)
-SUFFIXES = tuple(
-    [each + end for each in PLAIN_FORMATS for end in ("", *COMPRESSIONS)]
-    + [each + end for each in ARCHIVE_FORMATS for end in ("", ".gz")]
-    + [".json" + end for end in COMPRESSIONS]  # JSON lines; an uncompressed .json is seldom that
-    + [".parquet", ".arrow"]
-)
 SHOWN_KINDS = 6
-KindOf = Callable[[str], str | None]  # from a path to its suffix, or None if it is not read
-DATASET_CARD = "README.md"  # describes the files beside it
-SHOWN_SUFFIXES = (
-    ".txt, .md, .html, .csv, .tsv, .jsonl, .ndjson (also .gz, .zst, .bz2, .xz), .json.gz (.zst, "
-    ".bz2, .xz), .warc, .wet (also .gz), .parquet, .arrow"
-)
 HUB_ID = re.compile(
     r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.+-]+))?(@(?P<split>[\w.+-]+))?"
 )
@@ -93,9 +82,9 @@ def find_inputs(
             package_versions(("identify", "ukkonen"))
         except ConfigError as error:
             raise ConfigError(f"--code: {error.problems[0]}") from None
-    kind_of = _code_suffix if code else _suffix
+    kinds = CODE_FILES if code else DATA_FILES
     for argument in arguments:
-        candidates += _expand(argument, text_field, kind_of, notes, problems)
+        candidates += _expand(argument, text_field, kinds, notes, problems)
     inputs: list[Input] = []
     seen: dict[str, str] = {}
     missing: dict[str, str] = {}  # packages, once for all files that need them
@@ -140,11 +129,11 @@ def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, s
 
 
 def _expand(
-    argument: str, text_field: str, kind_of: KindOf, notes: list[str], problems: list[str]
+    argument: str, text_field: str, kinds: FileKinds, notes: list[str], problems: list[str]
 ) -> Iterator[Input]:
     """Yield the inputs of one argument."""
     if is_url(argument):
-        yield from _expand_url(argument, kind_of, notes, problems)
+        yield from _expand_url(argument, kinds, notes, problems)
         return
     if os.path.lexists(argument):
         paths = [argument]
@@ -158,7 +147,7 @@ def _expand(
             return
         if not paths:
             problems.append(f"--input {argument}: the glob matches nothing. Check the path.")
-    elif (match := HUB_ID.fullmatch(argument)) and _suffix(argument) is None:
+    elif (match := HUB_ID.fullmatch(argument)) and suffix_of(argument) is None:
         yield from _find_hub(argument, match, problems)
         return
     else:
@@ -181,10 +170,10 @@ def _expand(
             is_one = stage.directory != Path(path)
             yield from _stage_inputs(argument, [Path(path)] if is_one else stage.paths)
         elif Path(path).is_dir():
-            yield from _walk(argument, path, kind_of, notes, problems)
-        elif (suffix := kind_of(path)) is None:
+            yield from _walk(argument, path, kinds, notes, problems)
+        elif (suffix := kinds.suffix(path)) is None:
             hint = f" {JSON_HINT}" if path.lower().endswith(".json") else ""
-            problems.append(f"--input {argument}: {path} is not one of {_shown(kind_of)}{hint}")
+            problems.append(f"--input {argument}: {path} is not one of {kinds.shown}{hint}")
         else:
             yield _file_input(argument, path, suffix)
 
@@ -192,11 +181,11 @@ def _expand(
 def _stage_inputs(argument: str, paths: Sequence[Path]) -> Iterator[Input]:
     """Yield files of a stage, and no other files of its directory."""
     for path in paths:
-        yield replace(_file_input(argument, str(path), _suffix(path.name) or ""), of_stage=True)
+        yield replace(_file_input(argument, str(path), suffix_of(path.name) or ""), of_stage=True)
 
 
 def _expand_url(
-    argument: str, kind_of: KindOf, notes: list[str], problems: list[str]
+    argument: str, kinds: FileKinds, notes: list[str], problems: list[str]
 ) -> Iterator[Input]:
     """Yield the files of a URL, like those of a local path."""
     try:
@@ -206,33 +195,33 @@ def _expand_url(
         return
     is_hidden = [
         len(entries) > 1
-        and any(_is_hidden(name, kind_of) for name in each.url.removeprefix(top).split("/"))
+        and any(kinds.hides(name) for name in each.url.removeprefix(top).split("/"))
         for each in entries
     ]
-    kinds = [kind_of(each.url) for each in entries]
+    suffixes = [kinds.suffix(each.url) for each in entries]
     stages = {each.url.rpartition("/")[0] for each in entries if each.url.endswith("/stage.json")}
     if stages:
         problems.append(_stages_problem(argument, list(stages)))
         return
     unread = [
         each.url
-        for each, kind, hidden in zip(entries, kinds, is_hidden, strict=True)
-        if hidden or kind is None
+        for each, suffix, hidden in zip(entries, suffixes, is_hidden, strict=True)
+        if hidden or suffix is None
     ]
     if len(unread) == len(entries):
-        problems.append(f"--input {argument}: no file there is one of {_shown(kind_of)}")
+        problems.append(f"--input {argument}: no file there is one of {kinds.shown}")
     elif unread:
         notes.append(
             f"--input {argument}: ignored {len(unread):,} of {len(entries):,} files, which are "
-            f"hidden or not one of {_shown(kind_of)}; the first is {unread[0]}"
+            f"hidden or not one of {kinds.shown}; the first is {unread[0]}"
         )
-    for each, kind, hidden in zip(entries, kinds, is_hidden, strict=True):
-        if kind is not None and not hidden:
-            yield Input(argument, each.url, kind, each.size_bytes, version=each.version)
+    for each, suffix, hidden in zip(entries, suffixes, is_hidden, strict=True):
+        if suffix is not None and not hidden:
+            yield Input(argument, each.url, suffix, each.size_bytes, version=each.version)
 
 
 def _walk(
-    argument: str, top: str, kind_of: KindOf, notes: list[str], problems: list[str]
+    argument: str, top: str, kinds: FileKinds, notes: list[str], problems: list[str]
 ) -> Iterator[Input]:
     """Yield the files below a directory, sorted by path."""
     paths: list[str] = []
@@ -251,34 +240,24 @@ def _walk(
             stages.append(directory)
             directories.clear()
             continue
-        if {"records", "work"} & set(directories) and is_unfinished(directory):
-            problems.append(
-                f"--input {argument}: {directory} is an unfinished stage. Run its command again to "
-                f"finish it, or remove it."
-            )
-            directories.clear()
-            continue
-        if "dataset_dict.json" in names and len(directories) > 1:
-            problems.append(
-                f"--input {argument}: {directory} is a DatasetDict with {len(directories)} splits. "
-                f"Give the directory of one: {directory}/{min(directories)}"
-            )
+        if (problem := _directory_problem(directory, directories, names)) is not None:
+            problems.append(f"--input {argument}: {problem}")
             directories.clear()
             continue
         names = _without_caches(directory, names)
-        unseen = {name for name in (*names, *directories) if _is_hidden(name, kind_of)}
+        unseen = {name for name in (*names, *directories) if kinds.hides(name)}
         hidden += [f"{directory}/{name}" for name in unseen]
         directories[:] = [name for name in directories if name not in unseen]
         names = [name for name in names if name not in unseen]
         paths += [os.path.join(directory, name) for name in names]  # noqa: PTH118
         children = [os.path.join(directory, name) for name in directories]  # noqa: PTH118
         links += [path for path in children if Path(path).is_symlink()]
-    ignored = sorted(path for path in paths if kind_of(path) is None)
-    known = sorted([path for path in paths if kind_of(path) is not None] + [*unreadable])
+    ignored = sorted(path for path in paths if kinds.suffix(path) is None)
+    known = sorted([path for path in paths if kinds.suffix(path) is not None] + [*unreadable])
     if ignored:
         notes.append(
             f"--input {argument}: ignored {len(ignored):,} of {len(paths):,} files "
-            f"({_kinds(ignored)}), which are not {_shown(kind_of)} The first is {ignored[0]}"
+            f"({_kinds(ignored)}), which are not {kinds.shown} The first is {ignored[0]}"
         )
     for found, what in (
         (hidden, f"hidden files, hidden directories and {DATASET_CARD}"),
@@ -292,12 +271,26 @@ def _walk(
     if stages:
         problems.append(_stages_problem(argument, stages))
     elif not known:
-        problems.append(f"--input {argument}: no file below {top} is one of {_shown(kind_of)}")
+        problems.append(f"--input {argument}: no file below {top} is one of {kinds.shown}")
     for path in known if not stages else ():
         if path in unreadable:
             yield Input(argument, _printable(path), "directory", 0, problem=unreadable[path])
         else:
-            yield _file_input(argument, path, kind_of(path) or "")
+            yield _file_input(argument, path, kinds.suffix(path) or "")
+
+
+def _directory_problem(directory: str, directories: list[str], names: list[str]) -> str | None:
+    """Return why the files below a directory are not inputs, None if they are."""
+    if {"records", "work"} & set(directories) and is_unfinished(directory):
+        return (
+            f"{directory} is an unfinished stage. Run its command again to finish it, or remove it."
+        )
+    if "dataset_dict.json" in names and len(directories) > 1:
+        return (
+            f"{directory} is a DatasetDict with {len(directories)} splits. Give the directory of "
+            f"one: {directory}/{min(directories)}"
+        )
+    return None
 
 
 def _without_caches(directory: str, names: list[str]) -> list[str]:
@@ -308,10 +301,6 @@ def _without_caches(directory: str, names: list[str]) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError):
         return names
     return [name for name in names if name in listed or not name.endswith(".arrow")]
-
-
-def _is_hidden(name: str, kind_of: KindOf) -> bool:
-    return name.startswith(".") or (name == DATASET_CARD and kind_of is _suffix)
 
 
 def _stages_problem(argument: str, stages: Sequence[str]) -> str:
@@ -350,27 +339,11 @@ def _printable(path: str) -> str:
     return os.fsencode(path).decode(errors="backslashreplace")
 
 
-def _code_suffix(path: str) -> str | None:
-    return CODE if language_of(path) is not None else None
-
-
-def _shown(kind_of: KindOf) -> str:
-    """Return which files are read, for messages."""
-    if kind_of is _suffix:
-        return f"{SHOWN_SUFFIXES}. Convert or rename them, or read source code with --code."
-    return "the names of text files that identify knows (.py, .c, Makefile, ...)."
-
-
 def _kinds(paths: Sequence[str]) -> str:
     """Return the most frequent endings of file names, with their numbers."""
     counts = Counter(Path(path).suffix or "no suffix" for path in paths)
     more = ", ..." if len(counts) > SHOWN_KINDS else ""
     return ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common(SHOWN_KINDS)) + more
-
-
-def _suffix(path: str) -> str | None:
-    name = path.lower()
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
 
 def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Iterator[Input]:

@@ -3,7 +3,7 @@
 Independent of how a format is read.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from data_prep.read.documents import Chunk, InputRules, Problem
 from data_prep.read.encodings import AUTO, UTF8, open_stream
 from data_prep.read.remote import open_stored
-from data_prep.read.streams import Failure, Stream
+from data_prep.read.source_code import language_of
+from data_prep.read.streams import COMPRESSIONS, Failure, Stream
 from zerolm.common.errors import ConfigError
 from zerolm.common.provenance import installed_version
 from zerolm.common.url import is_url
@@ -23,7 +24,57 @@ LINE_FORMATS = (".jsonl", ".ndjson")  # a document per line; the same
 TABLE_FORMATS = (".csv", ".tsv")  # a document per row; the same
 ARCHIVE_FORMATS = (".warc", ".wet")  # a document per record; with .gz at the end too
 ROW_FORMATS = (".parquet", ".arrow", "hub")  # a document per row, by number
+PLAIN_FORMATS = (*TEXT_FORMATS, *LINE_FORMATS, *PAGE_FORMATS, *TABLE_FORMATS)
+SUFFIXES = tuple(
+    [each + end for each in PLAIN_FORMATS for end in ("", *COMPRESSIONS)]
+    + [each + end for each in ARCHIVE_FORMATS for end in ("", ".gz")]
+    + [".json" + end for end in COMPRESSIONS]  # JSON lines; an uncompressed .json is seldom that
+    + [".parquet", ".arrow"]
+)
+SHOWN_SUFFIXES = (
+    ".txt, .md, .html, .csv, .tsv, .jsonl, .ndjson (also .gz, .zst, .bz2, .xz), .json.gz (.zst, "
+    ".bz2, .xz), .warc, .wet (also .gz), .parquet, .arrow"
+)
+DATASET_CARD = "README.md"  # describes the files beside it
 END = -1  # in place of the start of the next chunk: there is none
+
+
+def suffix_of(path: str) -> str | None:
+    """Return the one of `SUFFIXES` that a path ends with, or None."""
+    name = path.lower()
+    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
+
+
+def _code_suffix(path: str) -> str | None:
+    return CODE if language_of(path) is not None else None
+
+
+class FileKinds(NamedTuple):
+    """The files that are read, by their names.
+
+    Attributes:
+        suffix: returns the suffix of an input, given its path; None if it is not read.
+        shown: the names, for messages.
+        card: name of files that describe those beside them, and are not read.
+    """
+
+    suffix: Callable[[str], str | None]
+    shown: str
+    card: str = ""
+
+    def hides(self, name: str) -> bool:
+        """Return whether a file or directory below an --input is left out."""
+        return name.startswith(".") or name == self.card
+
+
+DATA_FILES = FileKinds(
+    suffix_of,
+    f"{SHOWN_SUFFIXES}. Convert or rename them, or read source code with --code.",
+    DATASET_CARD,
+)
+CODE_FILES = FileKinds(
+    _code_suffix, "the names of text files that identify knows (.py, .c, Makefile, ...)."
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +93,7 @@ class Input:
 
     argument: str  # the --input that named it
     name: str  # a path or a hub id
-    suffix: str  # one of discovery.SUFFIXES, or "hub"
+    suffix: str  # one of SUFFIXES, `CODE` or "hub"
     size_bytes: int | None
     modified_ns: int | None = None
     hub: HubDataset | None = None
