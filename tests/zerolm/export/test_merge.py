@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.zerolm.checkpoint.test_directory import write
+from tests.zerolm.checkpoint.written_checkpoints import write
 from zerolm.__main__ import main
 from zerolm.common.run_files import MANIFEST
 from zerolm.export.merge import ema_coefficients, mean_coefficients, wsm_coefficients
