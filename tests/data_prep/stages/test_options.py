@@ -1,10 +1,13 @@
 """An option, declared once, as a key of a recipe and as a flag."""
 
+import json
 from argparse import ArgumentParser
 from dataclasses import dataclass
 
 import pytest
 
+from data_prep.dedup.dedup import band_layout
+from data_prep.dedup.options import DedupOptions
 from data_prep.stages.options import (
     SWITCH,
     add_option_flags,
@@ -87,3 +90,27 @@ def test_the_help_has_the_defaults():
     for piece in ("(default: 0.5)", "(default: 1GiB)", "near ones too (default: on)"):
         assert piece in shown
     assert "--held_out" not in shown and "--code read as code" in shown
+
+
+def test_integers_may_be_written_as_1e9():
+    options = parse_options(
+        DedupOptions, {"memory_bytes": 1e9, "permutations": 64.0, "shingle_words": 5.0}, "r"
+    )
+    assert [type(value) for value in (options.memory_bytes, options.permutations)] == [int, int]
+    assert band_layout(options) is not None
+
+
+def test_numbers_may_be_written_as_in_flags():
+    given = {"memory_bytes": "2GiB", "shingle_words": "1e1", "permutations": "0.5k"}
+    options = parse_options(DedupOptions, {**given, "threshold": "0.5"}, "r")
+    assert options.memory_bytes == 2 << 30 and options.threshold == 0.5
+    assert (options.shingle_words, options.permutations) == (10, 500)
+    with pytest.raises(ConfigError, match=r"r\.memory_bytes: '2XB' is not a whole number"):
+        parse_options(DedupOptions, {"memory_bytes": "2XB"}, "r")
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity", "1e30", "true", "1.5"])
+@pytest.mark.parametrize("key", ["memory_bytes", "shingle_words", "permutations"])
+def test_invalid_numbers_are_refused(number, key):
+    with pytest.raises(ConfigError, match=f"r.{key}: .* is not a whole number"):
+        parse_options(DedupOptions, {key: json.loads(number)}, "r")
