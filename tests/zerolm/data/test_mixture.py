@@ -209,6 +209,7 @@ def test_only_stages_that_have_not_started_may_change():
     assert same_order_until(now, now[:1], 640)  # removed
     assert not same_order_until(now, now[:1], 641)  # too late
     assert not same_order_until(now, [Stage(0, (7, 3.1)), now[1]], 1)  # the past
+    assert not same_order_until(now, [now[0], Stage(704, (1, 1))], 800)  # in another place
     early = [Stage(0, (7, 3)), Stage(100, (1, 1))]
     assert same_order_until(now, early, 64)
     # The block at 64 ends at 100 in the other, which permutes it differently.

@@ -132,6 +132,11 @@ def test_the_order_of_200_sources_never_changes():
     assert hashlib.sha256(np.stack(placed).tobytes()).hexdigest() == GOLDEN_200
 
 
+def test_two_stages_cannot_start_at_one_sequence():
+    with pytest.raises(AssertionError, match="stages ascend"):
+        Order([100], [1.0], seed=5, stages=[Stage(8, (1.0,)), Stage(8, (1.0,))])
+
+
 @pytest.mark.parametrize("digits", [1, 6, 15, 17])
 @pytest.mark.parametrize("num_sources", [2, 3, 8, 23])
 def test_sources_are_those_of_the_reference_however_far_apart_the_sequences_are(

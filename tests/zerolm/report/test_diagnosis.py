@@ -55,6 +55,10 @@ def test_each_fault_is_found_and_its_absence_is_not(kind, sick, healthy):
     assert [finding.kind for finding in found] == [kind]
     assert found[0].text.endswith((".", "compares.", "hosts)."))
     assert kinds(rows(losses, **healthy)) == []
+    without_rates = rows(losses, **sick)
+    for row in without_rates:
+        del row["train/learning_rate"]
+    assert kinds(without_rates) == [kind]
 
 
 @pytest.mark.parametrize(("level", "above", "found"), [

@@ -108,6 +108,11 @@ def test_a_divergence_names_its_start_the_loss_now_and_the_best():
     assert f"above its minimum since step {found.step}: now 3.000, 2.0" in found.text
 
 
+@pytest.mark.parametrize("length", range(0, 36, 5))
+def test_a_short_run_that_rises_has_not_diverged_yet(length):
+    assert kinds(rows(np.linspace(2.0, 4.0, length))) == []
+
+
 @pytest.mark.parametrize(("low_rows", "diverged"), [(8, True), (9, False)])
 def test_a_loss_that_is_high_in_most_of_any_17_rows_has_diverged(low_rows, diverged):
     losses = np.concatenate([np.linspace(4.0, 2.0, 400), np.full(170, 3.0)])

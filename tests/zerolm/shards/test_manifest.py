@@ -1,7 +1,9 @@
 """Invalid manifests of token shards are refused, and every contradiction in one is named."""
 
+import errno
 import hashlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -137,6 +139,16 @@ def test_a_text_file_is_refused_with_the_command_that_tokenizes_it(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("{}")
     with pytest.raises(ShardError, match=rf"--output {tmp_path}/corpus-shards$"):
         open_source(tmp_path / "corpus.jsonl")
+
+
+def test_a_manifest_that_cannot_be_read_is_refused_with_the_reason(tmp_path, monkeypatch):
+    def fail(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    directory = write(tmp_path / "s")
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(ShardError, match=r"manifest\.json: cannot be read .*Input/output error"):
+        manifest.read_manifest(directory)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null"])
