@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main
-from tests.data_prep.read.test_bad_input import CASES, HARMLESS, LIMIT
+from tests.data_prep.read.bad_input_cases import CASES, HARMLESS, LIMIT
 
 
 def arguments_of(stage: str, directory: Path) -> list[str]:
