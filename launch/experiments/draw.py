@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullLocator
 
 from launch.experiments.optimum import Optimum
-from launch.experiments.results import SEED, Result, curves
+from launch.experiments.results import Result, curves
 
 
 def draw(
@@ -18,14 +18,16 @@ def draw(
     """Draw the losses of the done runs: over a setting, or one column for each combination."""
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
     axes = figure.add_subplot()
+    groups = curves(results, axis)
+    for number, (group, losses) in enumerate(groups.items()):
+        places = {float(number): losses[0.0]} if axis is None else losses
+        _draw_curve(axes, group, places, found.get(group), f"C{number}")
     if axis is None:
-        _draw_columns(axes, results)
+        axes.set_xticks(range(len(groups)), [group.replace(",", "\n") for group in groups])
     else:
-        for number, (group, losses) in enumerate(curves(results, axis).items()):
-            _draw_curve(axes, group, losses, found[group], f"C{number}")
         axes.set_xscale("log")
         axes.set_xlabel(axis)
-        values = {value for each in curves(results, axis).values() for value in each}
+        values = {value for losses in groups.values() for value in losses}
         axes.xaxis.set_major_locator(FixedLocator(sorted(values)))
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
@@ -39,15 +41,19 @@ def draw(
 
 
 def _draw_curve(
-    axes: Axes, group: str, losses: Mapping[float, Sequence[float]], best: Optimum, colour: str
+    axes: Axes,
+    group: str,
+    losses: Mapping[float, Sequence[float]],
+    best: Optimum | None,
+    colour: str,
 ) -> None:
     """Draw the losses of the seeds, their means, and the parabola with its minimum."""
-    values = sorted(losses)
-    for value in values:
-        several = losses[value]
+    for value, several in losses.items():
         axes.plot([value] * len(several), several, "o", color=colour, alpha=0.4, markersize=4)
-    means = [float(np.mean(losses[value])) for value in values]
-    axes.plot(values, means, "o", color=colour, markerfacecolor="white", label=group or "mean")
+    means = [float(np.mean(several)) for several in losses.values()]
+    axes.plot([*losses], means, "o", color=colour, markerfacecolor="white", label=group or "mean")
+    if best is None:
+        return
     label = f"best {best.value:.3g}"
     if best.interval is not None:
         axes.axvspan(*best.interval, color=colour, alpha=0.12, linewidth=0)
@@ -56,16 +62,3 @@ def _draw_curve(
         over = np.geomspace(*best.fitted, 200)
         axes.plot(over, np.polyval(best.parabola, np.log(over)), "--", color=colour, linewidth=1)
     axes.plot(best.value, best.loss, "*", color=colour, markersize=12, label=label)
-
-
-def _draw_columns(axes: Axes, results: Sequence[Result]) -> None:
-    """Draw the losses of the seeds and their mean, a column for each combination."""
-    columns: dict[str, list[float]] = {}
-    for result in results:
-        if result.loss is not None:
-            others = [f"{key}={value}" for key, value in result.values.items() if key != SEED]
-            columns.setdefault("\n".join(others), []).append(result.loss)
-    for place, losses in enumerate(columns.values()):
-        axes.plot([place] * len(losses), losses, "o", color="C0", alpha=0.4, markersize=4)
-        axes.plot(place, float(np.mean(losses)), "o", color="C0", markerfacecolor="white")
-    axes.set_xticks(range(len(columns)), list(columns))

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from launch.experiments.law import Observed
@@ -49,12 +50,16 @@ def sizes_of(model: Model) -> dict[str, int]:
     return {TOTAL: total, NON_EMBEDDING: total - embeddings}
 
 
-def read_rung(run: RunHistory, models: dict[str, dict[str, int]]) -> Rung | str:
-    """Return a run as a point of the law, or why it is none.
+@cache
+def _sizes(config_json: str) -> dict[str, int]:
+    from transformers import AutoConfig
 
-    Args:
-        models: {model config as JSON: its sizes} of the runs so far.
-    """
+    config = json.loads(config_json)
+    return sizes_of(Model.from_config(AutoConfig.for_model(config.pop("model_type"), **config)))
+
+
+def read_rung(run: RunHistory) -> Rung | str:
+    """Return a run as a point of the law, or why it is none."""
     settings, record = run.settings, run.record
     state, found = run.state()[0], final_loss(run)
     schedule = SCHEDULES.get(str(settings.get("schedule")))
@@ -68,15 +73,8 @@ def read_rung(run: RunHistory, models: dict[str, dict[str, int]]) -> Rung | str:
             return f"its learning rate only decays from {peak:g} to {minimum:g}"
     if settings.get("init_from"):
         return "it starts from existing weights"
-    config = dict(record.get("model_config") or {})
-    key = json.dumps(config, sort_keys=True, default=str)
-    if key not in models:
-        from transformers import AutoConfig
-
-        path = str(RunFiles(run.run_dir).record)
-        loaded = AutoConfig.for_model(config.pop("model_type"), **config)
-        models[key] = sizes_of(Model.from_config(loaded, path))
-    return Rung(run.name, models[key], run.tokens, *found)
+    sizes = _sizes(json.dumps(record.get("model_config"), sort_keys=True))
+    return Rung(run.name, sizes, run.tokens, *found)
 
 
 def expand(paths: Sequence[Path]) -> list[Path]:
@@ -95,7 +93,7 @@ def read_ladder(paths: Sequence[Path]) -> tuple[list[Rung], dict[str, str], list
         ConfigError: the runs cannot be read, cannot be compared, or are too few.
     """
     problems: list[str] = []
-    rungs, left_out, models = [], {}, dict[str, dict[str, int]]()
+    rungs, left_out = list[Rung](), dict[str, str]()
     validation, data = dict[str, list[str]](), dict[str, list[str]]()
     for path in expand(paths):
         try:
@@ -103,7 +101,7 @@ def read_ladder(paths: Sequence[Path]) -> tuple[list[Rung], dict[str, str], list
         except ConfigError as error:
             problems += error.problems
             continue
-        found = read_rung(run, models)
+        found = read_rung(run)
         if isinstance(found, str):
             left_out[run.name] = found
             continue
@@ -133,23 +131,5 @@ def read_ladder(paths: Sequence[Path]) -> tuple[list[Rung], dict[str, str], list
         )
     if problems:
         raise ConfigError(problems)
-    notices = []
-    if len(data) > 1:
-        notices.append("the runs have different training data, which have different laws")
-    return kept, left_out, notices
-
-
-def outside(points: Sequence[Observed], parameters: float, tokens: float) -> dict[str, float]:
-    """Return how far a model is beyond the runs: {"compute": 4.0, ...}, 1 within their range."""
-    ranges: dict[str, tuple[list[float], float]] = {
-        "compute": ([each.parameters * each.tokens for each in points], parameters * tokens),
-        "parameters": ([each.parameters for each in points], parameters),
-        "tokens": ([each.tokens for each in points], tokens),
-        "tokens per parameter": (
-            [each.tokens / each.parameters for each in points], tokens / parameters
-        ),
-    }  # fmt: skip
-    return {
-        name: max(1.0, value / max(values), min(values) / value)
-        for name, (values, value) in ranges.items()
-    }
+    differ = ["the runs have different training data, which have different laws"]
+    return kept, left_out, differ if len(data) > 1 else []

@@ -137,6 +137,20 @@ class Fitted:
         sizes, tokens, _ = np.log(np.array(self.points, dtype=np.float64)).T
         return bool(np.corrcoef(sizes, tokens)[0, 1] > SAME_RATIO)
 
+    def beyond(self, parameters: float, tokens: float) -> dict[str, float]:
+        """Return how far a model is beyond the points: {"compute": 4.0, ...}, 1 in their range."""
+        sizes, numbers, _ = np.array(self.points, dtype=np.float64).T
+        ranges = {
+            "compute": (sizes * numbers, parameters * tokens),
+            "parameters": (sizes, parameters),
+            "tokens": (numbers, tokens),
+            "tokens per parameter": (numbers / sizes, tokens / parameters),
+        }
+        return {
+            name: float(max(1.0, value / values.max(), values.min() / value))
+            for name, (values, value) in ranges.items()
+        }
+
     def implausible(self) -> list[str]:
         """Return the coefficients that no law of language models has, as `alpha = 0`."""
         law, least = self.law, min(point.loss for point in self.points)

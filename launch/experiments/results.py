@@ -44,11 +44,6 @@ def final_loss(run: RunHistory) -> tuple[float, str] | None:
     return None if found is None else (found[0], f"train/loss, mean of the last {found[1]} lines")
 
 
-def is_done(run: RunHistory, tokens: int) -> bool:
-    """Return whether a run has ended after all of its tokens; it may be given more."""
-    return run.state()[0] == DONE and run.tokens >= tokens
-
-
 def result_of(point: Point, run_dir: Path) -> Result:
     if not RunFiles(run_dir).record.is_file():
         return Result(point.name, str(run_dir), point.labels, "new", 0, None, "")
@@ -78,21 +73,25 @@ def _number(label: str) -> float:
         return math.nan
 
 
-def curves(results: Sequence[Result], axis: str) -> dict[str, dict[float, list[float]]]:
-    """Return {combination of the other settings: {value: losses of its seeds}} of done runs."""
+def curves(results: Sequence[Result], axis: str | None) -> dict[str, dict[float, list[float]]]:
+    """Return {combination of the other settings: {value: losses of its seeds}} of done runs.
+
+    Without an axis the value is 0.
+    """
     found: dict[str, dict[float, list[float]]] = {}
     for result in results:
         if result.loss is not None:
             others = [f"{key}={value}" for key, value in result.values.items()
                       if key not in (axis, SEED)]  # fmt: skip
-            of_group = found.setdefault(",".join(others), {})
-            of_group.setdefault(_number(result.values[axis]), []).append(result.loss)
+            value = 0.0 if axis is None else _number(result.values[axis])
+            found.setdefault(",".join(others), {}).setdefault(value, []).append(result.loss)
     return found
 
 
-def optima(results: Sequence[Result], axis: str) -> dict[str, Optimum]:
-    """Return {combination of the other settings: the optimum of a setting}."""
-    return {group: find_optimum(losses) for group, losses in curves(results, axis).items()}
+def optima(results: Sequence[Result], axis: str | None) -> dict[str, Optimum]:
+    """Return {combination of the other settings: the optimum of a setting}; {} without one."""
+    each = {} if axis is None else curves(results, axis)
+    return {group: find_optimum(losses) for group, losses in each.items()}
 
 
 def require_one_metric(results: Sequence[Result]) -> None:
@@ -115,7 +114,7 @@ def as_text(results: Sequence[Result], axis: str | None, found: Mapping[str, Opt
         tokens = count(result.tokens)
         lines.append(f"{result.name:<{width}}  {tokens:>8}  {loss:>9}  {result.state}")
     lines += [f"loss: {metric}" for metric in metrics]
-    for group, optimum in found.items() if axis is not None else ():
+    for group, optimum in found.items():
         lines += ["", f"{group + ': ' if group else ''}{describe(str(axis), optimum)}"]
     return "\n".join(lines)
 

@@ -10,27 +10,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from launch.command.train import LAUNCHER_FLAGS, split_flags
 from launch.experiments.grid import Point, grid, read_axes
+from launch.render.node import add_size_flags
 from launch.render.render import add_job_flags, job_from, write_job
 from launch.render.templates import slurm_script
 from launch.supervise.attempt import end_with_parent
 from zerolm.common import machine, processes
 from zerolm.common.command_line import count
 from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_STOPPED, ConfigError
-from zerolm.common.run_files import RunFiles
+from zerolm.common.events import DONE, GAVE_UP
 from zerolm.common.values import duration
 from zerolm.config.flags import parse_settings
 from zerolm.config.settings import COMMAND_LINE
-
-if TYPE_CHECKING:
-    from launch.experiments.results import Result
 
 LOG = "console.log"  # in each run directory: what `zerolm train` has printed
 PLACES = ("hostfile", "num_nodes", "include", "exclude", "node_rank")  # of the launcher
@@ -67,13 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="start nothing: write an array job for Slurm with a task for each run",
     )  # fmt: skip
     group = parser.add_argument_group("the job file of --render")
-    group.add_argument(
-        "--nodes", type=count, default=1, metavar="N", help="nodes of each run (default: 1)"
-    )
-    group.add_argument(
-        "--devices_per_node", type=count, default=1, metavar="D",
-        help="ranks of each run on each node (default: 1)",
-    )  # fmt: skip
+    add_size_flags(group, default=1)
     add_job_flags(group)
 
 
@@ -102,11 +92,6 @@ class Sweep:
         if self.upload_to is not None:
             own.append(f"--upload_to={self.upload_to.rstrip('/')}/{point.name}")
         return own
-
-    def results(self) -> "list[Result]":
-        from launch.experiments.results import result_of
-
-        return [result_of(point, self.directory(point)) for point in self.points]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -220,50 +205,45 @@ class _Job:
 
 def _start(sweep: Sweep, jobs: int, master_port: int) -> int:
     """Run all points that are not done; return the exit code of the sweep."""
-    from launch.experiments.results import is_done
-    from zerolm.common.events import GAVE_UP
-    from zerolm.report.run_history import read_run
+    from launch.experiments.results import result_of
 
-    waiting, failed, total = list(sweep.points), [], len(sweep.points)
+    waiting, failed, total = list(sweep.points), list[str](), len(sweep.points)
     running: list[_Job] = []
     signals: list[int] = []
     is_stopped = False
-
-    def request_stop(number: int, frame: Any) -> None:
-        signals.append(number)
-
-    handlers = {each: signal.signal(each, request_stop) for each in processes.stop_signals()}
+    handlers = {
+        each: signal.signal(each, lambda number, frame: signals.append(number))
+        for each in processes.stop_signals()
+    }
     while running or (waiting and not signals):
-        for job in running:
-            for number in signals[job.forwarded :]:
+        for job in list(running):
+            while job.forwarded < len(signals):
+                job.process.send_signal(signals[job.forwarded])
                 job.forwarded += 1
-                job.process.send_signal(number)
-        for job in [each for each in running if each.process.poll() is not None]:
+            if (code := job.process.poll()) is None:
+                continue
             running.remove(job)
-            code = job.process.returncode
-            is_stopped |= code == EXIT_STOPPED
-            said = {EXIT_DONE: "done", EXIT_STOPPED: "stopped"}.get(code, f"exit code {code}")
-            if signals and code != EXIT_DONE:
-                said = "stopped"
-            elif code not in (EXIT_DONE, EXIT_STOPPED):
+            said = "done"
+            if code == EXIT_STOPPED or (signals and code != EXIT_DONE):
+                said, is_stopped = "stopped", True
+            elif code != EXIT_DONE:
+                said = f"exit code {code}, see {sweep.directory(job.point) / LOG}"
                 failed.append(job.point.name)
-                said += f", see {sweep.directory(job.point) / LOG}"
-            _log(sweep, job.point, f"{said} after {duration(time.monotonic() - job.since)}")
-        if waiting and not signals and len(running) < jobs:
-            point = waiting.pop(0)
-            directory = sweep.directory(point)
-            before = read_run(directory) if RunFiles(directory).record.is_file() else None
-            if before is not None and is_done(before, sweep.tokens[point.name]):
-                _log(sweep, point, "was done")
-            elif before is not None and before.state()[0] == GAVE_UP:
-                _log(sweep, point, f"had given up: {before.state()[1]}")
-                failed.append(point.name)
-            else:
-                slot = min(set(range(jobs)) - {job.slot for job in running})
-                _log(sweep, point, f"starts, {total - len(waiting)} of {total}")
-                running.append(_launch(sweep, point, slot, jobs, master_port))
-        else:
+            _log(job.point, f"{said} after {duration(time.monotonic() - job.since)}")
+        if signals or not waiting or len(running) == jobs:
             time.sleep(POLL_SECONDS)
+            continue
+        point = waiting.pop(0)
+        before = result_of(point, sweep.directory(point))
+        if before.state == DONE and before.tokens >= sweep.tokens[point.name]:
+            _log(point, "was done")
+        elif before.state == GAVE_UP:
+            _log(point, f"had given up, see zerolm status {before.run_dir}")
+            failed.append(point.name)
+        else:
+            slot = min(set(range(jobs)) - {job.slot for job in running})
+            _log(point, f"starts, {total - len(waiting)} of {total}")
+            running.append(_launch(sweep, point, slot, jobs, master_port))
     for each, handler in handlers.items():
         signal.signal(each, handler)
     for name in failed:
@@ -299,7 +279,7 @@ def _launch(sweep: Sweep, point: Point, slot: int, jobs: int, master_port: int) 
     return _Job(point, process, slot, time.monotonic())
 
 
-def _log(sweep: Sweep, point: Point, message: str) -> None:
+def _log(point: Point, message: str) -> None:
     print(f"sweep: {point.name}: {message}", flush=True)
 
 
@@ -312,10 +292,10 @@ def _show(sweep: Sweep) -> None:
     from launch.experiments import draw, results
     from zerolm.common.files import write_json
 
-    rows = sweep.results()
+    rows = [results.result_of(point, sweep.directory(point)) for point in sweep.points]
     results.require_one_metric(rows)
     axis = results.curve_axis(rows)
-    found: Mapping[str, Any] = {} if axis is None else results.optima(rows, axis)
+    found = results.optima(rows, axis)
     print(f"\n{results.as_text(rows, axis, found)}")
     if not any(row.loss is not None for row in rows):
         return

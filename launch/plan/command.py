@@ -10,7 +10,7 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any
 
-from launch.plan.flags import DEFAULT_DS_CONFIG, add_flags, hardware_of, is_cpu
+from launch.plan.flags import DEFAULT_DS_CONFIG, add_flags, budget_of, hardware_of
 from zerolm.common.errors import ConfigError
 from zerolm.config.flags import settings_of
 
@@ -18,13 +18,10 @@ if TYPE_CHECKING:
     from launch.plan.estimate import Assumptions
 
 __all__ = ["add_flags", "run"]
-DEFAULT_DEVICES = 8
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
-    if arguments.devices is None:
-        arguments.devices = 1 if is_cpu(arguments) else DEFAULT_DEVICES
     if arguments.write and not arguments.search:
         raise ConfigError("command line: --write, needs --search. Add it, or remove --write.")
     if arguments.published:
@@ -269,9 +266,7 @@ def _budget(arguments: argparse.Namespace) -> int:
 
     from launch.plan import scaling
 
-    flops, derivation = scaling.flops_of(
-        arguments.budget, hardware_of(arguments), arguments.devices, arguments.mfu
-    )
+    flops, derivation = budget_of(arguments)
     found = scaling.choices(flops)
     if arguments.json:
         print(json.dumps({"flops": flops, "choices": [asdict(one) for one in found]}, indent=2))

@@ -26,6 +26,7 @@ HARDWARE_FIGURES = {
     "inter_node": ("BYTES", "network bandwidth per second of one device"),
     "host_memory_bytes": ("BYTES", "host memory per device"),
 }
+DEFAULT_DEVICES = 8
 DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
 
 
@@ -123,10 +124,13 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
 
 
 def hardware_of(arguments: argparse.Namespace) -> "Hardware":
+    """Return the devices; sets `arguments.devices` if it was not given."""
     import dataclasses
 
     from launch.plan import hardware
 
+    if arguments.devices is None:
+        arguments.devices = 1 if is_cpu(arguments) else DEFAULT_DEVICES
     figures = {name: getattr(arguments, name) for name in HARDWARE_FIGURES}
     if not is_cpu(arguments):
         return hardware.load(arguments.hardware, figures)
@@ -135,6 +139,14 @@ def hardware_of(arguments: argparse.Namespace) -> "Hardware":
     found = this_machine.measure(min(arguments.devices, arguments.devices_per_node))
     given = {name: value for name, value in figures.items() if value is not None}
     return dataclasses.replace(found, **given)
+
+
+def budget_of(arguments: argparse.Namespace) -> tuple[float, str]:
+    """Return the FLOPs of --budget, and how they were derived."""
+    from launch.plan import scaling
+
+    hardware = hardware_of(arguments)
+    return scaling.flops_of(arguments.budget, hardware, arguments.devices, arguments.mfu)
 
 
 def is_cpu(arguments: argparse.Namespace) -> bool:

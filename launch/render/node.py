@@ -48,9 +48,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_size_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that a job file hands on to this command."""
-    add = partial(parser.add_argument, type=count, required=True)
+def add_size_flags(parser: argparse._ActionsContainer, default: int | None = None) -> None:
+    """Add the flags that a job file hands on to this command; required without a default."""
+    add = partial(parser.add_argument, type=count, required=default is None, default=default)
     add("--nodes", metavar="N", help="number of nodes of the run")
     add("--devices_per_node", metavar="D", help="number of ranks on each node")
 

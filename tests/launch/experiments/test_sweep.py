@@ -159,6 +159,26 @@ def test_a_stopped_or_killed_sweep_goes_on_where_it_was(train, number):
     assert output.count("was done") == 3
 
 
+def test_values_that_are_no_numbers_have_a_column_each_and_no_optimum(tmp_path, capsys):
+    for number, name in enumerate(("model_config=a", "model_config=b")):
+        for seed in (0, 1):
+            run_dir = tmp_path / f"{name},seed={seed}"
+            run_dir.mkdir()
+            (run_dir / "run.json").write_text('{"settings": {}}')
+            row = {"step": 1, "tokens": 100, "train/loss": 9.0, "eval/loss": 3.0 + number + seed}
+            (run_dir / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+            event = {"event": "done", "step": 1, "tokens": 100, "time": "2026-01-01T00:00:00+0000"}
+            (run_dir / "events.jsonl").write_text(json.dumps(event) + "\n")
+    words = ["--set", "model_config=a.json,b.json", "--set", "seed=0,1"]
+    assert main(["sweep", *words, "--run_dir", str(tmp_path), "--table"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:6]][::3] == [
+        "model_config=a,seed=0", "model_config=b,seed=1"
+    ]  # fmt: skip
+    assert not any(line.startswith("best") for line in lines)
+    assert (tmp_path / "sweep.png").stat().st_size > 5000
+
+
 def test_the_job_file_is_an_array_with_a_task_for_each_point(tmp_path, capsys):
     path = tmp_path / "job.sbatch"
     words = ["--deepspeed_config", "zero1.json", "--upload_to", "s3://bucket/x", "--jobs", "2"]
