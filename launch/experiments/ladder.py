@@ -64,8 +64,10 @@ def read_rung(run: RunHistory) -> Rung | str:
     state, found = run.state()[0], final_loss(run)
     schedule = SCHEDULES.get(str(settings.get("schedule")))
     peak, minimum = settings.get("learning_rate"), settings.get("min_learning_rate")
-    if state != DONE or found is None:
+    if state != DONE:
         return f"it is {state}, not done"
+    if found is None:
+        return "its last step was not evaluated"
     if "scheduler" not in (record.get("ds_config") or {}):
         if schedule is None or not schedule.uses_minimum or minimum is None or peak is None:
             return "its learning rate does not decay"

@@ -37,9 +37,15 @@ class Result:
 
 
 def final_loss(run: RunHistory) -> tuple[float, str] | None:
-    """Return the final loss of a run and what it is: of the validation data, if it has any."""
-    if (loss := run.curves.last("eval/loss")) is not None:
-        return loss, "eval/loss"
+    """Return the final loss of a run and what it is: of the validation data, if it has any.
+
+    None without losses, and if the last step was not evaluated: evaluations that crash are skipped.
+    """
+    column = run.curves.columns.get("eval/loss")
+    if column and column[0]:
+        line, loss = column[0][-1], column[1][-1]
+        is_final = run.curves.steps[line] == run.step and math.isfinite(loss)
+        return (loss, "eval/loss") if is_final else None
     found = last_training_loss(run.curves)
     return None if found is None else (found[0], f"train/loss, mean of the last {found[1]} lines")
 

@@ -103,9 +103,12 @@ def test_runs_that_are_not_at_the_end_of_a_decay_are_left_out(ladder, sizes, cap
     write_run(ladder / "early", 32, 8_000_000, 2.0, ended="stopped")
     write_run(ladder / "tuned", 32, 8_000_000, 2.0, init_from="models/base")
     write_run(ladder / "worse", 32, 4_000_000, LAW.loss(sizes[32], 4_000_000) + 0.1, seed=1)
+    skipped = write_run(ladder / "skipped", 32, 8_000_000, 2.0) / "metrics.jsonl"
+    skipped.write_text(skipped.read_text() + '{"step": 11, "tokens": 9000000, "train/loss": 9.0}\n')
     found = predict(capsys, ladder)
     assert found["law"]["alpha"] == pytest.approx(0.4, rel=1e-3)
     reasons = found["left_out"]
+    assert reasons["skipped"] == "its last step was not evaluated"
     assert reasons["trunk"] == "its learning rate does not decay"
     assert reasons["high"] == "its learning rate only decays from 0.001 to 0.0009"
     assert reasons["early"] == "it is stopped, not done"
