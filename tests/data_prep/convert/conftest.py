@@ -1,0 +1,42 @@
+"""Files that the peers wrote, and shards with the same documents."""
+
+import base64
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data_prep.convert.conversions import DOCUMENTS, EOS, open_eos
+from tests.data_prep.shards.corpus import write_corpus
+from zerolm.shards.writer import ShardWriter
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory) -> Path:
+    """The files that the peers wrote."""
+    directory = tmp_path_factory.mktemp("peers")
+    content = json.loads((Path(__file__).parent / "peer_files.json").read_text())
+    for name, data in content["files"].items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_bytes(zlib.decompress(base64.b64decode(data)))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, tokenizer_directory):
+    one, two = write_corpus(tmp_path_factory.mktemp("corpus"), tokenizer_directory)
+    return one, two, tokenizer_directory
+
+
+@pytest.fixture
+def shards(tmp_path, tokenizer_directory) -> Path:
+    """The documents that the peers' files have, as shards."""
+    assert open_eos(tokenizer_directory) == EOS
+    with ShardWriter(
+        tmp_path / "shards", vocab_size=300, eos_id=EOS, tokenizer={"fingerprint": "f"}
+    ) as writer:
+        for ids in DOCUMENTS:
+            writer.add(np.array(ids))
+    return tmp_path / "shards"
