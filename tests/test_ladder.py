@@ -171,6 +171,44 @@ def test_every_imported_module_exists():
     assert not missing
 
 
+@functools.cache
+def names_in(path: Path) -> set[str]:
+    """Return every name that a module binds anywhere in its source."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+@pytest.mark.parametrize("directory", ["tests", "benchmarks"])
+def test_what_tests_take_from_each_other_exists(directory):
+    """mypy does not check them, and a soak test runs seldom."""
+    missing = []
+    for path in tracked(f"{directory}/**/*.py"):
+        tree, modules = ast.parse(path.read_text(encoding="utf-8")), {}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tests"):
+                continue
+            package = ROOT / node.module.replace(".", "/")
+            module = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+            for each in node.names:
+                if (package / f"{each.name}.py").exists():
+                    modules[each.asname or each.name] = package / f"{each.name}.py"
+                elif each.name not in names_in(module):
+                    missing.append(f"{path.name}:{node.lineno}: {each.name}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = modules.get(node.value.id)
+                if module is not None and node.attr not in names_in(module):
+                    missing.append(f"{path.name}:{node.lineno}: {node.value.id}.{node.attr}")
+    assert not missing
+
+
 def test_what_is_imported_at_once_is_installed_without_an_extra():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
