@@ -1,6 +1,6 @@
 """nanoGPT's flat files: the ids of all documents one after the other, without any index.
 
-Only EOS ids tell where a document ends. Also llm.c's and modded-nanogpt's files are read, which
+Only EOS ids tell where a document ends. The files of llm.c and modded-nanogpt, which are read too,
 begin with 256 int32: magic, version, number of ids.
 Sources: https://github.com/karpathy/nanoGPT/blob/master/data/openwebtext/prepare.py,
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py

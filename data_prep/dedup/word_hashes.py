@@ -181,7 +181,7 @@ def _powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
             powers[0] = 1
             both.append(np.multiply.accumulate(powers))
         cached = (both[0], both[1])
-        if size <= 8 * BATCH_CHARACTERS:  # do not keep those of a giant document
+        if size <= 8 * BATCH_CHARACTERS:  # powers for a giant document are not kept
             _cached_powers[base] = cached
     return cached
 

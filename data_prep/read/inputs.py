@@ -17,12 +17,12 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.provenance import installed_version
 from zerolm.common.url import is_url
 
-TEXT_FORMATS = (".txt", ".md")  # a document each; with one of streams.COMPRESSIONS at the end too
-PAGE_FORMATS = (".html", ".htm", ".xhtml")  # the same
+TEXT_FORMATS = (".txt", ".md")  # a document each; also compressed: streams.COMPRESSIONS
+PAGE_FORMATS = (".html", ".htm", ".xhtml")  # a document each; also compressed
 CODE = ".code"  # a document each: any file of a code tree
-LINE_FORMATS = (".jsonl", ".ndjson")  # a document per line; the same
-TABLE_FORMATS = (".csv", ".tsv")  # a document per row; the same
-ARCHIVE_FORMATS = (".warc", ".wet")  # a document per record; with .gz at the end too
+LINE_FORMATS = (".jsonl", ".ndjson")  # a document per line; also compressed
+TABLE_FORMATS = (".csv", ".tsv")  # a document per row; also compressed
+ARCHIVE_FORMATS = (".warc", ".wet")  # a document per record; also with .gz
 ROW_FORMATS = (".parquet", ".arrow", "hub")  # a document per row, by number
 PLAIN_FORMATS = (*TEXT_FORMATS, *LINE_FORMATS, *PAGE_FORMATS, *TABLE_FORMATS)
 SUFFIXES = tuple(

@@ -32,8 +32,7 @@ class Entry(NamedTuple):
 def list_files(url: str) -> tuple[list[Entry], str]:
     """Return the files of a URL, sorted, and the URL of the directory that they are below.
 
-    A URL is that of a file, of a "directory", or a glob. A web server lists nothing: there it is a
-    file.
+    The URL names a file, a "directory" or a glob; on a web server, which lists nothing, a file.
 
     Raises:
         ConfigError: it cannot be listed, or nothing is there.

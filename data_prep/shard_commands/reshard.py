@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> None:
     for output in chosen.outputs(options.output):
         problems.shard_output(output)
     problems.lines += inside_problems(options.output, options.shards)
-    for source in opened:  # older shards have no sums with which blocks are verified while reading
+    for source in opened:  # older shards have no checksums of blocks, so they are verified first
         if not source.has_checksums and not problems.lines:
             problems.collect(reader.verify, source.directory)
     plan = None if problems.lines else problems.collect(Reshard, opened, options.output, chosen)

@@ -114,7 +114,7 @@ class Executor(Protocol):
         """Call `run_task` for each of the tasks, in any order; return when all have ended.
 
         Raises:
-            ConfigError: as raised in a task.
+            ConfigError: a task has raised it.
             ZerolmError: a task was lost.
         """
 

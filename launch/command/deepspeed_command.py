@@ -28,7 +28,7 @@ def run_directory(command: Sequence[str]) -> Path:
 
 
 def pretrain_flags(arguments: Sequence[str], settings: str | None = None) -> list[str]:
-    """Return the flags of pretrain.py: everything after it, or all arguments if it is not there.
+    """Return the flags of pretrain.py: everything after its name, or all arguments without it.
 
     Args:
         settings: a settings file, whose values these flags override.

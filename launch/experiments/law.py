@@ -110,7 +110,7 @@ def _errors(
 
 @dataclass(frozen=True)
 class Fitted:
-    """A law, and those that are fitted without one of the points each."""
+    """A law fitted to all points, and one law for each point, fitted without it."""
 
     law: LossFit
     points: list[Observed]

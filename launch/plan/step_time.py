@@ -75,7 +75,7 @@ class Costs:
 
 
 COSTS = Costs()
-MEDIAN_ERROR, MAX_ERROR = 0.038, 0.36  # absolute, of dense models left out of the fit
+MEDIAN_ERROR, MAX_ERROR = 0.038, 0.36  # absolute errors for dense models that the fit left out
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """`python -m launch node`: start this node's ranks of a run under Slurm, Kubernetes or SkyPilot.
 
 The scheduler starts this command once on each node and gives the node's rank. DeepSpeed's launcher
-kills the ranks on a signal, so this process forwards signals to the ranks, which save and stop.
-Under a supervisor, the supervisor does that.
+kills the ranks on a signal, so this process, or the supervisor if there is one, forwards signals to
+the ranks, which save and stop.
 """
 
 import argparse

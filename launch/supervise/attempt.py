@@ -30,7 +30,7 @@ from zerolm.watchdog.progress import Heartbeat
 POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 30.0  # time for processes that a launch left behind to end by themselves
 RANKS_GONE_SECONDS = 60.0  # time for the launcher to notice that its ranks have ended
-LAUNCHER_SECONDS = 1.5  # the same, if it is known why they have: it looks every second
+LAUNCHER_SECONDS = 1.5  # the same, if the cause is known: the launcher polls every second
 STOPPED_SECONDS = 30.0  # limit with all ranks of this host stopped (SIGSTOP), unable to report it
 SILENT_SECONDS = 60.0  # added to a rank's own limit before its silence counts as a hang
 SUSPENDED_SECONDS = 6.0  # a check this late means that this process was suspended, too

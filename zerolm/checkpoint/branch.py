@@ -89,7 +89,7 @@ def _link_or_copy(source: Path, target: Path) -> bool:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # another file system, one without links, or a file of another user
+    except OSError:  # another file system, one without links, or another user's file
         shutil.copyfile(source, target)
         sync_file(target)
         return True

@@ -57,7 +57,7 @@ class RangeHash:
                 self._current, self._room = xxhash.xxh3_128(), RANGE_BYTES
 
     def hexdigest(self) -> str:
-        """Return the digests one after the other; that of no bytes for an empty file."""
+        """Return the digests, joined; for an empty file the digest of no bytes."""
         if self._full and self._room == RANGE_BYTES:
             return "".join(self._full)
         return "".join([*self._full, self._current.hexdigest()])

@@ -207,7 +207,7 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
 
 
 def locate(reference: str | Path) -> Checkpoint:
-    """Return the checkpoint that a user names.
+    """Return the checkpoint that a reference selects.
 
     Args:
         reference: `RUN` (its newest), `RUN@STEP`, or the directory of a checkpoint.

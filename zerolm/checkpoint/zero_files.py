@@ -31,7 +31,7 @@ def model_file(
 
     Args:
         tensor_rank: rank within a tensor-parallel group.
-        rank: matters at stage 3, where the files differ in the parts of frozen parameters only.
+        rank: used at stage 3 only, where each file has its rank's part of frozen parameters.
     """
     name = f"mp_rank_{tensor_rank:02d}"
     if manifest["zero_stage"] == 3:

@@ -102,7 +102,7 @@ def files_in_use(paths: Collection[Path]) -> set[Path]:
     """Return those of some files that a process of this user has mapped or open."""
     used = set()
     for pid in all_pids() if paths else ():
-        with contextlib.suppress(OSError):  # it has ended, or is of another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             maps = (PROC / str(pid) / "maps").read_text(errors="replace")
             used |= {path for path in paths if str(path) in maps}
             for descriptor in (PROC / str(pid) / "fd").iterdir():
@@ -115,7 +115,7 @@ def is_working_directory(directory: Path) -> bool:
     """Return whether a process of this user runs in a directory."""
     directory = directory.resolve()
     for pid in all_pids():
-        with contextlib.suppress(OSError):  # it has ended, or is of another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             if (PROC / str(pid) / "cwd").readlink() == directory:
                 return True
     return False

@@ -1,8 +1,8 @@
-"""What a run takes over from the run.json of a run: chosen values, and which derived ones.
+"""What a run takes over from a run.json: chosen values, and some derived ones.
 
 A run.json has every setting as resolved, and in `derived_settings` those that nobody chose. They
-are derived again in a new run. A branch and a resume continue a curve that already depends on them,
-so they keep them, except for those in `FOLLOWING`. Standard library only.
+are derived again in a new run. A branch and a resume continue a curve that already depends on
+derived values, so they keep these, except for `FOLLOWING`. Standard library only.
 """
 
 import dataclasses

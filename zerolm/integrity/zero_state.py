@@ -94,7 +94,7 @@ class Gradients:
 
     def _parts(self) -> Iterator[tuple[Any, torch.Tensor]]:
         optimizer = self._optimizer
-        if hasattr(optimizer, "fp32_groups_gradients"):  # BF16_Optimizer: all ranks have all
+        if hasattr(optimizer, "fp32_groups_gradients"):  # BF16_Optimizer: not sharded
             for group, gradients in zip(
                 optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
             ):

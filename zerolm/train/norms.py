@@ -232,7 +232,7 @@ class UpdateMeter:
 
 
 def windows(flat: torch.Tensor, every: int) -> torch.Tensor:
-    """Return a view of one in `every` values, in windows; of all values if they fit in one.
+    """Return a view of one in `every` values, in windows; of all values if one window is enough.
 
     Args:
         flat: (N,) values.
