@@ -14,7 +14,7 @@ from data_prep.read.streams import COMPRESSIONS, Failure, Stream
 
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}  # in order of preference
 BLOCK_BYTES = 1 << 18
-TOO_LONG = "\udbff"  # in place of a line that is too long; no bytes are decoded to it
+TOO_LONG = "\udbff"  # stands for a line that is too long; no bytes decode to this character
 
 
 class Header(NamedTuple):

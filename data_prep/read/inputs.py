@@ -98,9 +98,9 @@ class Input:
     modified_ns: int | None = None
     hub: HubDataset | None = None
     problem: Failure | None = None  # why it cannot be read, where bad input is skipped
-    num_rows: int = 0  # lost with it, where that is known
+    num_rows: int = 0  # documents lost with the file, where known
     of_stage: bool = False  # written by a stage, so the limits for raw input do not apply
-    encoding: str = UTF8  # or another, or "auto"; pages declare their own
+    encoding: str = UTF8  # the user's --encoding; pages declare their own
     keys: tuple[tuple[str, str], ...] = ()  # of its document
     version: str = ""  # of a file in a store
     packages: tuple[str, ...] = ()  # that read it, with versions

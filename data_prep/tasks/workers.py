@@ -232,7 +232,7 @@ def _work(connection: Connection, prepare: Callable[[], Callable], forked: bool)
             answer = ("bug", traceback.format_exc())
         try:
             connection.send(answer)
-        except OSError:  # the parent is gone
+        except OSError:  # the parent has ended
             return
 
 
@@ -240,5 +240,5 @@ def _receive(connection: Connection, items: queue.SimpleQueue) -> None:
     try:
         while True:
             items.put(connection.recv())
-    except (EOFError, OSError):  # the parent is gone: exit even in the middle of an item
+    except (EOFError, OSError):  # the parent has ended: exit even in the middle of an item
         os._exit(0)

@@ -37,7 +37,7 @@ def forwarded_environment() -> dict[str, str]:
 
 
 def environment_problems(num_hosts: int) -> list[str]:
-    """Return what would not reach the ranks as it is, and the secrets that ssh would show.
+    """Return variables that would not reach the ranks unchanged, and secrets that ssh would show.
 
     One host gets nothing forwarded; then only the files are checked, for a larger run.
     """

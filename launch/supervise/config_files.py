@@ -59,7 +59,7 @@ class ConfigFiles:
 
 
 def _file_of(path: str) -> Path:
-    """Return the file that pretrain.py reads for a path, which may be that of a model directory."""
+    """Return the file that pretrain.py reads for the path of a file or of a model directory."""
     file = find_config(path)
     return file / "config.json" if file.is_dir() else file
 

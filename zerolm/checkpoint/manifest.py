@@ -147,7 +147,7 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
         path: names the manifest in messages.
 
     Raises:
-        CheckpointError: it is damaged, or of another version. Its text is one line.
+        CheckpointError: it is damaged, or of another version. The message is one line.
     """
     try:
         manifest: dict[str, Any] = dict(parse_record(content, path, _Header, "It is damaged."))

@@ -164,7 +164,7 @@ def _data_identity(plan: Plan) -> dict[str, Any]:
 
 
 def _numerics(plan: Plan) -> dict[str, Any]:
-    """Return what rounding depends on besides the topology; if equal on CPUs, so are all bits."""
+    """Return what rounding depends on besides the topology; on CPUs it decides all bits."""
     return {
         "micro_batch_size": plan.settings.micro_batch_size,
         "attention": plan.settings.attn_implementation,

@@ -128,7 +128,8 @@ class Findings:
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean "x"?' for the most similar choice, or an empty string.
 
-    Of flags only spellings of the same word: a similar one that does something else misleads.
+    For a flag only another spelling of its words counts: a similar flag with another meaning would
+    mislead.
     """
     is_flag = word.startswith("--")
     by_word = {choice.removeprefix("--"): choice for choice in choices}

@@ -99,7 +99,7 @@ def _shared_lock(directory: Path) -> FileLock:
 
 @contextlib.contextmanager
 def _unused(directory: Path, create: bool = True) -> Iterator[bool]:
-    """Yield whether no process uses a cache; if so, no other can start to inside the context."""
+    """Yield whether no process uses a cache; if True, none can open it inside the context."""
     try:
         lock = FileLock(directory / IN_USE, create=create)
     except OSError:  # in use, or removed

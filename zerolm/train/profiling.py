@@ -116,7 +116,7 @@ class StepProfiler:
         self.journal.print_rank0(f"step={number} profile={self.directory / trace}")
 
     def _write_file(self, name: str, write: Callable[[Path], Any]) -> None:
-        temporary = self.directory / f".tmp-{name}"  # with its suffix, which means gzip to torch
+        temporary = self.directory / f".tmp-{name}"  # torch compresses by the suffix .gz
         try:
             write(temporary)
             os.replace(temporary, self.directory / name)
