@@ -65,8 +65,8 @@ def search(
     """Return all candidates, usable ones first, by step time; all train the same batch.
 
     Args:
-        settings: have no DeepSpeed JSON. A given micro-batch or gradient checkpointing is kept;
-            otherwise all values are tried.
+        settings: settings without a DeepSpeed JSON. A given micro-batch or gradient checkpointing
+            is kept; otherwise all values are tried.
     """
     if settings.deepspeed_config:
         raise ConfigError(

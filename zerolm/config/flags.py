@@ -61,7 +61,7 @@ def parse_settings(
     """Parse flags and the JSON file that `--settings` names.
 
     Args:
-        argv: without the program's name. Only `--help` and `--version` exit, with code 0.
+        argv: arguments without the program's name. Only `--help` and `--version` exit, with code 0.
         other_flags: names that a mistyped flag may also be meant to be.
 
     Returns:

@@ -31,7 +31,7 @@ def resolve_profile(
     """Return the profile for `deepspeed.initialize`, without "auto" and with defaults filled in.
 
     Args:
-        profile: without problems.
+        profile: a profile that has no problems.
         settings: resolved.
         hidden_size: the model's; None keeps DeepSpeed's default bucket sizes.
         micro_batch_size: sequences per micro-batch.

@@ -253,7 +253,7 @@ def read(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Unknown keys and values that DeepSpeed refuses stay as written.
 
     Args:
-        written: without comments.
+        written: the JSON as written, without comments.
     """
     values, problems = dict(written), []
     if isinstance(zero := values.get("zero_optimization"), bool):  # runtime/zero/config.py
@@ -280,7 +280,7 @@ def _as_read(kind: Any, value: Any, where: str, problems: list[str]) -> tuple[An
 
     Args:
         where: dotted key of the value.
-        problems: those of unknown keys are appended.
+        problems: unknown keys are appended.
     """
     model = inner_model(kind)
     if model is None:

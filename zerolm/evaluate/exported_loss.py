@@ -31,7 +31,7 @@ class HeldOut(NamedTuple):
     Attributes:
         seq_len: tokens in a sequence; None for `DEFAULT_SEQ_LEN`.
         eval_tokens: total over all shards; None for the default of a run.
-        by_position: also for three quarters of a sequence.
+        by_position: also measure the loss of three quarters of a sequence.
         needle_items: windows with a needle; 0: none.
     """
 

@@ -89,7 +89,7 @@ def write_model(
     Needs host memory for one safetensors file and one decoder block, whatever the model's size.
 
     Args:
-        manifest: has the model's config and training precision.
+        manifest: the model's config and training precision are taken from it.
         output: must not exist; it appears complete or not at all.
         precision: "bf16", "fp16" or "fp32"; None for the training precision.
         tokenizer_dir: files to copy into the model directory.

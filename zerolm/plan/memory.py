@@ -74,7 +74,7 @@ def model_states(
     Args:
         shapes: {parameter name: shape}, tied parameters once.
         profile: resolved, or as written.
-        kept_bytes: that the optimizer keeps per parameter for features.
+        kept_bytes: bytes per parameter that the optimizer keeps for features.
 
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is sharded; measurements
     of DeepSpeed 0.19.8's tensors for the rest.
@@ -173,7 +173,7 @@ def checkpoint_bytes(shapes: Shapes, profile: Profile, *, kept_bytes: int = 0) -
     Below stage 3 the weights are saved in addition to the master weights.
 
     Args:
-        kept_bytes: that the optimizer keeps per parameter for features.
+        kept_bytes: bytes per parameter that the optimizer keeps for features.
     """
     value = profile.master_bytes + (profile.weight_bytes if profile.zero_stage < 3 else 0)
     degree = profile.tensor_parallel
@@ -279,7 +279,7 @@ def fitting_micro_batch(
         seq_len: tokens of a sequence on one rank.
         memory_bytes: the device's; None on a CPU, where a few thousand tokens use all cores.
         loss_chunk_tokens: tokens per chunk of the loss; 0: all at once.
-        kept_bytes: that the optimizer keeps per parameter for features.
+        kept_bytes: bytes per parameter that the optimizer keeps for features.
     """
     if memory_bytes is None:
         return defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)

@@ -33,7 +33,7 @@ class RemoteBlocks:
 
     Args:
         manifest: a checked manifest whose shards all have checksums.
-        cache: if None, nothing is cached.
+        cache: None: nothing is cached.
 
     Attributes:
         counts: blocks that were `hits` in the cache, and blocks that were `fetched`.

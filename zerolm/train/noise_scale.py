@@ -29,7 +29,7 @@ class SmallBatches:
     """Sums of this rank over the micro-batches of a step.
 
     Args:
-        parameters: have hooks only while `backward` is active.
+        parameters: hooks are on them only while `backward` is active.
         contributes: False if another rank has the same micro-batches, and counts them.
 
     Attributes:
