@@ -54,12 +54,19 @@ NUMBERS, MORE_NUMBERS = (
 FEW, MANY = 25, int(os.environ.get("ZEROLM_DAMAGE_EXAMPLES", "2000"))
 
 
+@contextlib.contextmanager
+def in_the_checkout() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:  # contextlib.chdir needs Python 3.11
+        patch.chdir(ROOT)
+        yield
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Iterator[Path]:
     """A directory with shards, a model config and a run, which no test changes."""
     base = tmp_path_factory.mktemp("damage") / "original"
     base.mkdir()
-    with contextlib.chdir(ROOT), contextlib.redirect_stdout(io.StringIO()):
+    with in_the_checkout(), contextlib.redirect_stdout(io.StringIO()):
         make_run(base)
     store = torch.distributed.FileStore(str(base.with_name("store")), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
@@ -205,7 +212,7 @@ def supervise(base: Path) -> None:
 
 
 def survives(base: Path, damage: Damage) -> None:
-    with damaged(base, damage), time_limit(), contextlib.chdir(ROOT):
+    with damaged(base, damage), time_limit(), in_the_checkout():
         run_reading_commands(base, damage)
         if damage.name.startswith("run/"):
             supervise(base)
@@ -233,7 +240,7 @@ def check_examples(base: Path, names: list[str], number: int, check: Callable) -
 
 def test_an_undamaged_run_is_accepted_by_everything(base) -> None:
     nothing = Damage("run/run.json", "nothing", lambda path: None)
-    with damaged(base, nothing), contextlib.chdir(ROOT):
+    with damaged(base, nothing), in_the_checkout():
         assert accepted(base, nothing)
         assert call("status", base / "run")[0] == call("verify-checkpoint", base / "run")[0] == 0
         assert read_run(base / "run").problems == []
