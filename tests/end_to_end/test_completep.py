@@ -128,7 +128,7 @@ def differences(base: Path, names: list[str], curve_of: Callable[[str], np.ndarr
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [("llama", 3, False), ("gpt2", 1, False), ("mixtral", 2, True)]),
+        (2, [("mixtral", 3, True)]),  # all families: tests/zerolm/features/test_completep.py
         pytest.param(
             1,
             [(model, stage, False) for model in MODELS for stage in (1, 2, 3)],
@@ -137,7 +137,7 @@ def differences(base: Path, names: list[str], curve_of: Callable[[str], np.ndarr
         pytest.param(
             2,
             [*((model, stage, False) for model in MODELS for stage in (1, 2, 3)),
-             ("llama", 2, True), ("llama", 3, True)],
+             ("llama", 2, True), ("llama", 3, True), ("mixtral", 2, True)],
             marks=pytest.mark.soak,
         ),
     ],
@@ -150,15 +150,15 @@ def test_curves_equal_multipliers_in_the_forward_pass(tmp_path, corpus, world_si
     ]
     at_base = ("--base_hidden_size", 64, "--base_layers", 3)
     jobs += [
-        {"flags": flags(tmp_path, corpus, "base", "llama", 2, *at_base)},
-        {"flags": flags(tmp_path, corpus, "standard", "llama", 2, scaled=False)},
+        {"flags": flags(tmp_path, corpus, "base", "llama", 2, *at_base, steps=5)},
+        {"flags": flags(tmp_path, corpus, "standard", "llama", 2, scaled=False, steps=5)},
     ]
     runs_in_one_process.launch(jobs, tmp_path, world_size)
     wrong = differences(tmp_path, names, lambda name: plain_curve(corpus, name.split("-")[0]))
     assert not wrong, "\n".join(wrong)
     for key in ("train/loss", "train/grad_norm", "train/param_norm"):  # in every bit
         assert rows(tmp_path / "base", key) == rows(tmp_path / "standard", key)
-    assert (losses(tmp_path / "base") != losses(tmp_path / names[0])).any()
+        assert len(rows(tmp_path / "base", key)) == 5
 
 
 @pytest.mark.soak
