@@ -123,6 +123,7 @@ def test_every_other_content_of_a_file_is_reported_to_the_rank_that_reads_it(tmp
     found = checkpoint_directory.read(directory)
     assert [checkpoint_directory.verify_files(found, rank, 2) for rank in (0, 1)] == [[], []]
     (directory / "unlisted.pt").touch()
+    (directory / "loop").symlink_to(directory)  # not followed
     unlisted = [len(checkpoint_directory.verify_files(found, rank, 2)) for rank in (0, 1)]
     assert unlisted == [1, 0], "one rank names what the manifest does not list"
     (directory / "unlisted.pt").unlink()

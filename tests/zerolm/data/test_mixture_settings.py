@@ -42,6 +42,8 @@ def test_stages_start_with_the_first_sequence_at_their_tokens():
     _, resolved, problems = mixture(data_stage=given)
     assert not problems
     assert resolved.stages == [Stage(0, (7, 3, 0)), Stage(15, (1, 0, 0.5)), Stage(21, (0, 0, 1))]
+    consumed = mixture(data_stage=("1.5k:web=1@120,math=0.5",))[1].stages[1].consumed
+    assert consumed == (120, 0, 0)
     recorded = record(resolved, NAMES)
     assert recorded["sources"] == list(NAMES) and recorded["max_epochs"] == [None] * 3
     assert stages_from_record(json.loads(json.dumps(recorded))["stages"]) == resolved.stages
@@ -134,6 +136,7 @@ def test_a_run_longer_than_the_caps_allow_is_refused_and_the_plan_is_shown():
     order = resolved.order(SIZES, 0)
     at_once = table(resolved, order, NAMES, 666, 100)[0]
     assert at_once.count("share") == 1, "the second stage begins where this run ends"
+    assert table(resolved, order, NAMES, 667, 100)[0].count("share from") == 2
     edges = [0, *(stage.start for stage in resolved.stages[1:]), 2000]
     for number, line in enumerate(lines[1:]):
         cells = line.split()
@@ -188,3 +191,4 @@ def test_a_stage_after_the_end_of_the_run_is_refused():
         problems, _ = cap_problems(resolved, resolved.order(SIZES, 0), NAMES, 1500, settings)
         late = f"{start}:math=1, starts at or after the end of the run"
         assert any(late in problem for problem in problems) is refused
+        assert not refused or f"{late}, 150k tokens." in problems[0]

@@ -178,6 +178,16 @@ def test_an_index_of_another_kind_is_refused(tmp_path, key, value):
         open_packing(source, SEQ_LEN)
 
 
+@pytest.mark.parametrize("other", ["0" * 64, "f" * 64])
+def test_an_index_of_other_tokens_is_refused(tmp_path, other):
+    source = open_source(write_shards(tmp_path, 20))
+    pack(source, SEQ_LEN)
+    file = tmp_path / f"packing-{SEQ_LEN}.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"source_fingerprint": other}))
+    with pytest.raises(ShardError, match="it was made from other tokens"):
+        open_packing(source, SEQ_LEN)
+
+
 @pytest.mark.parametrize("part", ["rows", "pieces"])
 def test_a_damaged_row_is_refused_unless_it_could_be_one(tmp_path, part):
     """Each bit of the first two entries flipped: what is returned is always inside the source."""

@@ -108,6 +108,11 @@ def test_a_model_of_frozen_norms_has_one_group():
     assert group["weight_decay"] == 0.1 and group["params"] == [model[0].weight]
 
 
+def test_what_does_not_decay_has_a_group_with_weight_decay_0():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.LayerNorm(4))
+    assert [group["weight_decay"] for group in parameter_groups(model, 0.1)] == [0.1, 0.0]
+
+
 def test_the_original_shape_of_a_partitioned_parameter_counts():
     model = nn.Linear(4, 4)
     for parameter, shape in ((model.weight, (4, 4)), (model.bias, (4,))):

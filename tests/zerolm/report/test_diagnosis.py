@@ -61,6 +61,13 @@ def test_each_fault_is_found_and_its_absence_is_not(kind, sick, healthy):
     assert kinds(without_rates) == [kind]
 
 
+def test_an_update_ratio_without_a_learning_rate_is_not_at_the_full_rate():
+    written = rows(power_law(200), **{"train/update_ratio": np.repeat([1e-3, 0.1], 100)})
+    for row in written[100:]:
+        del row["train/learning_rate"]
+    assert "update_ratio" not in kinds(written)
+
+
 @pytest.mark.parametrize(("level", "above", "found"), [
     (4.0, 28, True), (4.0, 27, False),  # the median of 17 values has risen after nine
     (3.1, 60, False), (3.2, 60, True),  # by more than 5%
@@ -135,7 +142,8 @@ def test_a_widening_validation_gap_is_overfitting_when_data_is_repeated():
 def test_a_validation_loss_that_rises_with_the_training_loss_is_not_overfitting():
     losses = power_law(600)
     losses[-25:] = np.linspace(losses[575], losses[50], 25)
-    assert not {"overfitting", "validation"} & set(kinds(with_rising_validation(losses, 3.0)))
+    for each in (losses, np.full(600, 2.0)):
+        assert not {"overfitting", "validation"} & set(kinds(with_rising_validation(each, 3.0)))
 
 
 def test_noisy_but_falling_validation_loss_is_not_a_finding():

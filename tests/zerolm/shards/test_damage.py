@@ -177,6 +177,11 @@ def test_damaged_checksums_are_never_used(tmp_path):
         sums.write_bytes(content)
         with pytest.raises(ShardReadError, match=r"shard-00000\.sums: its SHA-256 differs"):
             open_source(tmp_path / "s").ids(0, 0, 2)
+    source = open_source(tmp_path / "s")
+    source.files._open_shard(0)
+    source.files._close_shard(0)  # before its checksums were read
+    with pytest.raises(ShardReadError, match=r"shard-00000\.sums: its SHA-256 differs"):
+        source.ids(0, 0, 2)
 
 
 def test_damaged_small_checksums_neither_stop_a_run_nor_let_damage_pass(tmp_path):

@@ -118,6 +118,15 @@ def test_documents_cannot_end_in_an_id_outside_of_the_vocabulary(tmp_path, eos_i
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize("ends", [[], [1]])
+def test_tokens_after_the_last_document_are_refused(tmp_path, ends):
+    with (
+        pytest.raises(AssertionError, match="document_ends must cover the token ids"),
+        writer(tmp_path / "s") as open_writer,
+    ):
+        open_writer.add(np.array([EOS, EOS]), np.array(ends))
+
+
 @pytest.mark.parametrize("ends", [[0, 2], [2, 2], [1, 1, 2], [3, 2]])
 def test_a_document_without_ids_is_refused(tmp_path, ends):
     with (
