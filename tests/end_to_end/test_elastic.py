@@ -70,18 +70,25 @@ def tied_llama(tmp_path_factory) -> Path:
 
 # (ranks, stage, offload) of each phase; all but the last are killed two steps after a save.
 CHAINS = {
-    "fp32": [(2, 2, "none"), (4, 3, "cpu"), (1, 2, "none")],
+    "fp32": [(1, 2, "none"), (2, 3, "cpu")],
+    "fp32-up-and-down": [(2, 2, "none"), (4, 3, "cpu"), (1, 2, "none")],
     "bf16": [(2, 2, "none"), (4, 3, "none"), (1, 2, "none"), (2, 3, "cpu")],
 }
 
 
-@pytest.fixture(scope="module", params=["fp32", pytest.param("bf16", marks=pytest.mark.soak)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "fp32", pytest.param("fp32-up-and-down", marks=pytest.mark.soak),
+        pytest.param("bf16", marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
 def chain(request, tmp_path_factory, llama, tied_llama, corpus):
-    """A run over several topologies, and an uninterrupted one: (directory of both, precision)."""
-    precision = request.param
-    base = tmp_path_factory.mktemp(f"chain-{precision}")
+    """Return (directory of a run over several topologies and of its reference, precision, them)."""
+    precision = request.param.partition("-")[0]
+    base = tmp_path_factory.mktemp(f"chain-{request.param}")
     model = tied_llama if precision == "fp32" else llama
-    phases = CHAINS[precision]
+    phases = CHAINS[request.param]
     ranks, stage, offload = phases[0]
     flags = run_flags(
         model, corpus, base / "reference",
@@ -99,12 +106,12 @@ def chain(request, tmp_path_factory, llama, tied_llama, corpus):
         ended = run(base, str(number), ranks, arguments, fault=fault)
         assert (ended.returncode == 0) == (not fault), ended.stdout[-4000:]
         (base / f"log-{number}").write_text(ended.stdout)
-    return base, precision
+    return base, precision, phases
 
 
 def test_each_sequence_is_trained_on_exactly_once(chain) -> None:
-    base, precision = chain
-    edges = [0, *CHANGES[: len(CHAINS[precision]) - 1], STEPS]
+    base, _, phases = chain
+    edges = [0, *CHANGES[: len(phases) - 1], STEPS]
     steps: list[list[int]] = []
     for number in range(len(edges) - 1):
         steps += trained_sequences(base, edges[number] + 1, edges[number + 1], str(number))
@@ -113,7 +120,7 @@ def test_each_sequence_is_trained_on_exactly_once(chain) -> None:
 
 
 def test_losses_equal_those_of_an_uninterrupted_run(chain) -> None:
-    base, precision = chain
+    base, precision, _ = chain
     ours, reference = rows(base / "run", "train/loss"), rows(base / "reference", "train/loss")
     assert list(ours) == list(reference) == list(range(1, STEPS + 1))
     until = CHANGES[0] + 1  # the first step after a resume has the weights of the checkpoint
@@ -126,8 +133,7 @@ def test_losses_equal_those_of_an_uninterrupted_run(chain) -> None:
 
 
 def test_every_change_is_logged_and_the_probe_agrees(chain) -> None:
-    base, precision = chain
-    phases = CHAINS[precision]
+    base, _, phases = chain
     resumes = events(base / "run", "resume")
     assert [event["step"] for event in resumes] == list(CHANGES[: len(phases) - 1])
     for number, event in enumerate(resumes, start=1):
@@ -145,7 +151,7 @@ def test_deepspeeds_own_tool_reads_the_last_checkpoint(chain) -> None:
     """Its master weights are close to those of the uninterrupted run."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    base, _ = chain
+    base, _, _ = chain
     ours, reference = (
         get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
         for path in (newest_checkpoint(base / "run"), newest_checkpoint(base / "reference"))
@@ -167,7 +173,7 @@ def test_a_changed_checkpoint_is_refused_and_runs_no_code(
     chain, tmp_path, llama, tied_llama, corpus
 ) -> None:
     """Weights that are wrong after loading; a malicious pickle with a wrong, and a forged hash."""
-    base, precision = chain
+    base, precision, _ = chain
     model = tied_llama if precision == "fp32" else llama
     run_dir, mark = tmp_path / "run", tmp_path / "mark"
     last = newest_checkpoint(base / "run")
@@ -206,7 +212,7 @@ def test_a_changed_checkpoint_is_refused_and_runs_no_code(
 def test_a_run_with_changed_settings_resumes_only_if_they_are_accepted(
     chain, tmp_path, llama, tied_llama, corpus
 ):
-    base, precision = chain
+    base, precision, _ = chain
     model = tied_llama if precision == "fp32" else llama
     run_dir = tmp_path / "run"
     shutil.copytree(base / "run", run_dir)

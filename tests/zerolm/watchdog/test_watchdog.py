@@ -257,7 +257,7 @@ def test_an_endless_loop_is_named_with_its_stacks(ranks, act, shown) -> None:
 
 
 def test_a_stopped_rank_is_named_with_its_stacks_and_ended(ranks) -> None:
-    ranks.start(AT_WORK, WAITS)
+    ranks.start("watchdog.STOPPED_SECONDS = 2.0\n" + AT_WORK, WAITS)
     ranks.started[1].send_signal(signal.SIGSTOP)
     output = ranks.outputs()
     assert "is stopped (SIGSTOP)" in output
@@ -293,7 +293,7 @@ def test_a_file_can_request_a_stop(ranks) -> None:
 
 def test_a_failing_heartbeat_does_not_end_the_run(ranks) -> None:
     hide = "(run_dir / 'ranks').rename(run_dir / 'away')\n"
-    ranks.start(hide + "time.sleep(8)", "time.sleep(8)", timeout=600)
+    ranks.start(hide + "time.sleep(5)", "time.sleep(5)", timeout=600)
     assert ranks.outputs().count("reason None") == 2
 
 
