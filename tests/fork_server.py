@@ -37,8 +37,9 @@ MODULES = (
 # and those that libraries set in the pytest process. A launch with another value of any other
 # variable has a server of its own.
 READ_LATE = (
-    "AWS_", "CROSS_", "FAULT", "HF_XET_", "KMP_", "LOCAL_", "MASTER_", "PYTEST_", "RANK", "RAYON_",
-    "TERM", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "WANDB_", "WORLD_SIZE", "ZEROLM_",
+    "AWS_", "CROSS_", "FAULT", "HF_XET_", "KMP_", "LOCAL_", "MASTER_", "PYTEST_", "PYTORCH_NVML_",
+    "RANK", "RAYON_", "TERM", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_", "WANDB_",
+    "WORLD_SIZE", "ZEROLM_",
 )  # fmt: skip
 MOST_SERVERS = 3
 MESSAGE_BYTES = 1 << 20
