@@ -47,6 +47,14 @@ def test_milestones_and_best_checkpoints_are_kept(tmp_path) -> None:
     assert kept == [2, 4, 7, 10, 12]
 
 
+def test_a_damaged_checkpoint_is_left_and_later_ones_are_removed(tmp_path) -> None:
+    for step in (5, 10, 15):
+        write(tmp_path, step, Retention(last=9))
+    (tmp_path / "checkpoints" / "step-00000005" / "MANIFEST.json").write_text("{")
+    write(tmp_path, 20, Retention(last=1, every_tokens=10**9))
+    assert names(tmp_path) == ["latest", "step-00000005", "step-00000020"]
+
+
 def test_the_best_of_the_checkpoints_are_kept_whatever_steps_are_evaluated(tmp_path) -> None:
     """The loss is lowest in step 25, which has no checkpoint; then come 30, 20 and 35."""
     losses = {step: abs(step - 25.1) for step in range(5, 65, 5)}
