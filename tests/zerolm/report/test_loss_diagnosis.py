@@ -108,6 +108,12 @@ def test_a_divergence_names_its_start_the_loss_now_and_the_best():
     assert f"above its minimum since step {found.step}: now 3.000, 2.0" in found.text
 
 
+def test_a_jump_to_another_level_is_named_at_its_start_whatever_comes_later():
+    losses = np.concatenate([np.full(60, 2.0), np.full(99, 3.0), [9.0]])
+    (jump,) = [found for found in findings(rows(losses)) if found.kind == "spike"]
+    assert jump.step == 610 and "jumped to 3.000" in jump.text
+
+
 @pytest.mark.parametrize("length", range(0, 36, 5))
 def test_a_short_run_that_rises_has_not_diverged_yet(length):
     assert kinds(rows(np.linspace(2.0, 4.0, length))) == []
