@@ -159,6 +159,9 @@ def adamw(masters: dict[str, torch.Tensor], weight_decay: float) -> torch.optim.
     )
 
 
+Rate = Callable[[int, int, int, float, float], float]
+
+
 def cosine(tokens: int, total: int, warmup: int, peak: float, minimum: float) -> float:
     """Return the learning rate after `tokens` tokens."""
     if tokens < warmup:
@@ -308,6 +311,7 @@ def train(
     penalties: Penalties | None = None,
     qk_clip: float = 0.0,
     change: Callable[[torch.nn.Module], None] = lambda model: None,
+    rate_of: Rate = cosine,
 ) -> list[Step]:
     """Train by the recipe of the end-to-end tests, and return the figures of each step.
 
@@ -321,6 +325,7 @@ def train(
         penalties: minimized with the loss, instead of the router loss of each chunk.
         qk_clip: threshold of attention logits; 0: off.
         change: applied to the model before it trains.
+        rate_of: the learning rate, with the arguments of `cosine`.
     """
     model = model_at_start(config, seed, source, bf16, change)
     masters = {name: each.detach().float().clone() for name, each in model.named_parameters()}
@@ -336,7 +341,7 @@ def train(
         for text in chunks:
             batch.add(model, config, text, micro_batch_size / batch_sequences, penalties)
         norm, bound = clip(list(masters.values()), batch.gradients, clipping, zclip)
-        rate = cosine(number * batch_tokens, steps * batch_tokens, warmup_tokens, peak, minimum)
+        rate = rate_of(number * batch_tokens, steps * batch_tokens, warmup_tokens, peak, minimum)
         figures = batch.routing() | update(model, masters, optimizer, rate, attention)
         if balance is not None:
             figures["biases"], counts = balance.step()

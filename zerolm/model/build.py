@@ -15,7 +15,7 @@ import torch
 from torch import distributed as dist
 
 from zerolm.config.settings import Recompute
-from zerolm.model.activation_checkpointing import checkpoint_kwargs, fix_zero3_linear
+from zerolm.model.activation_checkpointing import checkpoint_kwargs, fit_zero3_to_selective
 from zerolm.model.architecture import train_every_row
 from zerolm.model.init_check import InitializationReport, check_initialization, gathered
 from zerolm.model.initialization import InitialWeights
@@ -87,7 +87,7 @@ def build_model(
         enable = getattr(model, "activation_checkpointing_enable", old_method)
         enable(checkpoint_kwargs(gradient_checkpointing))
         if zero3_config is not None:
-            fix_zero3_linear()
+            fit_zero3_to_selective()
     return model.train()
 
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.launching import LLAMA
 from zerolm.config.settings import SELECTIVE
-from zerolm.model.activation_checkpointing import checkpoint_kwargs, fix_zero3_linear
+from zerolm.model.activation_checkpointing import checkpoint_kwargs, fit_zero3_to_selective
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -31,6 +31,6 @@ def test_under_zero3_selective_checkpointing_adds_biases_once(monkeypatch, dtype
     monkeypatch.setattr(functional, "linear", zero3_linear_wrap)
     monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(forward))
     expected = gradients(False)
-    fix_zero3_linear()
+    fit_zero3_to_selective()
     for recompute in (False, True, SELECTIVE):
         assert all(map(torch.equal, gradients(recompute), expected)), recompute

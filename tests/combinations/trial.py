@@ -1,0 +1,228 @@
+"""One draw: its runs, and how they differ from what they must equal."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.combinations import plain
+from tests.combinations.draws import FAULTS, PLAIN, Draw
+from tests.combinations.runs import Topology, flags, other_topologies, topology_of
+from tests.end_to_end.run_digest import newest_checkpoint
+from tests.launching import kill_session, rows, run_ranks, start_ranks
+from tests.soak import comparison
+from zerolm.watchdog.progress import read_heartbeats
+
+SECONDS = 400.0  # of a run
+SKIPPED_STEP, KILLED_STEP, SAVED_STEP = 3, 5, 4
+# Largest relative differences between topologies, and from plain PyTorch. bf16 weights are rounded
+# to their neighbour now and then; fp8 and compiled products round at other places.
+LOSS = {"fp32": 2e-5, "bf16": 4e-3}
+WEIGHTS = {"fp32": 2e-3, "bf16": 2e-2}  # norm of the difference, divided by that of the weights
+OTHER_TOPOLOGIES = 4  # tries to find one that is not refused
+
+
+class Trial:
+    """The runs of a draw, below a directory of their own.
+
+    Args:
+        base: directory that has `data/`, and gets the runs.
+    """
+
+    def __init__(self, draw: Draw, number: int, base: Path):
+        self.draw, self.number, self.base = draw, number, base
+        self.directory = base / f"draw-{number:04d}"
+        self.topology = topology_of(draw)
+        self.problems: list[str] = []
+
+    def run(self) -> dict[str, Any]:
+        """Train, compare, and return the entry of the log; the directory is kept if it differs."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        began = time.monotonic()
+        entry: dict[str, Any] = {"number": self.number, "draw": dict(self.draw)}
+        code, output = self.train("straight", self.topology)
+        if code == 2:
+            entry |= self.refusal(output)
+        elif code:
+            self.problems.append(f"straight: exit code {code}: {last_error(output)}")
+        else:
+            entry |= self.compare_all()
+        entry |= {"problems": self.problems, "seconds": round(time.monotonic() - began, 1)}
+        if not self.problems:
+            shutil.rmtree(self.directory)
+        return entry
+
+    def compare_all(self) -> dict[str, Any]:
+        entry: dict[str, Any] = {}
+        self.interrupt("killed")
+        if self.problems:
+            return entry
+        (self.directory / "moved-ledger").mkdir()
+        shutil.copytree(self.directory / "killed", self.directory / "moved")
+        self.resume_on_same_topology()
+        if not self.problems:
+            entry |= self.resume_elsewhere()
+        if self.draw["between"] not in FAULTS and PLAIN.items() <= self.draw.items():
+            entry |= self.compare_with_plain()
+        return entry
+
+    # ---- Runs
+
+    def train(self, name: str, topology: Topology, **more: str) -> tuple[int, str]:
+        """Train on a topology in the run directory `name`; return the exit code and the output."""
+        arguments = flags(self.draw, topology, self.base, self.directory / name)
+        more = self.variables(name) | more
+        try:
+            done = run_ranks(topology.ranks, *arguments, timeout=SECONDS, **more)
+        except AssertionError as error:
+            return -1, str(error)
+        (self.directory / f"{name}.log").open("a").write(done.stdout)
+        return done.returncode, done.stdout
+
+    def variables(self, name: str) -> dict[str, str]:
+        ledger, once = (self.directory / f"{name}-{each}" for each in ("ledger", "once"))
+        for directory in (ledger, once):
+            directory.mkdir(parents=True, exist_ok=True)
+        return {
+            "ZEROLM_LEDGER": str(ledger),
+            "FAULT_ONCE": str(once),
+            "FAULT": ",".join(self.faults()),
+            "TORCHINDUCTOR_CACHE_DIR": str(self.base / "inductor"),
+        }
+
+    def faults(self) -> Iterator[str]:
+        if self.draw["between"] in FAULTS:
+            yield f"step.backward:0:{SKIPPED_STEP}:nan"
+
+    def interrupt(self, name: str) -> None:
+        """Train until the run is interrupted, after it has published a checkpoint."""
+        kind, faults = self.draw["interruption"], list(self.faults())
+        if kind == "stopped":
+            return self.stop(name, [*faults, f"step.begin:*:{SAVED_STEP}:sleep=3"])
+        point = f"step.begin:0:{KILLED_STEP}:kill"
+        if kind == "killed_in_a_save":
+            point = f"checkpoint.rename:0:{SAVED_STEP}:kill"
+        code, output = self.train(name, self.topology, FAULT=",".join([*faults, point]))
+        if code in (0, 1, 2):
+            self.problems.append(f"killed: exit code {code}: {last_error(output)}")
+
+    def stop(self, name: str, faults: list[str]) -> None:
+        run_dir, path = self.directory / name, self.directory / f"{name}.log"
+        arguments = flags(self.draw, self.topology, self.base, run_dir)
+        more = self.variables(name) | {"FAULT": ",".join(faults)}
+        with path.open("w") as log:
+            ranks = start_ranks(self.topology.ranks, log, *arguments, **more)
+        try:
+            deadline = time.monotonic() + SECONDS
+            while time.monotonic() < deadline:
+                metrics = run_dir / "metrics.jsonl"
+                if metrics.exists() and f'"step": {SAVED_STEP - 1},' in metrics.read_text():
+                    break
+                time.sleep(0.05)
+            os.kill(read_heartbeats(run_dir)[0]["pid"], signal.SIGTERM)
+            codes = ranks.codes(timeout=SECONDS)
+        finally:
+            kill_session(ranks.session)
+        if {code for _, code in codes or ()} != {75}:
+            self.problems.append(f"stopped: exit codes {codes}: {last_error(path.read_text())}")
+
+    def refusal(self, output: str) -> dict[str, Any]:
+        """Require that `--check` refuses this draw, with the same lines."""
+        arguments = flags(self.draw, self.topology, self.base, self.directory / "check")
+        checked = run_ranks(
+            1, *arguments, "--check", "--world_size", self.topology.ranks, timeout=SECONDS
+        )
+        lines = [refusals(text) for text in (output, checked.stdout)]
+        if checked.returncode != 2 or lines[0] != lines[1]:
+            self.problems.append(f"--check: {checked.returncode}: {lines[1]}, the run: {lines[0]}")
+        return {"refused": lines[0]}
+
+    # ---- Comparisons
+
+    def resume_on_same_topology(self) -> None:
+        code, output = self.train("killed", self.topology)
+        if code:
+            self.problems.append(f"resume: exit code {code}: {last_error(output)}")
+            return
+        found, expected = (
+            comparison.digest(self.directory / name, self.directory / f"{name}-ledger")
+            for name in ("killed", "straight")
+        )
+        self.problems += [f"resume: {each}" for each in comparison.differences(found, expected)[:9]]
+
+    def resume_elsewhere(self) -> dict[str, Any]:
+        """Resume on another topology; require the same curve and weights, within rounding."""
+        refused: list[str] = []
+        for topology in other_topologies(self.draw, self.number):
+            code, output = self.train("moved", topology)
+            if code != 2 or len(refused) == OTHER_TOPOLOGIES:
+                break
+            refused += refusals(output)[:1]
+        entry: dict[str, Any] = {"moved": topology._asdict()} | (
+            {"moves_refused": refused} if refused else {}
+        )
+        if code == 2:
+            return {"moves_refused": [*refused, *refusals(output)[:1]]}
+        if code:
+            self.problems.append(f"{topology}: exit code {code}: {last_error(output)}")
+            return entry
+        precision = self.draw["precision"]
+        loss = self.largest_difference("train/loss", self.losses("moved"))
+        weights = self.weights_difference()
+        if not loss <= LOSS[precision] or not weights <= WEIGHTS[precision]:
+            self.problems.append(f"{topology}: loss by {loss:.1e}, weights by {weights:.1e}")
+        return entry | {"moved_loss": loss, "moved_weights": weights}
+
+    def losses(self, name: str) -> dict[int, float]:
+        return rows(self.directory / name, "train/loss")
+
+    def largest_difference(self, key: str, found: dict[int, float]) -> float:
+        """Return the largest relative difference from the uninterrupted run."""
+        expected = rows(self.directory / "straight", key)
+        if list(found) != list(expected):
+            return float("inf")
+        both = [(found[step], value) for step, value in expected.items() if value is not None]
+        return max(abs(ours / value - 1) for ours, value in both)
+
+    def weights_difference(self) -> float:
+        """Return the largest relative difference of a weight tensor in the last checkpoints."""
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        paths = [newest_checkpoint(self.directory / name) for name in ("moved", "straight")]
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            ours, expected = (
+                get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
+                for path in paths
+            )
+        if set(ours) != set(expected):
+            return float("inf")
+        return max(
+            float((ours[name] - each).detach().norm() / each.detach().norm().clamp(min=1e-3))
+            for name, each in expected.items()
+            if isinstance(each, torch.Tensor)
+        )
+
+    def compare_with_plain(self) -> dict[str, Any]:
+        expected = plain.losses(self.draw, self.base)
+        found = list(self.losses("straight").values())
+        difference = max(abs(ours / one - 1) for ours, one in zip(found, expected, strict=True))
+        if not difference <= LOSS[self.draw["precision"]]:
+            self.problems.append(f"plain PyTorch: loss by {difference:.1e}: {found}, {expected}")
+        return {"plain_loss": difference}
+
+
+def refusals(output: str) -> list[str]:
+    """Return the lines of a refusal, without the paths of files."""
+    lines = [line.strip() for line in output.splitlines() if line.startswith("  ")]
+    return sorted({line.partition(": ")[2] or line for line in lines if line.endswith(".")})
+
+
+def last_error(output: str) -> str:
+    lines = [line for line in output.splitlines() if "Error" in line or "error" in line]
+    return (lines or output.splitlines() or ["no output"])[-1][:300]
