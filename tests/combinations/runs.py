@@ -38,7 +38,7 @@ def models() -> dict[str, dict[str, Any]]:
 
     gpt2 = {
         "model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64,
-        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": True,
+        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "tie_word_embeddings": False,
     }  # fmt: skip
     found = {
         "llama": LLAMA,
@@ -109,13 +109,14 @@ def other_topologies(draw: Draw, number: int) -> Iterator[Topology]:
     if draw["optimizer"] == "lion":
         profiles = [each for each in profiles if each.endswith("offload")]
     while True:
+        compiled = draw["compile"] == ON and random_.random() < 0.5
         yield Topology(
             profile=random_.choice(profiles),
             ranks=3 - int(draw["ranks"]),
             micro_batch=2 if fixed else random_.choice((1, 2, 4)),
             workers=random_.choice((0, 1)),
-            recompute=random_.choice(FACTORS["recompute"]),
-            compile=draw["compile"] == ON and random_.random() < 0.5,
+            recompute=random_.choice(("off", "full") if compiled else FACTORS["recompute"]),
+            compile=compiled,
         )
 
 

@@ -218,9 +218,10 @@ class Trial:
 
 
 def refusals(output: str) -> list[str]:
-    """Return the lines of a refusal, without the paths of files."""
-    lines = [line.strip() for line in output.splitlines() if line.startswith("  ")]
-    return sorted({line.partition(": ")[2] or line for line in lines if line.endswith(".")})
+    """Return the lines of a refusal, without what comes before their second colon: the paths."""
+    lines = output.partition("refused, nothing was written.\n")[2].splitlines()
+    found = [line.partition(": ")[2] for line in lines if line.endswith(".") and ": " in line]
+    return sorted(set(found))
 
 
 def last_error(output: str) -> str:
