@@ -101,18 +101,20 @@ def topology_of(draw: Draw) -> Topology:
 def other_topologies(draw: Draw, number: int) -> Iterator[Topology]:
     """Yield topologies that differ from that of a draw, at random, the most different ones first.
 
-    The router loss of a micro-batch depends on its size, and Lion exists on the CPU only.
+    The router loss of a micro-batch depends on its size, Lion exists on the CPU only, and states of
+    Muon cannot be resharded.
     """
     random_ = random.Random(f"topology {number}")
     fixed = draw["model"] in EXPERTS and draw["experts"] != "global_router_loss"
     profiles = [each for each in FACTORS["profile"] if each != draw["profile"]]
+    muon = draw["optimizer"] == "muon"
     if draw["optimizer"] == "lion":
         profiles = [each for each in profiles if each.endswith("offload")]
     while True:
         compiled = draw["compile"] == ON and random_.random() < 0.5
         yield Topology(
-            profile=random_.choice(profiles),
-            ranks=3 - int(draw["ranks"]),
+            profile=draw["profile"] if muon else random_.choice(profiles),
+            ranks=int(draw["ranks"]) if muon else 3 - int(draw["ranks"]),
             micro_batch=2 if fixed else random_.choice((1, 2, 4)),
             workers=random_.choice((0, 1)),
             recompute=random_.choice(("off", "full") if compiled else FACTORS["recompute"]),

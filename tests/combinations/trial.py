@@ -13,9 +13,9 @@ import torch
 
 from tests.combinations import plain
 from tests.combinations.draws import FAULTS, PLAIN, Draw
-from tests.combinations.runs import Topology, flags, other_topologies, topology_of
+from tests.combinations.runs import STEPS, Topology, flags, other_topologies, topology_of
 from tests.end_to_end.run_digest import newest_checkpoint
-from tests.launching import kill_session, rows, run_ranks, start_ranks
+from tests.launching import events, kill_session, rows, run_ranks, start_ranks
 from tests.soak import comparison
 from zerolm.watchdog.progress import read_heartbeats
 
@@ -150,6 +150,9 @@ class Trial:
         if code:
             self.problems.append(f"resume: exit code {code}: {last_error(output)}")
             return
+        steps = [event["step"] for event in events(self.directory / "killed", "resume")]
+        if not steps or not 0 < steps[-1] < STEPS:
+            self.problems.append(f"resume: at {steps}, so nothing was trained after a resume")
         found, expected = (
             comparison.digest(self.directory / name, self.directory / f"{name}-ledger")
             for name in ("killed", "straight")
