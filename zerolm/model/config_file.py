@@ -26,34 +26,13 @@ WHAT = (
     "model_configs/ has some"
 )
 
-# Encoders that transformers lists among the causal language models. Without is_decoder they let
-# every position attend to the token it must predict.
-ENCODERS = frozenset(
-    {
-        "bert",
-        "bert-generation",
-        "big_bird",
-        "camembert",
-        "data2vec-text",
-        "electra",
-        "ernie",
-        "megatron-bert",
-        "rembert",
-        "roberta",
-        "roberta-prelayernorm",
-        "roc_bert",
-        "roformer",
-        "xlm-roberta",
-        "xlm-roberta-xl",
-        "xmod",
-    }
-)
+LAYERS = re.compile(r"(layers?|blocks|depth)$")  # ends of keys that count them
+MAX_LAYERS = 10_000
+
 # Of the causal language models of transformers, those that cannot be trained on text alone.
 UNSUITABLE = {
     "gemma4_assistant": "drafts tokens from the states of another model. Use gemma4_text",
     "gemma4_unified_assistant": "drafts tokens from the states of another model. Use gemma4_text",
-    "xlm": "lets every position attend to the token it must predict. Use another model_type",
-    "xlnet": "lets every position attend to the token it must predict. Use another model_type",
 }
 
 
@@ -86,6 +65,8 @@ def load_model_config(
             del values[key]
     if written is not None:
         written |= values
+    if problems := _layer_problems(str(file), values):
+        raise ConfigError(problems)
     config_class = _config_class(file, values)
     config, problems = _construct(file, config_class, values)
     if config is not None:
@@ -116,6 +97,17 @@ def _drop_padding_outside(file: Path, config: "PretrainedConfig", notices: list[
     )
     for part in (text, config):
         part.pad_token_id = None
+
+
+def _layer_problems(where: str, values: dict[str, Any]) -> list[str]:
+    """Refuse numbers of layers that would take hours and all memory to build."""
+    problems = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            problems += _layer_problems(f"{where}: {key}", value)
+        elif type(value) is int and value > MAX_LAYERS and LAYERS.search(key):
+            problems.append(f"{where}: {key}: {value}, must be at most {MAX_LAYERS:,}.")
+    return problems
 
 
 def _special_floats(value: Any) -> Any:
@@ -233,11 +225,6 @@ def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
         ]
     if getattr(config, "is_encoder_decoder", False):
         problems.append(f"{file}: is_encoder_decoder: true, but only decoders can be trained.")
-    elif config.model_type in ENCODERS and not config.is_decoder:
-        problems.append(
-            f"{file}: is_decoder: false, so every position would attend to the token it must "
-            f"predict. Set it to true."
-        )
     for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
         value = getattr(text_config, key, None)
         if isinstance(value, int) and value < 1:

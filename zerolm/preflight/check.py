@@ -35,6 +35,7 @@ from zerolm.preflight import (
     existing_run,
     initial_weights,
     inputs,
+    model_proof,
     model_rules,
     plausibility,
 )
@@ -218,6 +219,7 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     found.problems += features.problems(case)
     found.notices += features.notices(case)
     found.notices += model_rules.padding_notices(settings, config, given.sources.training)
+    model_proof.check(given.model, settings.seq_len, found)
     if not settings.document_mask or settings.attn_implementation != "auto":
         return settings
     if device != "cpu" and precision != "fp32":

@@ -1,0 +1,298 @@
+"""Proves on a small copy of a model what a causal language model must be.
+
+No position sees a later token, each sees its own and the one before it, and every parameter gets a
+gradient, which is finite, in the first steps. A legal config.json can break any of these while the
+run looks normal. Copies are computed in float32 on the CPU, so `--check` needs no GPU. What is
+wrong is named with the keys whose other value would be right (`remedies`).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from zerolm.common.errors import Findings, reason
+from zerolm.common.values import shown
+from zerolm.model.architecture import (
+    ConfigKey,
+    causal_lm_class,
+    is_routed_expert,
+    parameter_shapes,
+)
+from zerolm.model.model import Model, max_positions
+from zerolm.preflight.remedies import Remedy, remedies
+from zerolm.preflight.small_copy import shallow_config, small_copies
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TOKENS = 24  # in a row
+LONGER = 128  # for parts that serve distant tokens only, such as compressed keys
+LONGEST = 512  # for families that can only be computed at the length of the run
+# A change of a logit counts from this fraction of their standard deviation on. Of 181 families with
+# large weights (transformers 5.23, torch 2.13, 2026-11-26) 179 had 0 at earlier positions; at the
+# next one all had at least 1e-3 somewhere.
+SEEN = 1e-4
+# Of |gradient| * |parameter|, the change of the loss by a relative change of the parameter: with
+# large weights at least 2e-4, and at most 6e-8 where a gradient is rounding.
+NO_GRADIENT = 1e-6
+HIGH_LOSS = 3.0  # times log(vocabulary), the loss of equal probabilities
+OTHERWISE = "Correct the config.json, or use another model_type"
+SHAPES = re.compile("broadcast|must match|cannot be multiplied|invalid for input of size")
+NUMBER = re.compile(r"\.\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a model.
+
+    Attributes:
+        text: a clause.
+        refuses: whether the run is refused; otherwise it is a notice.
+        keys: values of the config, each of which alone would be right.
+    """
+
+    text: str
+    refuses: bool = True
+    keys: tuple[Remedy, ...] = ()
+
+    def line(self, path: str) -> str:
+        """Return the finding as a line: file, key, value, rule, fix."""
+        if not self.keys:
+            return f"{path}: {self.text}" + f". {OTHERWISE}." * self.refuses
+        first, *others = self.keys
+        values = [f"Use {shown(first.right)}", *(f"{k.key} {shown(k.right)}" for k in others)]
+        fix = ", or ".join(values)
+        return f"{path}: {first.key}: {shown(first.value)}, {self.text}. {fix}" + "." * self.refuses
+
+
+class _NotComputableError(Exception):
+    """The model cannot be computed; its cause says why."""
+
+
+def check(model: Model, seq_len: int | None, found: Findings) -> None:
+    """Prove a model on a small copy; add what is wrong to `found`."""
+    for finding in _prove(ConfigKey.of(model.config), min(seq_len or TOKENS, LONGEST)):
+        lines = found.problems if finding.refuses else found.notices
+        lines.append(finding.line(model.path))
+
+
+@lru_cache(maxsize=64)
+def _prove(key: ConfigKey, seq_len: int) -> tuple[Finding, ...]:
+    from zerolm.preflight.observed_model import quiet  # imports torch
+
+    def is_computable(config: "PretrainedConfig") -> bool:
+        small, tokens = _computable_copy(config, seq_len)
+        return not _blindness(small, tokens)
+
+    with quiet():
+        try:
+            return tuple(_findings(*_computable_copy(key.config, seq_len)))
+        except _NotComputableError as error:
+            keys = remedies(key.config, is_computable)
+            return (Finding(f"the model cannot be computed ({error})", keys=keys),)
+        except Exception as error:  # of any type: the classes do not validate all values
+            why = f"a small copy of it cannot be computed ({reason(error)})"
+            return (Finding(f"the model is not proven to be causal: {why}", refuses=False),)
+
+
+def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["PretrainedConfig", int]:
+    """Return the config of a small copy that can be computed, and for how many tokens.
+
+    Raises:
+        _NotComputableError: the model itself cannot be computed.
+        Exception: what went wrong with the small copies.
+    """
+    from zerolm.preflight import observed_model
+
+    error: Exception | None = None
+    shapes = parameter_shapes(config)
+    short = min(TOKENS, max_positions(config) or TOKENS)
+    for copy in small_copies(config, shapes):
+        for tokens in dict.fromkeys((short, seq_len)):
+            try:
+                for kernel in kernels(copy.config):
+                    model = observed_model.build(copy.config, kernel)
+                    observed_model.sensitivities(model, tokens, seed=0)
+            except Exception as caught:
+                error = error or caught
+                if copy.same_widths and tokens == seq_len:
+                    raise _NotComputableError(reason(error)) from error
+                continue
+            if not copy.same_widths and (wrong := _shape_error(config, tokens)):
+                raise _NotComputableError(reason(wrong)) from wrong
+            return copy.config, tokens
+    if wrong := _shape_error(config, seq_len, error):
+        raise _NotComputableError(reason(wrong)) from wrong
+    assert error is not None, "there is a small copy"
+    raise error
+
+
+def kernels(config: "PretrainedConfig") -> list[str]:
+    """Return the attention kernels that every device has, first the one that `auto` takes."""
+    return [*["sdpa"] * bool(causal_lm_class(config)._supports_sdpa), "eager"]
+
+
+def _shape_error(
+    config: "PretrainedConfig", tokens: int, known: Exception | None = None
+) -> Exception | None:
+    """Return what goes wrong in layers of full size, computed without values; None: nothing.
+
+    Args:
+        known: what went wrong in a small copy.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    small = shallow_config(config, parameter_shapes(config))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+            )
+            model.train()(input_ids=torch.zeros((1, tokens), dtype=torch.long), use_cache=False)
+    except Exception as error:  # others are about values, or kernels for which there are none
+        return error if str(error) == str(known) or SHAPES.search(str(error)) else None
+    return None
+
+
+def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
+    """Yield what is wrong with a small model that can be computed."""
+    from zerolm.preflight.observed_model import beginning, build
+
+    if texts := _blindness(config, tokens):
+        keys = remedies(config, lambda changed: not _blindness(changed, tokens))
+        yield Finding("; ".join(texts), keys=keys)
+        return
+    kernel = kernels(config)[0]
+    start = beginning(build(config, kernel), tokens)
+    if start.broken:
+        keys = remedies(
+            config, lambda changed: not beginning(build(changed, kernel), tokens).broken
+        )
+        yield Finding(f"with the initial weights {start.broken}", keys=keys)
+        return
+    yield from _loss_findings(config, tokens, start.loss)
+    gradients = _gradients(config, tokens)
+    if dead := gradients.dead | gradients.unused:
+
+        def revives(changed: "PretrainedConfig") -> bool:
+            other = _gradients(changed, tokens)
+            revived = (dead & other.names) - other.dead - other.unused
+            return len(revived) >= len(dead) / 2
+
+        def is_by_config(name: str) -> bool:
+            # Families have parts without use in text, and biases of keys, which softmax cancels.
+            return is_routed_expert(name) or not (name.endswith("bias") or name in gradients.unused)
+
+        used = gradients.names - gradients.unused
+        yield Finding(
+            f"no gradient reaches {_listed(dead, gradients.names)}, so training does not change "
+            f"them",
+            refuses=any(map(is_routed_expert, dead)) or len(gradients.dead) > len(used) / 2,
+            keys=remedies(config, revives) if any(map(is_by_config, dead)) else (),
+        )
+    if silent := start.silent - dead:
+
+        def speaks(changed: "PretrainedConfig") -> bool:
+            return not silent & beginning(build(changed, kernel), tokens).silent
+
+        yield Finding(
+            f"with the initial weights no gradient reaches {_listed(silent, gradients.names)} in "
+            f"the first steps",
+            refuses=len(silent) > len(gradients.names - dead) / 2,
+            keys=remedies(config, speaks),
+        )
+
+
+def _blindness(config: "PretrainedConfig", tokens: int) -> list[str]:
+    """Return how a model with large weights is not causal, for each attention kernel."""
+    from zerolm.preflight.observed_model import build_with_large_weights, sight
+
+    texts: dict[str, list[str]] = {}
+    for kernel in kernels(config):
+        model = build_with_large_weights(config, kernel)
+        for seed in (0, 1):  # a choice of experts may be on the edge for one of them
+            seen = sight(model, tokens, seed)
+            if seen.future != seen.future:
+                text = "logits are not finite"
+            elif seen.future > SEEN:
+                text = "positions see later tokens, also the one that they must predict"
+            elif max(seen.own) <= SEEN:
+                text = "no position sees its own token"
+            elif seen.previous and max(seen.previous) <= SEEN:
+                text = "no position sees the token before it"
+            else:
+                break
+        else:
+            texts.setdefault(text, []).append(kernel)
+    return [f"with {' and '.join(used)} {text}" for text, used in texts.items()]
+
+
+def _loss_findings(config: "PretrainedConfig", tokens: int, loss: float) -> Iterable[Finding]:
+    from zerolm.preflight.observed_model import beginning, build
+
+    kernel = kernels(config)[0]
+    equal = math.log(max(2, config.get_text_config().vocab_size))
+    if loss > HIGH_LOSS * equal:
+        keys = remedies(
+            config,
+            lambda changed: beginning(build(changed, kernel), tokens).loss <= HIGH_LOSS * equal,
+        )
+        text = (
+            f"the first loss of a small copy is {loss:.3g}, where equal probabilities have "
+            f"{equal:.3g}: the initial weights or a multiplier are too large"
+        )
+        yield Finding(text, refuses=False, keys=keys)
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """Names of a model's trained parameters: all, and those without a gradient for any values.
+
+    Attributes:
+        dead: the loss is computed with them.
+        unused: it is not.
+    """
+
+    names: frozenset[str]
+    dead: frozenset[str]
+    unused: frozenset[str]
+
+
+def _gradients(config: "PretrainedConfig", tokens: int) -> _Gradients:
+    from zerolm.preflight.observed_model import build_with_large_weights, sensitivities
+
+    model = build_with_large_weights(config, kernels(config)[0])
+    longer = min(LONGER, max_positions(config) or LONGER)
+    largest: dict[str, float | None] = sensitivities(model, tokens, seed=0)
+    for seed, length in ((1, tokens), (2, longer)):  # experts that no token has chosen; distance
+        if all(value is not None and value >= NO_GRADIENT for value in largest.values()):
+            break
+        try:
+            found = sensitivities(model, length, seed)
+        except Exception:  # a family with one length only
+            continue
+        for name, value in found.items():
+            largest[name] = max(filter(None, (value, largest[name])), default=value)
+    unused = frozenset(name for name, value in largest.items() if value is None)
+    dead = frozenset(name for name, value in largest.items() if not (value or 0) >= NO_GRADIENT)
+    return _Gradients(frozenset(largest), dead - unused, unused)
+
+
+def _listed(chosen: frozenset[str], names: frozenset[str]) -> str:
+    """List names; * stands for the number of any layer, where that holds for all layers."""
+    total = Counter(NUMBER.sub(".*", name) for name in names)
+    count = Counter(NUMBER.sub(".*", name) for name in chosen)
+    short = [
+        pattern if total[pattern] == count[pattern] else name
+        for name in sorted(chosen)
+        for pattern in [NUMBER.sub(".*", name)]
+    ]
+    first, more = list(dict.fromkeys(short))[:4], len(dict.fromkeys(short)) - 4
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,192 @@
+"""What a small model does: which tokens its logits depend on, and which parameters learn.
+
+Everything is computed in float32 on the CPU, with a state of torch's generator of its own.
+`model_proof` judges the results. Must not know the settings of a run.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from zerolm.model.build import build_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FEW_ROWS = 4
+MANY_ROWS = 32
+STEPS = 3
+RATE = 1e-3  # of AdamW in these steps
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How much logits change with one token, as fractions of the logits' standard deviation.
+
+    Attributes:
+        future: the largest change at positions before the token; NaN if a logit is not finite.
+        own, previous: for each tried token, the change at its position and at the next one.
+    """
+
+    future: float
+    own: tuple[float, ...]
+    previous: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The first steps with the initial weights of a run.
+
+    Attributes:
+        loss: of the first step.
+        broken: the first thing that was not finite, or an empty text.
+        silent: parameters without a gradient in every step.
+    """
+
+    loss: float
+    broken: str
+    silent: frozenset[str]
+
+
+def build(config: "PretrainedConfig", kernel: str) -> Any:
+    """Build a model as a run does, with the initial weights of seed 0."""
+    return build_model(
+        config,
+        seed=0,
+        dtype=torch.float32,
+        zero3_config=None,
+        attn_implementation=kernel,
+        gradient_checkpointing="",
+        device="cpu",
+    )
+
+
+def without_noise(config: "PretrainedConfig") -> "PretrainedConfig":
+    """Return the config without dropout, and with the usual size of initial weights."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for key, value in vars(text).items():
+        if "drop" in key and isinstance(value, float):
+            setattr(text, key, 0.0)
+    if isinstance(getattr(text, "initializer_range", None), float):
+        text.initializer_range = 0.02
+    return config
+
+
+def build_with_large_weights(config: "PretrainedConfig", kernel: str) -> Any:
+    """Build a model in which each part has an effect of about 1, so that rounding is far below."""
+    model = build(without_noise(config), kernel)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            size = max(1, parameter.shape[-1]) ** -0.5 if parameter.ndim > 1 else 0.1
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=size)
+    return model
+
+
+def sight(model: Any, tokens: int, seed: int) -> Sight:
+    """Change one token in each row, and compare the logits."""
+    ids = _random_ids(model, MANY_ROWS, tokens, seed)
+    places = torch.arange(MANY_ROWS) % tokens
+    rows, other = torch.arange(MANY_ROWS), ids.clone()
+    size = _vocabulary(model)
+    shift = torch.randint(1, max(2, size), (MANY_ROWS,), generator=_generator(seed))
+    other[rows, places] = (ids[rows, places] + shift) % size
+    with torch.no_grad():
+        before, after = _logits(model, ids, seed), _logits(model, other, seed)
+    change = (after - before).abs().amax(-1) / before.std()
+    earlier = change[torch.arange(tokens) < places[:, None]]
+    is_finite = bool(before.isfinite().all() and after.isfinite().all())
+    inner = places < tokens - 1
+    return Sight(
+        float(earlier.max()) if is_finite and len(earlier) else 0.0 if is_finite else float("nan"),
+        tuple(change[rows, places].tolist()),
+        tuple(change[rows[inner], places[inner] + 1].tolist()),
+    )
+
+
+def sensitivities(model: Any, tokens: int, seed: int) -> dict[str, float | None]:
+    """Return |gradient| * |parameter| of each trained parameter; None if the loss does not use it.
+
+    It is the change of the loss by a relative change of the parameter.
+    """
+    model.zero_grad()
+    _loss(model, tokens, seed).backward()
+    return {
+        name: float(value.grad.norm() * value.norm()) if value.grad is not None else None
+        for name, value in model.named_parameters()
+        if value.requires_grad
+    }
+
+
+def beginning(model: Any, tokens: int) -> Beginning:
+    """Train for a few steps on one batch."""
+    parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    optimizer = torch.optim.AdamW(parameters.values(), lr=RATE)
+    silent, first = set(parameters), float("nan")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(model, tokens, seed=step)
+        if not loss.isfinite():
+            return Beginning(first, f"the loss of step {step + 1} is {float(loss)}", frozenset())
+        first = float(loss) if step == 0 else first
+        loss.backward()
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for name, gradient in gradients.items():
+            if not gradient.isfinite().all():
+                broken = f"the gradient of {name} is not finite in step {step + 1}"
+                return Beginning(first, broken, frozenset())
+            if gradient.any():
+                silent.discard(name)
+        optimizer.step()
+    return Beginning(first, "", frozenset(silent))
+
+
+def _loss(model: Any, tokens: int, seed: int) -> torch.Tensor:
+    ids = _random_ids(model, FEW_ROWS, tokens + 1, seed)
+    logits = _logits(model, ids[:, :-1], seed)
+    return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _logits(model: Any, ids: torch.Tensor, seed: int) -> torch.Tensor:
+    torch.manual_seed(seed)  # the same dropout and the same sampled experts in each call
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def _random_ids(model: Any, rows: int, tokens: int, seed: int) -> torch.Tensor:
+    shape = (rows, tokens)
+    return torch.randint(0, _vocabulary(model), shape, generator=_generator(seed))
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _vocabulary(model: Any) -> int:
+    size: int = model.config.get_text_config().vocab_size
+    return size
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Use one thread, keep torch's generator as it is, and silence transformers."""
+    import warnings
+
+    from transformers.utils import logging
+
+    level, threads = logging.get_verbosity(), torch.get_num_threads()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        torch.set_num_threads(threads)
