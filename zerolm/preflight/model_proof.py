@@ -29,6 +29,10 @@ from zerolm.preflight.small_copy import shallow_config, small_copies
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from zerolm.preflight.observed_model import Sight
+
+    Sights = dict[str, list[Sight]]  # of each kernel
+
 TOKENS = 24  # in a row
 LONGER = 128  # for parts that serve distant tokens only, such as compressed keys
 LONGEST = 512  # for families that can only be computed at the length of the run
@@ -86,7 +90,7 @@ def _prove(key: ConfigKey, seq_len: int) -> tuple[Finding, ...]:
 
     def is_computable(config: "PretrainedConfig") -> bool:
         small, tokens = _computable_copy(config, seq_len)
-        return not _blindness(small, tokens)
+        return not _blindness(_sights(small, tokens))
 
     with quiet():
         try:
@@ -114,13 +118,12 @@ def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["Pretrai
     for copy in small_copies(config, shapes):
         for tokens in dict.fromkeys((short, seq_len)):
             try:
-                for kernel in kernels(copy.config):
-                    model = observed_model.build(copy.config, kernel)
-                    observed_model.sensitivities(model, tokens, seed=0)
+                _compute(copy.config, tokens)
             except Exception as caught:
                 error = error or caught
-                if copy.same_widths and tokens == seq_len:
-                    raise _NotComputableError(reason(error)) from error
+                last = copy.same_widths and tokens == seq_len
+                if last or _is_computable(observed_model.without_noise(copy.config), tokens):
+                    raise _NotComputableError(reason(caught)) from caught
                 continue
             if not copy.same_widths and (wrong := _shape_error(config, tokens)):
                 raise _NotComputableError(reason(wrong)) from wrong
@@ -129,6 +132,22 @@ def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["Pretrai
         raise _NotComputableError(reason(wrong)) from wrong
     assert error is not None, "there is a small copy"
     raise error
+
+
+def _compute(config: "PretrainedConfig", tokens: int) -> None:
+    """Compute a gradient with each kernel; any error is that of the model."""
+    from zerolm.preflight.observed_model import build, sensitivities
+
+    for kernel in kernels(config):
+        sensitivities(build(config, kernel), tokens, seed=0)
+
+
+def _is_computable(config: "PretrainedConfig", tokens: int) -> bool:
+    try:
+        _compute(config, tokens)
+    except Exception:
+        return False
+    return True
 
 
 def kernels(config: "PretrainedConfig") -> list[str]:
@@ -165,10 +184,15 @@ def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
     """Yield what is wrong with a small model that can be computed."""
     from zerolm.preflight.observed_model import beginning, build
 
-    if texts := _blindness(config, tokens):
-        keys = remedies(config, lambda changed: not _blindness(changed, tokens))
+    sights = _sights(config, tokens)
+    if texts := _blindness(sights):
+        keys = remedies(config, lambda changed: not _blindness(_sights(changed, tokens)))
         yield Finding("; ".join(texts), keys=keys)
         return
+    if gaps := _gaps(sights):
+        keys = remedies(config, lambda changed: not _gaps(_sights(changed, tokens)))
+        text = f"{gaps} of {tokens - 1} positions do not see the token before them"
+        yield Finding(text, refuses=False, keys=keys)
     kernel = kernels(config)[0]
     start = beginning(build(config, kernel), tokens)
     if start.broken:
@@ -210,28 +234,44 @@ def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
         )
 
 
-def _blindness(config: "PretrainedConfig", tokens: int) -> list[str]:
-    """Return how a model with large weights is not causal, for each attention kernel."""
+def _sights(config: "PretrainedConfig", tokens: int) -> "Sights":
+    """Return what a model with large weights sees in two batches, for each attention kernel."""
     from zerolm.preflight.observed_model import build_with_large_weights, sight
 
+    models = {kernel: build_with_large_weights(config, kernel) for kernel in kernels(config)}
+    return {
+        kernel: [sight(model, tokens, seed) for seed in (0, 1)] for kernel, model in models.items()
+    }
+
+
+def _blindness(sights: "Sights") -> list[str]:
+    """Return how a model is not causal, the kernels of which this holds first."""
     texts: dict[str, list[str]] = {}
-    for kernel in kernels(config):
-        model = build_with_large_weights(config, kernel)
-        for seed in (0, 1):  # a choice of experts may be on the edge for one of them
-            seen = sight(model, tokens, seed)
-            if seen.future != seen.future:
-                text = "logits are not finite"
-            elif seen.future > SEEN:
-                text = "positions see later tokens, also the one that they must predict"
-            elif max(seen.own) <= SEEN:
-                text = "no position sees its own token"
-            elif seen.previous and max(seen.previous) <= SEEN:
-                text = "no position sees the token before it"
-            else:
-                break
-        else:
+    for kernel, seen in sights.items():
+        text, *others = map(_fault, seen)
+        if text and all(others):  # in one batch a choice of experts may be on the edge
             texts.setdefault(text, []).append(kernel)
     return [f"with {' and '.join(used)} {text}" for text, used in texts.items()]
+
+
+def _fault(seen: "Sight") -> str:
+    if math.isnan(seen.future):
+        return "logits are not finite"
+    if seen.future > SEEN:
+        return "positions see later tokens, also the one that they must predict"
+    if max(seen.own) <= SEEN:
+        return "no position sees its own token"
+    if seen.previous and max(seen.previous) <= SEEN:
+        return "no position sees the token before it"
+    return ""
+
+
+def _gaps(sights: "Sights") -> int:
+    """Return the number of positions that do not see the token before them."""
+    return max(
+        sum(max(changes) <= SEEN for changes in zip(*(one.previous for one in seen), strict=True))
+        for seen in sights.values()
+    )
 
 
 def _loss_findings(config: "PretrainedConfig", tokens: int, loss: float) -> Iterable[Finding]:

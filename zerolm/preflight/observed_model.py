@@ -30,7 +30,8 @@ class Sight:
 
     Attributes:
         future: the largest change at positions before the token; NaN if a logit is not finite.
-        own, previous: for each tried token, the change at its position and at the next one.
+        own, previous: the change at the position of the token, and at the next one, for each place
+            in the row.
     """
 
     future: float
@@ -91,11 +92,12 @@ def build_with_large_weights(config: "PretrainedConfig", kernel: str) -> Any:
 
 def sight(model: Any, tokens: int, seed: int) -> Sight:
     """Change one token in each row, and compare the logits."""
-    ids = _random_ids(model, MANY_ROWS, tokens, seed)
-    places = torch.arange(MANY_ROWS) % tokens
-    rows, other = torch.arange(MANY_ROWS), ids.clone()
+    count = min(tokens, MANY_ROWS)
+    ids = _random_ids(model, count, tokens, seed)
+    places = torch.linspace(0, tokens - 1, count).long()
+    rows, other = torch.arange(count), ids.clone()
     size = _vocabulary(model)
-    shift = torch.randint(1, max(2, size), (MANY_ROWS,), generator=_generator(seed))
+    shift = torch.randint(1, max(2, size), (count,), generator=_generator(seed))
     other[rows, places] = (ids[rows, places] + shift) % size
     with torch.no_grad():
         before, after = _logits(model, ids, seed), _logits(model, other, seed)
