@@ -69,12 +69,10 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 def trials(every: dict[str, dict[str, Any]]) -> list[tuple[str, Key, str]]:
-    """Return name, key and kind of value of each trial: shipped configs first, others shuffled."""
-    of: list[list[tuple[str, Key, str]]] = [[], []]
-    for name, config in every.items():
-        of["/" not in name] += [(name, key, kind) for key in keys(config) for kind in VALUES]
-    random.Random(0).shuffle(of[1])
-    return of[0] + of[1]
+    """Return name, key and kind of value of each trial, shuffled, so that some are a sample."""
+    found = [(name, key, kind) for name in every for key in keys(every[name]) for kind in VALUES]
+    random.Random(0).shuffle(found)
+    return found
 
 
 def keys(values: dict[str, Any], prefix: Key = ()) -> Iterator[Key]:
@@ -116,13 +114,17 @@ def answer(config: dict[str, Any], inputs: Path) -> tuple[list[str], list[str]]:
 def small_model(config: dict[str, Any], kept: Key | None) -> Any:
     """Build a model by transformers alone; sizes but that of the perturbed key are reduced."""
     values = {key: value for key, value in config.items() if key != "architectures"}
+    is_toy = config.get("hidden_size", config.get("n_embd", 0)) <= 64
     for key, size in SIZES.items():
         value = values.get(key)
-        if type(value) is int and value > size and (not kept or kept[0] != key):
+        if type(value) is int and value > size and not is_toy and (not kept or kept[0] != key):
             values[key] = size
     for width, heads in (("hidden_size", "num_attention_heads"), ("n_embd", "n_head")):
-        if {width, heads} <= values.keys() and not {width, heads} & set(kept or ()):
+        if not is_toy and {width, heads} <= values.keys() and not {width, heads} & set(kept or ()):
             values[width] = 16 * values[heads]
+    groups = "num_key_value_heads"  # two, but for an odd number of heads
+    if not is_toy and groups not in (kept or ()) and values.get("num_attention_heads", 0) % 2:
+        values[groups] = 1
     values = json.loads(json.dumps(values), object_hook=_infinity)
     made = CONFIG_MAPPING[values.pop("model_type")](**values)
     torch.manual_seed(0)
@@ -310,7 +312,7 @@ def table(rows: list[dict[str, Any]], total: int) -> str:
         "`python -m benchmarks.perturbed_configs --log FILE --write`: each numeric key of the",
         "shipped configs and of 40 toy configs of families, with 0, -1, a huge value (10^9, 1e30",
         "for a fraction) and half of itself (a count: a half more). `--help` says how a model is",
-        f"judged right. {len(rows):,} of {total:,} trials were run, the families' in random order.",
+        f"judged right. {len(rows):,} of {total:,} trials were run; the same command resumes.",
         "",
         "| configs | value | trials | " + " | ".join(OUTCOMES) + " |",
         "|---|---|---|" + "---|" * len(OUTCOMES),
