@@ -8,8 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RESAMPLES, SHARE = 2000, 0.90  # of the bootstrap; share of its optima in the interval
+from launch.experiments.quantiles import student_quantile
+
+SHARE = 0.90  # of the intervals that hold the optimum
 REACH = 2  # points to either side of the best one that the parabola is fitted to
+HIGHEST = 1.2  # times the least loss of a value's worst seed: above it no parabola holds
+MISFIT = 6.0  # ratio of the variances of fit and seeds above which a parabola does not fit
+NO_LOSSES: Mapping[float, int] = {}
 
 
 @dataclass(frozen=True)
@@ -18,69 +23,168 @@ class Optimum:
 
     Attributes:
         value, loss: where the parabola has its minimum; the best point where there is none.
-        interval: interval of `value`; None with one seed, at an edge, or without a parabola.
+        measured, measured_loss: the best point, and its mean loss.
+        interval: interval of `value`, which holds `measured`; None with one seed, at an edge, or
+            without a parabola.
+        open_ended: the noise hides one or both ends of the interval, which are those of the grid,
+            or the nearest values whose runs failed.
         parabola: coefficients of loss over log(value), highest power first; None without one.
-        at_edge: the best point is the first or the last, so better values may lie outside.
-        edge_share: share of the resamples whose minimum is at an edge; None without an interval.
+        at_edge: the best point is the first or the last of those that could be fitted, so better
+            values may lie outside of them.
         fitted: the first and the last value of the parabola; None without one.
         points, seeds: number of fitted values, and of losses of the value that has the fewest.
+        high: values near the best one of which a run has a loss too high to be fitted.
+        incomplete: {value: number of its runs that gave up or ended without a finite loss}.
+        missing: where values should be added next to the best one; None: beyond the grid.
     """
 
     value: float
     loss: float
+    measured: float
+    measured_loss: float
     interval: tuple[float, float] | None
+    open_ended: bool
     parabola: tuple[float, float, float] | None
     at_edge: bool
-    edge_share: float | None
     fitted: tuple[float, float] | None
     points: int
     seeds: int
+    high: tuple[float, ...]
+    incomplete: dict[float, int]
+    missing: tuple[tuple[float | None, float | None], ...]
 
 
-def find_optimum(losses: Mapping[float, Sequence[float]]) -> Optimum:
+def find_optimum(
+    losses: Mapping[float, Sequence[float]], gave_up: Mapping[float, int] = NO_LOSSES
+) -> Optimum | None:
     """Return the optimum of {value: its losses, one of each seed}; values are positive.
 
-    Each resample draws, for each value, as many losses as it has. Their deviations from the mean
-    are widened by sqrt(n / (n - 1)), since n losses deviate less from their own mean than from the
-    true one.
+    A value of which a run gave up (`gave_up`: {value: how many}) is not fitted, and is not the
+    best: the losses of its other seeds do not count the one that diverged. None if none is left.
     """
-    values = sorted(losses)
+    incomplete = {value: number for value, number in gave_up.items() if number}
+    values = sorted({*losses, *incomplete})
+    means = {value: float(np.mean(losses[value])) for value in values if value not in incomplete}
+    if not means:
+        return None
+    highest = {value: max(losses[value]) for value in means}
+    bad = [value for value in values
+           if value in incomplete or highest[value] > HIGHEST * min(highest.values())]  # fmt: skip
+    best = min((value for value in means if value not in bad), key=means.__getitem__)
+    place = values.index(best)
+    below = max((value for value in bad if value < best), default=values[0])
+    above = min((value for value in bad if value > best), default=values[-1])
+    window = values[max(0, place - REACH) : place + REACH + 1]
+    near = [value for value in window if below <= value <= above and value not in bad]
+    around = (values[place - 1] if place else None, [*values, None][place + 1])
+    missing = tuple(side for side in ((around[0], best), (best, around[1]))
+                    if len(values) > 1 and (None in side or {*side} & {*bad}))  # fmt: skip
+    at_edge = bool(missing)
+    fit = None if at_edge or len(near) < 3 else _fitting(near, best, losses)
+    value, loss, interval, open_ended = best, means[best], None, False
+    seeds = min(len(losses[value]) for value in (fit.values if fit else near))
+    if fit is not None:
+        if fit.values[0] < fit.minimum < fit.values[-1]:
+            value, loss = fit.minimum, fit.loss
+        if seeds > 1:
+            low, up = fit.interval()
+            open_ended = low <= below or up >= above
+            interval = max(below, min(low, best)), min(above, max(up, best))
+    high = tuple(value for value in window if value in means and value not in near)
+    parabola, fitted, points = None, None, 0
+    if fit is not None:
+        parabola, points = fit.parabola, len(fit.values)
+        fitted = (fit.values[0], fit.values[-1])
+    return Optimum(
+        value, loss, best, means[best], interval, open_ended, parabola, at_edge, fitted, points,
+        seeds, high, incomplete, missing,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """A parabola of loss over log(value) - centre, with the covariance of its coefficients.
+
+    Attributes:
+        values: those that it is fitted to.
+        excess: variance of the means around it over that of the seeds; 0 where either is unknown.
+        freedom: degrees of freedom of the variance.
+    """
+
+    values: Sequence[float]
+    coefficients: np.ndarray
+    covariance: np.ndarray
+    centre: float
+    excess: float
+    freedom: int
+
+    @property
+    def minimum(self) -> float:
+        """Return the value at the minimum; an infinity, or 0, without one."""
+        a, b, _ = self.coefficients
+        if a > 0:
+            return float(np.exp(self.centre - b / (2 * a)))
+        return 0.0 if b > 0 else float("inf")
+
+    @property
+    def loss(self) -> float:
+        return float(np.polyval(self.coefficients, np.log(self.minimum) - self.centre))
+
+    @property
+    def parabola(self) -> tuple[float, float, float]:
+        a, b, c = map(float, self.coefficients)
+        return a, b - 2 * a * self.centre, c - b * self.centre + a * self.centre**2
+
+    def interval(self) -> tuple[float, float]:
+        """Return the values at which the slope may be zero; (0, inf) if the curve may be flat.
+
+        Source: Fieller 1954, "Some problems in interval estimation": exact for normal noise, while
+        a bootstrap of two or three seeds knows too few of their losses.
+        """
+        a, b, _ = self.coefficients
+        (aa, ab, _), (_, bb, _), _ = self.covariance
+        t = student_quantile((1 + SHARE) / 2, self.freedom)
+        square, half = a**2 - t**2 * aa, (a * b - t**2 * ab) / 2
+        rest = (b**2 - t**2 * bb) / 4
+        if a <= 0 or square <= 0:
+            return 0.0, float("inf")
+        root = max(0.0, half**2 - square * rest) ** 0.5
+        low, up = np.exp(self.centre + np.array([-half - root, -half + root]) / square)
+        return float(low), float(up)
+
+
+def _fitting(near: list[float], best: float, losses: Mapping[float, Sequence[float]]) -> _Fit:
+    """Return the parabola of the values near the best one, which lies between others.
+
+    While its minimum is not between the neighbours of the best one, or the means deviate from it by
+    more than the seeds from their means, the higher end is left out: the three next to the best one
+    remain.
+    """
+    while True:
+        fit, place = _fit(near, losses), near.index(best)
+        ends = [end for end, reach in ((near[0], place), (near[-1], len(near) - 1 - place))
+                if reach > 1]  # fmt: skip
+        if not ends or (fit.excess < MISFIT and near[place - 1] < fit.minimum < near[place + 1]):
+            return fit
+        worst = max(ends, key=lambda end: float(np.mean(losses[end])))
+        near = [value for value in near if value != worst]
+
+
+def _fit(values: Sequence[float], losses: Mapping[float, Sequence[float]]) -> _Fit:
+    """Fit a parabola to the mean losses; their variance is that of the seeds and of the fit."""
+    logs = np.log(values)
+    centre = float(logs.mean())  # the fit loses digits far from zero
+    numbers = np.array([len(losses[value]) for value in values])
     means = np.array([np.mean(losses[value]) for value in values])
-    best = int(means.argmin())
-    seeds = min(len(losses[value]) for value in values)
-    at_edge = len(values) > 1 and best in (0, len(values) - 1)
-    nearest = slice(max(0, best - REACH), best + REACH + 1)
-    logs = np.log(values)[nearest]
-    if len(logs) < 3:
-        return Optimum(values[best], float(means[best]), None, None, at_edge, None, None, 0, seeds)
-    centre = logs.mean()  # the fit loses digits far from zero
-    coefficients = np.polyfit(logs - centre, means[nearest], 2)
-    place = centre + float(_minima(coefficients[:, None])[0])
-    value, loss = values[best], float(means[best])
-    if not at_edge and logs[0] < place < logs[-1]:
-        value, loss = float(np.exp(place)), float(np.polyval(coefficients, place - centre))
-    interval, edge_share = None, None
-    if seeds > 1 and not at_edge:
-        generator = np.random.default_rng(0)
-        drawn = np.stack([_drawn_means(losses[value], generator) for value in values[nearest]])
-        places = centre + _minima(np.polyfit(logs - centre, drawn, 2))
-        ends = np.quantile(np.clip(places, logs[0], logs[-1]), [(1 - SHARE) / 2, (1 + SHARE) / 2])
-        interval = (float(np.exp(ends[0])), float(np.exp(ends[1])))
-        edge_share = float(((places <= logs[0]) | (places >= logs[-1])).mean())
-    a, b, c = map(float, coefficients)
-    parabola = (a, b - 2 * a * centre, c - b * centre + a * centre**2)
-    fitted = (values[nearest][0], values[nearest][-1])
-    return Optimum(value, loss, interval, parabola, at_edge, edge_share, fitted, len(logs), seeds)
-
-
-def _minima(coefficients: np.ndarray) -> np.ndarray:
-    """Return where (3, K) coefficients have their minima; an infinity without one."""
-    a, b, _ = coefficients
-    bowl = a > 0
-    return np.where(bowl, -b / np.where(bowl, 2 * a, 1.0), np.copysign(np.inf, -b))
-
-
-def _drawn_means(losses: Sequence[float], generator: np.random.Generator) -> np.ndarray:
-    number = len(losses)
-    deviations = (np.array(losses) - np.mean(losses)) * (number / (number - 1)) ** 0.5
-    return np.mean(losses) + generator.choice(deviations, (RESAMPLES, number)).mean(1)
+    design = np.vander(logs - centre, 3)
+    inverse = np.linalg.inv(design.T @ (numbers[:, None] * design))
+    coefficients = inverse @ design.T @ (numbers * means)
+    of_fit = float((numbers * (means - design @ coefficients) ** 2).sum())
+    of_seeds = sum(float(np.var(losses[value])) * len(losses[value]) for value in values)
+    fit_freedom, seed_freedom = len(values) - 3, int((numbers - 1).sum())
+    excess = 0.0
+    if fit_freedom and seed_freedom:
+        excess = (of_fit / fit_freedom) / max(of_seeds / seed_freedom, 1e-300)
+    freedom = fit_freedom + seed_freedom
+    variance = (of_fit + of_seeds) / max(1, freedom)
+    return _Fit(values, coefficients, variance * inverse, centre, excess, freedom)

@@ -8,7 +8,7 @@ from pathlib import Path
 from launch.experiments.grid import Point
 from launch.experiments.optimum import Optimum, find_optimum
 from zerolm.common.errors import ConfigError
-from zerolm.common.events import DONE
+from zerolm.common.events import DONE, GAVE_UP
 from zerolm.common.run_files import RunFiles
 from zerolm.common.values import count, parse_number
 from zerolm.report.run_history import RunHistory, read_run
@@ -39,14 +39,16 @@ class Result:
 def final_loss(run: RunHistory) -> tuple[float, str] | None:
     """Return the final loss of a run and what it is: of the validation data, if it has any.
 
-    None without losses, and if the last step was not evaluated: evaluations that crash are skipped.
+    None without losses, if the last one is not finite, and if the last step was not evaluated:
+    evaluations that crash are skipped.
     """
     column = run.curves.columns.get("eval/loss")
     if column and column[0]:
         line, loss = column[0][-1], column[1][-1]
         is_final = run.curves.steps[line] == run.step and math.isfinite(loss)
         return (loss, "eval/loss") if is_final else None
-    found = last_training_loss(run.curves)
+    losses = run.curves.columns.get("train/loss", ((), ()))[1]
+    found = last_training_loss(run.curves) if losses and math.isfinite(losses[-1]) else None
     return None if found is None else (found[0], f"train/loss, mean of the last {found[1]} lines")
 
 
@@ -87,17 +89,36 @@ def curves(results: Sequence[Result], axis: str | None) -> dict[str, dict[float,
     found: dict[str, dict[float, list[float]]] = {}
     for result in results:
         if result.loss is not None:
-            others = [f"{key}={value}" for key, value in result.values.items()
-                      if key not in (axis, SEED)]  # fmt: skip
-            value = 0.0 if axis is None else _number(result.values[axis])
-            found.setdefault(",".join(others), {}).setdefault(value, []).append(result.loss)
+            losses = found.setdefault(_group(result, axis), {})
+            losses.setdefault(_value(result, axis), []).append(result.loss)
     return found
 
 
+def _group(result: Result, axis: str | None) -> str:
+    return ",".join(f"{key}={value}" for key, value in result.values.items()
+                    if key not in (axis, SEED))  # fmt: skip
+
+
+def _value(result: Result, axis: str | None) -> float:
+    return 0.0 if axis is None else _number(result.values[axis])
+
+
 def optima(results: Sequence[Result], axis: str | None) -> dict[str, Optimum]:
-    """Return {combination of the other settings: the optimum of a setting}; {} without one."""
-    each = {} if axis is None else curves(results, axis)
-    return {group: find_optimum(losses) for group, losses in each.items()}
+    """Return {combination of the other settings: the optimum of a setting}; {} without one.
+
+    Runs that gave up, and those that ended without a finite loss, are counted for their values.
+    """
+    if axis is None:
+        return {}
+    lost: dict[str, dict[float, int]] = {}
+    for result in results:
+        if result.state == GAVE_UP or (result.state == DONE and result.loss is None):
+            of_group, value = lost.setdefault(_group(result, axis), {}), _value(result, axis)
+            of_group[value] = of_group.get(value, 0) + 1
+    each = curves(results, axis)
+    found = {group: find_optimum(each.get(group, {}), lost.get(group, {}))
+             for group in dict.fromkeys([*each, *lost])}  # fmt: skip
+    return {group: optimum for group, optimum in found.items() if optimum is not None}
 
 
 def require_one_metric(results: Sequence[Result]) -> None:
@@ -120,6 +141,11 @@ def as_text(results: Sequence[Result], axis: str | None, found: Mapping[str, Opt
         tokens = count(result.tokens)
         lines.append(f"{result.name:<{width}}  {tokens:>8}  {loss:>9}  {result.state}")
     lines += [f"loss: {metric}" for metric in metrics]
+    states = [DONE if result.loss is not None else "without a final loss" if result.state == DONE
+              else result.state for result in results]  # fmt: skip
+    if {*states} != {DONE}:
+        numbers = ", ".join(f"{states.count(state)} {state}" for state in sorted({*states}))
+        lines.append(f"{len(results)} runs: {numbers}")
     for group, optimum in found.items():
         lines += ["", f"{group + ': ' if group else ''}{describe(str(axis), optimum)}"]
     return "\n".join(lines)
@@ -129,21 +155,41 @@ def describe(axis: str, optimum: Optimum) -> str:
     """Return the optimum in a sentence, with its uncertainty or why it has none."""
     text = f"best {axis} {optimum.value:.3g}, loss {optimum.loss:.5f}"
     if optimum.parabola is None:
-        text += "; fewer than three values, so no parabola was fitted"
-    elif optimum.at_edge:
-        text += "; no minimum inside the grid"
+        text += ", measured; no minimum inside the grid" if optimum.at_edge else (
+            "; fewer than three values, so no parabola was fitted"
+        )  # fmt: skip
+    elif optimum.value == optimum.measured:
+        text += ", measured; the parabola has no minimum near it"
     else:
-        text += f": minimum of a parabola through {optimum.points} values"
+        text += (
+            f": minimum of a parabola through {optimum.points} values; the best measured one is "
+            f"{optimum.measured:.3g}, loss {optimum.measured_loss:.5f}"
+        )
     if optimum.interval is not None:
         low, high = optimum.interval
         text += f", 90% interval {low:.3g} to {high:.3g} from {optimum.seeds} seeds"
+        text += " or beyond: the noise hides the curve" if optimum.open_ended else ""
     elif optimum.parabola is not None:
         text += ", no interval with one seed"
     if optimum.at_edge:
-        text += f". It lies at the edge of the grid: add values beyond {optimum.value:.3g}"
-    elif optimum.edge_share:
-        text += f"; at the edge of the grid in {optimum.edge_share:.0%} of the resamples"
+        text += f". It lies at the edge of what can be compared: add values {_places(optimum)}"
+    if optimum.high:
+        text += f". Not fitted: {_values(optimum.high)}, where a loss is more than 20% higher"
+    for value, number in optimum.incomplete.items():
+        text += f". Not compared: {value:.3g}, where {number} of the runs gave up or lost the loss"
     return f"{text}."
+
+
+def _places(optimum: Optimum) -> str:
+    return " and ".join(
+        f"between {low:.3g} and {high:.3g}" if low is not None and high is not None
+        else f"below {high:.3g}" if low is None else f"beyond {low:.3g}"
+        for low, high in optimum.missing
+    )  # fmt: skip
+
+
+def _values(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)
 
 
 def as_json(results: Sequence[Result], axis: str | None, found: Mapping[str, Optimum]) -> dict:

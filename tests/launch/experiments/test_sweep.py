@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from launch.__main__ import main
-from launch.experiments import grid, sweep
+from launch.experiments import grid, results, sweep
 from tests import ROOT
 from tests.launching import environment
+from zerolm.report.run_history import RunHistory
 
 FLAGS = ["--set", "learning_rate=1e-3,2e-3,4e-3", "--set", "seed=0,1", "--data", "shards"]
 # Loss and end of a run by its learning rate; the stand-in fails in run `fails` of the environment.
@@ -200,3 +201,30 @@ def test_the_job_file_is_an_array_with_a_task_for_each_point(tmp_path, capsys):
         "--upload_to=s3://bucket/x/learning_rate=0.002,seed=1",
     ]  # fmt: skip
     assert "--model_config=m's.json" in flags
+
+
+def row(rate: str, seed: str, loss: float | None, state: str = "done") -> results.Result:
+    values = {"learning_rate": rate, "seed": seed}
+    name = ",".join(f"{key}={value}" for key, value in values.items())
+    return results.Result(name, f"grid/{name}", values, state, 100, loss, "eval/loss")
+
+
+def test_runs_that_gave_up_or_lost_their_loss_are_counted_and_their_values_not_compared():
+    rows = [row("0.001", "0", 3.1), row("0.001", "1", 3.11), row("0.002", "0", 3.0)]
+    rows += [row("0.002", "1", 3.01), row("0.004", "0", 2.9), row("0.004", "1", None, "gave up")]
+    rows += [row("0.008", "0", None), row("0.008", "1", None, "failed")]
+    found = results.optima(rows, "learning_rate")
+    text = results.as_text(rows, "learning_rate", found)
+    assert found[""].measured == 2e-3 and found[""].incomplete == {4e-3: 1, 8e-3: 1}
+    assert "8 runs: 5 done, 1 failed, 1 gave up, 1 without a final loss" in text
+    assert "Not compared: 0.004, where 1 of the runs gave up" in text
+    json.dumps(results.as_json(rows, "learning_rate", found))
+    assert not results.optima([row("0.001", "0", None, "gave up")], "learning_rate")
+
+
+@pytest.mark.parametrize("losses", [[3.0, float("nan")], [3.0, float("inf")]])
+def test_a_training_loss_that_was_lost_at_the_end_is_no_final_loss(losses):
+    run = RunHistory(Path("run"))
+    for step, loss in enumerate(losses):
+        run.curves.add({"step": step, "tokens": step, "train/loss": loss})
+    assert results.final_loss(run) is None
