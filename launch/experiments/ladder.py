@@ -6,11 +6,12 @@ the loss is higher than that of a run with this number of tokens.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from launch.experiments.comparable import differences, law_differences, meanings
 from launch.experiments.law import Observed
 from launch.experiments.results import final_loss
 from zerolm.common.errors import ConfigError
@@ -22,6 +23,7 @@ from zerolm.optim.schedule import SCHEDULES
 from zerolm.report.run_history import RunHistory, read_run
 
 TOTAL, NON_EMBEDDING = KINDS = ("total", "non_embedding")  # --parameters
+DECAYS = ("WarmupDecayLR", "WarmupCosineLR", "OneCycle")  # DeepSpeed's schedulers that end low
 MIN_POINTS, MIN_VALUES = 6, 3  # of five coefficients; of each of sizes and tokens
 
 
@@ -34,6 +36,7 @@ class Rung:
     tokens: int
     loss: float
     metric: str
+    vocab_size: int | None
 
     def observed(self, kind: str) -> Observed:
         return Observed(self.sizes[kind], self.tokens, self.loss)
@@ -58,70 +61,101 @@ def _sizes(config_json: str) -> dict[str, int]:
     return sizes_of(Model.from_config(AutoConfig.for_model(config.pop("model_type"), **config)))
 
 
-def read_rung(run: RunHistory) -> Rung | str:
+def read_rung(run: RunHistory, name: str = "") -> Rung | str:
     """Return a run as a point of the law, or why it is none."""
-    settings, record = run.settings, run.record
     state, found = run.state()[0], final_loss(run)
-    schedule = SCHEDULES.get(str(settings.get("schedule")))
-    peak, minimum = settings.get("learning_rate"), settings.get("min_learning_rate")
     if state != DONE:
         return f"it is {state}, not done"
     if found is None:
-        return "its last step was not evaluated"
-    if "scheduler" not in (record.get("ds_config") or {}):
+        last = run.curves.columns.get("eval/loss") or run.curves.columns.get("train/loss")
+        lost = last is not None and not math.isfinite(last[1][-1])
+        return "its last loss is not finite" if lost else "its last step was not evaluated"
+    if found[0] <= 0:
+        return f"its final loss is {found[0]:g}, and a law has none of 0 or less"
+    if undecayed := _undecayed(run):
+        return undecayed
+    if run.settings.get("init_from"):
+        return "it starts from existing weights"
+    changed = {key for event in run.events if event["event"] == "changed"
+               for key in event.get("changes") or ()}  # fmt: skip
+    if changed:
+        return f"it was resumed with other values of {', '.join(sorted(changed))}"
+    config = run.record.get("model_config")
+    if not config:
+        return "its run.json has no model_config"
+    try:
+        sizes = _sizes(json.dumps(config, sort_keys=True))
+    except (ConfigError, ValueError, KeyError) as error:
+        return f"its model_config cannot be read: {error}"
+    return Rung(name or run.name, sizes, run.tokens, *found, config.get("vocab_size"))
+
+
+def _undecayed(run: RunHistory) -> str:
+    """Return why the learning rate of a run has not decayed at its end; "" if it has."""
+    scheduler = (run.record.get("ds_config") or {}).get("scheduler")
+    peak, minimum = run.settings.get("learning_rate"), run.settings.get("min_learning_rate")
+    rates = run.curves.columns.get("train/learning_rate")
+    if rates and run.curves.steps[rates[0][-1]] == run.step and len(rates[0]) > 1:
+        peak, minimum = max(run.curves.values("train/learning_rate"), default=0.0), rates[1][-1]
+    elif scheduler:
+        kind = scheduler.get("type")
+        return "" if kind in DECAYS else f"the {kind} of its DeepSpeed JSON does not decay"
+    else:
+        schedule = SCHEDULES.get(str(run.settings.get("schedule")))
         if schedule is None or not schedule.uses_minimum or minimum is None or peak is None:
             return "its learning rate does not decay"
-        if minimum > peak / 2:
-            return f"its learning rate only decays from {peak:g} to {minimum:g}"
-    if settings.get("init_from"):
-        return "it starts from existing weights"
-    sizes = _sizes(json.dumps(record.get("model_config"), sort_keys=True))
-    return Rung(run.name, sizes, run.tokens, *found)
+    if minimum > peak / 2:
+        return f"its learning rate only decays from {peak:g} to {minimum:g}"
+    return ""
 
 
 def expand(paths: Sequence[Path]) -> list[Path]:
-    """Return the run directories of some paths, of which some may be directories of sweeps."""
+    """Return the run directories of some paths, of which some may be directories of sweeps.
+
+    A directory that is given twice, under any name, is returned once.
+    """
     found = []
     for path in paths:
         inner = sorted(record.parent for record in path.glob("*/run.json"))
         found += [path] if RunFiles(path).record.is_file() or not inner else inner
-    return found
+    return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 
 
-def read_ladder(paths: Sequence[Path]) -> tuple[list[Rung], dict[str, str], list[str]]:
+def read_ladder(
+    paths: Sequence[Path], target: Path | None = None
+) -> tuple[list[Rung], dict[str, str], list[str]]:
     """Return (the runs to fit, {run that is left out: why}, notices).
+
+    Args:
+        target: a finished run that is not fitted, but whose loss is compared with theirs.
 
     Raises:
         ConfigError: the runs cannot be read, cannot be compared, or are too few.
     """
     problems: list[str] = []
-    rungs, left_out = list[Rung](), dict[str, str]()
-    validation, data = dict[str, list[str]](), dict[str, list[str]]()
-    for path in expand(paths):
+    rungs, left_out, runs = list[Rung](), dict[str, str](), dict[str, RunHistory]()
+    places = expand(paths)
+    names = [path.resolve().name for path in places]
+    for path, name in zip(places, names, strict=True):
         try:
             run = read_run(path)
         except ConfigError as error:
             problems += error.problems
             continue
-        found = read_rung(run)
+        own = name if names.count(name) == 1 else str(path)
+        found = read_rung(run, own)
         if isinstance(found, str):
-            left_out[run.name] = found
-            continue
-        rungs.append(found)
-        held_out = json.dumps([found.metric.partition(",")[0], run.settings.get("val_data")])
-        validation.setdefault(held_out, []).append(run.name)
-        data.setdefault(str(run.record.get("data_fingerprint")), []).append(run.name)
-    if len(validation) > 1:
-        sets = "; ".join(f"{', '.join(names[:3])}: {key}" for key, names in validation.items())
-        problems.append(
-            f"the runs: have different validation data, so their losses cannot be compared "
-            f"({sets}). Give runs with the same --val_data."
-        )
+            left_out[own] = found
+        else:
+            rungs.append(found)
+            runs[own] = run
+    problems += _incomparable(rungs, runs, target)
     best: dict[tuple[int, int], Rung] = {}
     for rung in sorted(rungs, key=lambda each: each.loss):
         other = best.setdefault((rung.sizes[TOTAL], rung.tokens), rung)
         if other is not rung:
-            left_out[rung.name] = f"{other.name} has its size and tokens, and a lower loss"
+            lower = "the same loss" if other.loss == rung.loss else "a lower loss"
+            left_out[rung.name] = f"{other.name} has its size and tokens, and {lower}"
     kept = sorted(best.values(), key=lambda each: (each.sizes[TOTAL], each.tokens))
     sizes, tokens = {each.sizes[TOTAL] for each in kept}, {each.tokens for each in kept}
     if not problems and (len(kept) < MIN_POINTS or min(len(sizes), len(tokens)) < MIN_VALUES):
@@ -133,5 +167,23 @@ def read_ladder(paths: Sequence[Path]) -> tuple[list[Rung], dict[str, str], list
         )
     if problems:
         raise ConfigError(problems)
-    differ = ["the runs have different training data, which have different laws"]
-    return kept, left_out, differ if len(data) > 1 else []
+    differ = law_differences([runs[rung.name] for rung in kept])
+    return (
+        kept,
+        left_out,
+        [f"the runs have different {what}, with different laws" for what in differ],
+    )
+
+
+def _incomparable(
+    rungs: Sequence[Rung], runs: Mapping[str, RunHistory], target: Path | None
+) -> list[str]:
+    """Return why the losses cannot be compared; [] if they can."""
+    metrics, compared = {rung.name: rung.metric for rung in rungs}, dict(runs)
+    if target is not None and not isinstance(found := read_rung(read_run(target)), str):
+        metrics[str(target)], compared[str(target)] = found.metric, read_run(target)
+    return [
+        f"the runs: have different {what}, so their losses cannot be compared ({values}). Give "
+        f"runs with the same."
+        for what, values in differences(meanings(compared, metrics)).items()
+    ]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from launch.experiments.quantiles import student_quantile
 from launch.plan.scaling import LossFit
 
 HUBER = 1e-3  # Hoffmann et al. 2022, appendix D.3: the residual of a log loss where it turns linear
@@ -17,10 +18,12 @@ ITERATIONS, PATIENCE = 300, 30  # most, and those after which the best start mus
 COEFFICIENTS = 5
 EXPONENTS = (0.02, 2.0)  # of every published law between; outside, the runs do not show the term
 LEAST_SHARE = 0.01  # of E in the best loss
+LEAST_SLOPE = 0.005  # of log loss over log size, with tokens in proportion; Cerebras-GPT has 0.1
 SAME_RATIO = 0.99  # correlation of the logarithms of sizes and tokens
-NORMAL_QUANTILE = 1.2816  # for an interval of 80%
+SHARE = 0.80  # of the intervals that hold the loss
 # Starting values of (alpha, beta), and the share of the least loss that is E.
 STARTS = list(product((0.1, 0.3, 0.5, 0.8), (0.1, 0.3, 0.5, 0.8), (0.1, 0.4, 0.7, 0.95)))
+FEW = 7  # every seventh of them, beside a law that is nearly the same
 
 
 class Observed(NamedTuple):
@@ -54,34 +57,60 @@ def fit(points: Sequence[Observed], name: str = "fit") -> LossFit:
     Source: Hoffmann et al. 2022 (arXiv 2203.15556), section 3.3; there L-BFGS. Besiroglu et al.
     2024 (arXiv 2404.10102) found that it had stopped before its minimum.
     """
+    losses = np.array(points)[:, 2]
+    starts = np.array([_start(losses, *start) for start in STARTS])
+    return _laws(points, starts, np.ones((1, len(points))), name)[0]
+
+
+def fit_without(points: Sequence[Observed], law: LossFit) -> list[LossFit]:
+    """Return, for each point, the law of the others; `law`, that of all, is one of few starts."""
+    losses = np.array(points)[:, 2]
+    sizes_1, tokens_1 = np.log(np.array(points)[:, :2]).mean(0)
+    a, b = law.model / np.exp(law.alpha * sizes_1), law.data / np.exp(law.beta * tokens_1)
+    known = np.log(np.maximum([law.entropy, a, b, law.alpha, law.beta], 1e-20))
+    starts = np.array([known, *(_start(losses, *start) for start in STARTS[::FEW])])
+    return _laws(points, starts, 1 - np.eye(len(points)), law.name)
+
+
+def _laws(
+    points: Sequence[Observed], starts: np.ndarray, kept: np.ndarray, name: str
+) -> list[LossFit]:
+    """Return the best law from (S, 5) starts for each row of (G, N) weights of the points."""
     sizes, tokens, losses = np.array(points, dtype=np.float64).T
     sizes_1, tokens_1 = np.log(sizes).mean(), np.log(tokens).mean()
     x, y, target = np.log(sizes) - sizes_1, np.log(tokens) - tokens_1, np.log(losses)
-    params = np.array([_start(losses, *start) for start in STARTS])
-    damping, (error, residuals, slopes) = np.full(len(params), 1e-2), _errors(params, x, y, target)
-    least, since = float("inf"), 0
-    for number in range(ITERATIONS):
-        if error.min() < least * (1 - 1e-9):
-            least, since = float(error.min()), number
-        if number - since > PATIENCE or least < 1e-24:
+    groups, number = len(kept), len(starts)
+    params, kept = np.tile(starts, (groups, 1)), np.repeat(kept, number, axis=0)
+    damping = np.full(len(params), 1e-2)
+    error, residuals, slopes = _errors(params, x, y, target, kept)
+    least, since = np.full(groups, np.inf), 0
+    for iteration in range(ITERATIONS):
+        best = error.reshape(groups, number).min(1)
+        if (best < least * (1 - 1e-9)).any():
+            least, since = np.minimum(best, least), iteration
+        if iteration - since > PATIENCE or least.max() < 1e-24:
             break
-        weights = np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-300))
-        gradient = np.einsum("snp,sn->sp", slopes, weights * residuals)
-        hessian = np.einsum("snp,sn,snq->spq", slopes, weights, slopes)
+        weights = kept * np.minimum(1.0, HUBER / np.maximum(np.abs(residuals), 1e-300))
+        weighted = slopes * weights[..., None]
+        gradient = (weighted * residuals[..., None]).sum(1)
+        hessian = weighted.transpose(0, 2, 1) @ slopes
         scale = np.einsum("spp->sp", hessian) + 1e-12
         hessian[:, range(COEFFICIENTS), range(COEFFICIENTS)] += damping[:, None] * scale
         step = np.linalg.solve(hessian, gradient[..., None])[..., 0]
         tried = params - np.clip(step, -1.0, 1.0)
-        found = _errors(tried, x, y, target)
+        found = _errors(tried, x, y, target, kept)
         better = found[0] < error
         params[better], error[better] = tried[better], found[0][better]
         residuals[better], slopes[better] = found[1][better], found[2][better]
         damping = np.clip(np.where(better, damping / 3, damping * 4), 1e-12, 1e12)
-    e, a, b, alpha, beta = np.exp(params[int(error.argmin())])
-    return LossFit(
-        name, float(e), float(a * np.exp(alpha * sizes_1)), float(b * np.exp(beta * tokens_1)),
-        float(alpha), float(beta),
-    )  # fmt: skip
+    chosen = error.reshape(groups, number).argmin(1) + number * np.arange(groups)
+    return [
+        LossFit(
+            name, float(e), float(a * np.exp(alpha * sizes_1)), float(b * np.exp(beta * tokens_1)),
+            float(alpha), float(beta),
+        )
+        for e, a, b, alpha, beta in np.exp(params[chosen])
+    ]  # fmt: skip
 
 
 def _start(losses: np.ndarray, alpha: float, beta: float, share: float) -> list[float]:
@@ -91,7 +120,7 @@ def _start(losses: np.ndarray, alpha: float, beta: float, share: float) -> list[
 
 
 def _errors(
-    params: np.ndarray, x: np.ndarray, y: np.ndarray, target: np.ndarray
+    params: np.ndarray, x: np.ndarray, y: np.ndarray, target: np.ndarray, kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the Huber losses (S,), the residuals (S, N) and their slopes (S, N, 5)."""
     e, a, b, alpha, beta = np.exp(np.clip(params, -60, 60)).T[..., None]
@@ -102,7 +131,8 @@ def _errors(
         parts = [e + 0 * x, model, data, -alpha * x * model, -beta * y * data]
         slopes = np.stack(parts, axis=-1) / whole[..., None]
         size = np.abs(residuals)
-        huber = np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)).sum(-1)
+        each = np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER))
+        huber = (kept * each).sum(-1)
     bad = ~np.isfinite(huber) | ~np.isfinite(slopes).all((1, 2))
     residuals[bad], slopes[bad] = 0.0, 0.0
     return np.where(bad, np.inf, huber), residuals, slopes
@@ -119,8 +149,8 @@ class Fitted:
     @classmethod
     def of(cls, points: Sequence[Observed], name: str = "fit") -> "Fitted":
         points = list(points)
-        without = [fit([*points[:place], *points[place + 1 :]]) for place in range(len(points))]
-        return cls(fit(points, name), points, without)
+        law = fit(points, name)
+        return cls(law, points, fit_without(points, law))
 
     def errors(self) -> list[float]:
         """Return, for each point, the predicted minus the measured loss when it is left out."""
@@ -152,8 +182,18 @@ class Fitted:
         }
 
     def implausible(self) -> list[str]:
-        """Return the coefficients that no law of language models has, as `alpha = 0`."""
+        """Return what no law of language models has, as `alpha = 0`.
+
+        With one ratio of tokens to parameters E, alpha and beta are unknown one by one: only their
+        sum is judged, by the exponent of the least power law that the losses could be.
+        """
         law, least = self.law, min(point.loss for point in self.points)
+        if self.one_ratio:
+            first, last = (pick(self.points, key=lambda point: point.parameters * point.tokens)
+                           for pick in (min, max))  # fmt: skip
+            fall = np.log(law.loss(*first[:2]) / law.loss(*last[:2]))
+            exponent = float(fall / np.log(last.parameters / first.parameters))
+            return [] if exponent > LEAST_SLOPE else [f"a loss that falls as N^-{exponent:.2g}"]
         found = [] if law.entropy >= LEAST_SHARE * least else [f"E = {law.entropy:.3g}"]
         exponents = {"alpha": law.alpha, "beta": law.beta}
         return found + [
@@ -169,15 +209,13 @@ class Fitted:
         runs, plus that of a run, from the errors of the points that are left out; Student's t
         for the few points. Both take the law for true.
 
-        Source: Efron and Stein 1981, "The jackknife estimate of variance", equation 1.2; the
-        quantile: Abramowitz and Stegun 1964, 26.7.5.
+        Source: Efron and Stein 1981, "The jackknife estimate of variance", equation 1.2.
         """
         loss, number = self.law.loss(parameters, tokens), len(self.points)
         losses = np.array([law.loss(parameters, tokens) for law in self.without])
         of_law = (number - 1) * float(losses.var())
         of_run = float(np.median(np.abs(self.errors())) / 0.6745) ** 2
-        freedom, z = number - (3 if self.one_ratio else COEFFICIENTS), NORMAL_QUANTILE
-        quantile = z + (z**3 + z) / (4 * freedom)
-        quantile += (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+        freedom = number - (3 if self.one_ratio else COEFFICIENTS)
+        quantile = student_quantile((1 + SHARE) / 2, freedom)
         half = quantile * (of_law + of_run) ** 0.5
         return Prediction(loss, loss - half, loss + half)

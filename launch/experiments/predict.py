@@ -69,8 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
     own = arguments.check_against
     paths = [path for path in ladder.expand(arguments.runs)
              if own is None or path.resolve() != own.resolve()]  # fmt: skip
-    rungs, left_out, notices = ladder.read_ladder(paths)
     target = _target(arguments)
+    rungs, left_out, notices = ladder.read_ladder(paths, own)
     kinds = sorted(ladder.KINDS, key=lambda kind: kind != arguments.parameters)
     points = {kind: [rung.observed(kind) for rung in rungs] for kind in kinds}
     fitted = {kind: Fitted.of(each, kind) for kind, each in points.items() if min(each)[0] > 0}
@@ -89,6 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
     problems, is_other_ratio = [], budget is not None
     if target is not None:
         sizes, tokens = target["sizes"], target["tokens"]
+        problems += _other_vocabulary(target, rungs[0].vocab_size)
         beyond = chosen.beyond(sizes[arguments.parameters], tokens)
         is_other_ratio |= beyond["tokens per parameter"] > OTHER_RATIO
         asked = {name: beyond[name] for name in ("compute", "parameters", "tokens")}
@@ -134,7 +135,20 @@ def _target(arguments: argparse.Namespace) -> dict[str, Any] | None:
         )
     if not path:
         return None
-    return {"name": path, "sizes": ladder.sizes_of(Model.load(path)), "tokens": tokens}
+    model = Model.load(path)
+    return {"name": path, "sizes": ladder.sizes_of(model), "tokens": tokens,
+            "vocab_size": model.vocab_size}  # fmt: skip
+
+
+def _other_vocabulary(target: Mapping[str, Any], vocab_size: int | None) -> list[str]:
+    """Return the refusal of a model whose losses cannot be compared with those of the runs."""
+    own = target.get("vocab_size")
+    if None in (own, vocab_size) or own == vocab_size:
+        return []
+    return [
+        f"{target['name']}: vocab_size: {own}, but the runs have {vocab_size}, and losses per "
+        f"token of other vocabularies cannot be compared. Give a config with the same."
+    ]
 
 
 def _too_far(name: str, beyond: Mapping[str, float], limit: float) -> list[str]:

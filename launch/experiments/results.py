@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from launch.experiments import comparable
 from launch.experiments.grid import Point
 from launch.experiments.optimum import Optimum, find_optimum
 from zerolm.common.errors import ConfigError
@@ -15,7 +16,8 @@ from zerolm.report.run_history import RunHistory, read_run
 from zerolm.report.summary import last_training_loss
 
 SEED, LEARNING_RATE = "seed", "learning_rate"
-WITHOUT_OPTIMUM = (SEED, "total_tokens")  # more tokens are always better
+# More tokens are always better, and losses of differently cut data cannot be compared.
+WITHOUT_OPTIMUM = (SEED, "total_tokens", "val_data", *comparable.SETTINGS)
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ def as_text(results: Sequence[Result], axis: str | None, found: Mapping[str, Opt
     if {*states} != {DONE}:
         numbers = ", ".join(f"{states.count(state)} {state}" for state in sorted({*states}))
         lines.append(f"{len(results)} runs: {numbers}")
+    lines += [
+        f"note: the runs have different {axis}, so their losses cannot be compared"
+        for axis in ("val_data", *comparable.SETTINGS)
+        if len({result.values.get(axis) for result in results}) > 1
+    ]
     for group, optimum in found.items():
         lines += ["", f"{group + ': ' if group else ''}{describe(str(axis), optimum)}"]
     return "\n".join(lines)

@@ -78,6 +78,7 @@ class RunJson(TypedDict, total=False):
     model_config: dict[str, Any]
     ds_config: dict[str, Any]
     data_fingerprint: str
+    val_fingerprints: list[str]
     initial_weights: InitialWeightsRecord
     mixture: _Mixture
     world_size: Count

@@ -57,6 +57,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "model_config": plan.model.config.to_diff_dict(),
         "ds_config": plan.profile.json,
         "data_fingerprint": plan.data_fingerprint,
+        "val_fingerprints": [source.fingerprint for source in plan.val_sources],
         **({"initial_weights": plan.initial.record()} if plan.initial else {}),
         "mixture": mixture.record(plan.mixture, plan.source_names),
         "world_size": plan.world_size,

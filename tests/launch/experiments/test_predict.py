@@ -8,7 +8,7 @@ import pytest
 
 from launch.__main__ import main
 from launch.plan.scaling import LossFit
-from tests.launching import LLAMA, write_json
+from tests.launching import LLAMA, write_json, write_shards
 from zerolm.model.model import Model
 
 LAW = LossFit("of the test", 1.5, 60.0, 200.0, 0.4, 0.4)
@@ -152,3 +152,129 @@ def test_runs_that_size_does_not_help_are_said_to_be_no_evidence(tmp_path, sizes
             loss = 1.5 + 200 / tokens**0.4 + width / 1e3
             write_run(tmp_path / f"{width}-{tokens}", width, tokens, loss)
     assert "Do not trust" in predict(capsys, tmp_path)["notices"][0]
+
+
+def change(run_dir: Path, **parts: dict[str, Any]) -> None:
+    """Replace keys of the blocks of a run.json, or blocks."""
+    record = json.loads((run_dir / "run.json").read_text())
+    for name, part in parts.items():
+        record[name] = record.get(name, {}) | part if isinstance(part, dict) else part
+    write_json(run_dir / "run.json", record)
+
+
+@pytest.mark.parametrize(
+    ("what", "parts"),
+    [
+        ("seq_len", {"settings": {"seq_len": 512}}),
+        ("eval_tokens", {"settings": {"eval_tokens": 10_000}}),
+        ("document_mask", {"settings": {"document_mask": True}}),
+        ("packing", {"settings": {"packing": "best_fit"}}),
+        ("vocab_size", {"model_config": {"vocab_size": 50_304}}),
+        ("validation data", {"settings": {"val_data": ["shards/val", "shards/more"]}}),
+    ],
+    ids=str,
+)
+def test_runs_whose_losses_mean_another_thing_are_refused(ladder, capsys, what, parts):
+    change(ladder / "32-4000000", **parts)
+    errors = refusal(capsys, ladder)
+    assert f"have different {what}" in errors and "32-4000000" in errors
+    assert "Their" not in errors
+
+
+def test_a_target_whose_loss_means_another_thing_is_refused(ladder, sizes, tmp_path, capsys):
+    run = write_run(tmp_path / "target", 128, 32_000_000, 2.0, seq_len=512)
+    assert "different seq_len" in refusal(capsys, ladder, "--check_against", run)
+    config = write_json(tmp_path / "other.json", model_config(64) | {"vocab_size": 50_304})
+    errors = refusal(capsys, ladder, "--model_config", config, "--total_tokens", "32M")
+    assert "vocab_size: 50304, but the runs have" in errors
+
+
+def test_the_same_validation_data_is_accepted_under_every_name(ladder, tmp_path, capsys):
+    names = ["shards/val", "./shards/val", "shards/../shards/val/", "shards//val"]
+    for run_dir, name in zip(sorted(ladder.iterdir()), names, strict=False):
+        change(run_dir, settings={"val_data": [name]})
+    assert len(predict(capsys, ladder)["runs"]) == 9
+    write_shards(tmp_path / "val")
+    (tmp_path / "link").symlink_to(tmp_path / "val")
+    for number, run_dir in enumerate(sorted(ladder.iterdir())):
+        change(run_dir, settings={"val_data": [str(tmp_path / ("link" if number else "val"))]})
+    assert len(predict(capsys, ladder)["runs"]) == 9
+
+
+def test_the_recorded_fingerprints_decide_and_not_the_names(ladder, capsys):
+    for number, run_dir in enumerate(sorted(ladder.iterdir())):
+        change(run_dir, val_fingerprints=["a" * 64], settings={"val_data": [f"copy-{number}"]})
+    assert len(predict(capsys, ladder)["runs"]) == 9
+    change(ladder / "32-4000000", val_fingerprints=["b" * 64], settings={"val_data": ["copy-1"]})
+    assert "have different validation data" in refusal(capsys, ladder)
+
+
+def test_deepspeeds_schedulers_count_by_whether_they_decay(ladder, capsys):
+    def scheduled(run_dir: Path, kind: str, rates: list[float] | None = None) -> None:
+        change(run_dir, ds_config={"scheduler": {"type": kind, "params": {}}})
+        rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
+        steps = range(11 - len(rates or ()), 11)
+        rows = [{"step": step, "tokens": 1, "train/learning_rate": rate}
+                for step, rate in zip(steps, rates or [], strict=True)] + rows  # fmt: skip
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    scheduled(ladder / "16-1000000", "WarmupLR")
+    scheduled(ladder / "16-4000000", "WarmupDecayLR")
+    scheduled(ladder / "32-1000000", "WarmupDecayLR", [1e-3, 9e-4])  # total_num_steps too large
+    found = predict(capsys, ladder)
+    assert found["left_out"] == {
+        "16-1000000": "the WarmupLR of its DeepSpeed JSON does not decay",
+        "32-1000000": "its learning rate only decays from 0.001 to 0.0009",
+    }
+
+
+def test_losses_and_runs_that_no_law_has_are_left_out_with_the_reason(ladder, tmp_path, capsys):
+    def lost(name: str, loss: float) -> None:
+        write_run(ladder / name, 32, 8_000_000, loss)
+
+    lost("zero", 0.0)
+    lost("negative", -1.0)
+    lost("nan", float("nan"))
+    lost("infinite", float("inf"))
+    change(write_run(ladder / "odd", 32, 8_000_000, 2.0), model_config={"model_type": "no_such"})
+    none = write_run(ladder / "none", 32, 8_000_000, 2.0)
+    write_json(
+        none / "run.json", json.loads((none / "run.json").read_text()) | {"model_config": {}}
+    )
+    changed = write_run(ladder / "changed", 32, 8_000_000, 2.0) / "events.jsonl"
+    event = {"event": "changed", "step": 3, "time": "2025-12-31T00:00:00+0000"}
+    event["changes"] = {"settings.learning_rate": [1e-3, 1e-4]}
+    changed.write_text(json.dumps(event) + "\n" + changed.read_text())
+    reasons = predict(capsys, ladder, ladder / "zero", f"{ladder}/./16-1000000")["left_out"]
+    assert reasons["zero"] == "its final loss is 0, and a law has none of 0 or less"
+    assert reasons["negative"].startswith("its final loss is -1")
+    assert reasons["nan"] == reasons["infinite"] == "its last loss is not finite"
+    assert reasons["odd"].startswith("its model_config cannot be read")
+    assert reasons["none"] == "its run.json has no model_config"
+    assert reasons["changed"] == "it was resumed with other values of settings.learning_rate"
+    assert len(reasons) == 7
+
+
+def test_runs_of_one_name_in_two_directories_are_told_apart(ladder, tmp_path, sizes, capsys):
+    other = write_run(tmp_path / "more" / "16-1000000", 16, 2_000_000, 0.0)
+    assert list(predict(capsys, ladder, other)["left_out"]) == [str(other)]
+
+
+def test_what_changes_the_law_is_noted(ladder, capsys):
+    change(ladder / "32-4000000", data_fingerprint="def", ds_config={"optimizer": {"type": "Lion"}})
+    notices = predict(capsys, ladder)["notices"]
+    assert [each for each in notices if "training data" in each]
+    assert [each for each in notices if "optimizers" in each]
+
+
+def test_one_ratio_of_tokens_to_parameters_is_trusted_at_that_ratio(tmp_path, capsys):
+    config = write_json(tmp_path / "m.json", model_config(160))
+    for number, width in enumerate((16, 24, 32, 48, 64, 96)):
+        size = Model.load(str(write_json(tmp_path / "w.json", model_config(width)))).num_parameters
+        write_run(tmp_path / "ladder" / str(number), width, 20 * size, 20 * size**-0.15)
+    tokens = 20 * Model.load(str(config)).num_parameters
+    words = (tmp_path / "ladder", "--model_config", config, "--total_tokens", tokens)
+    found = predict(capsys, *words)
+    assert found["one_ratio"] and not found["notices"]
+    predicted = found["target"]["predictions"]["total"]["loss"]
+    assert predicted == pytest.approx(20 * (tokens / 20) ** -0.15, rel=1e-3)

@@ -1,0 +1,96 @@
+"""Which final losses of runs can be compared: those of the same data, cut and masked alike.
+
+Data is compared by its fingerprint: run.json has it, or else the shards do if they can be read
+from here; only then by its path.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from zerolm.common.errors import ShardError
+from zerolm.common.url import is_url
+from zerolm.config.inheritance import STATIC_DEFAULTS
+from zerolm.report.run_history import RunHistory
+from zerolm.shards.reader import open_source
+
+Meaning = Mapping[str, str]
+
+# Settings that change what a validation loss is the loss of.
+SETTINGS = ("seq_len", "eval_tokens", "document_mask", "packing")
+VOCABULARY, VALIDATION, TRAINING = "vocab_size", "validation data", "training data"
+
+
+def meanings(runs: Mapping[str, RunHistory], metrics: Mapping[str, str]) -> dict[str, Meaning]:
+    """Return {name: {what: value}} of all that must be equal where final losses are compared."""
+    recorded = all("val_fingerprints" in run.record for run in runs.values())
+    return {name: _meaning(run, metrics[name], recorded) for name, run in runs.items()}
+
+
+def _meaning(run: RunHistory, metric: str, recorded: bool) -> Meaning:
+    settings, model = run.settings, run.record.get("model_config") or {}
+    found = {name: settings.get(name, STATIC_DEFAULTS.get(name)) for name in SETTINGS}
+    found |= {"metric": metric.partition(",")[0], VOCABULARY: model.get("vocab_size")}
+    if metric.startswith("train/"):
+        found[TRAINING] = run.record.get("data_fingerprint")
+    elif recorded:
+        found[VALIDATION] = sorted(run.record["val_fingerprints"])
+    else:
+        found[VALIDATION] = sorted(map(_fingerprint, settings.get("val_data") or []))
+    return {name: json.dumps(value) for name, value in found.items()}
+
+
+@cache
+def _fingerprint(path: str) -> str:
+    """Return the fingerprint of local shards; the path, in its shortest form, without them."""
+    if is_url(path):
+        return path.rstrip("/")
+    try:
+        return open_source(path).fingerprint
+    except ShardError:
+        return os.path.normpath(path)
+
+
+def differences(found: Mapping[str, Meaning]) -> dict[str, str]:
+    """Return {what: its values, with the runs that have each} of what differs between runs."""
+    differ = {}
+    for what in dict.fromkeys(what for each in found.values() for what in each):
+        names: dict[str | None, list[str]] = {}
+        for name, each in found.items():
+            names.setdefault(each.get(what), []).append(name)
+        if len(names) > 1:
+            differ[what] = "; ".join(f"{_some(runs)}: {value}" for value, runs in names.items())
+    return differ
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def law_differences(runs: Sequence[RunHistory]) -> list[str]:
+    """Return what differs between runs and changes the law, though losses can be compared."""
+    return [
+        what
+        for what, value_of in _OF_THE_LAW.items()
+        if len({json.dumps(value_of(run.record), sort_keys=True) for run in runs}) > 1
+    ]
+
+
+def _block(record: Mapping[str, Any], *path: str) -> Any:
+    value: Any = record
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+_OF_THE_LAW: dict[str, Callable[[Mapping[str, Any]], Any]] = {
+    TRAINING: lambda record: record.get("data_fingerprint"),
+    "weights of the sources": lambda record: [
+        stage[1] for stage in _block(record, "mixture", "stages") or []
+    ],
+    "architectures": lambda record: _block(record, "model_config", "model_type"),
+    "optimizers": lambda record: _block(record, "ds_config", "optimizer", "type"),
+    "parametrizations": lambda record: _block(record, "settings", "parametrization") or "standard",
+}
