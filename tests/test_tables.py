@@ -29,10 +29,10 @@ Node = ast.FunctionDef | ast.AsyncFunctionDef
 def metric_tables() -> str:
     text = ""
     for section, metrics in METRICS.items():
-        text += f"\n### {section}\n\n| key | unit | meaning |\n|---|---|---|\n"
+        text += f"\n### {section}\n\n| key | unit | better | meaning |\n|---|---|---|---|\n"
         for metric in metrics:
             unit = UNITS.get(metric.unit, metric.unit)
-            text += f"| `{metric.key}` | {unit} | {metric.about} |\n"
+            text += f"| `{metric.key}` | {unit} | {metric.better} | {metric.about} |\n"
     return text + "\n"
 
 

@@ -7,6 +7,8 @@ zerolm/tracking/shown_metrics.py. Standard library only.
 import re
 from dataclasses import dataclass
 
+LOWER, HIGHER = "lower", "higher"  # which value of a metric is better
+
 
 @dataclass(frozen=True)
 class Panel:
@@ -45,6 +47,7 @@ class Metric:
         bar: how the progress bar prints it.
         bar_rank: a terminal too narrow for all figures shows those of the lowest ranks.
         pattern: regular expression of the keys, where `key` alone would match too many.
+        better: `LOWER` or `HIGHER`; "" if neither is, and no value is marked as the best one.
     """
 
     key: str
@@ -55,6 +58,7 @@ class Metric:
     bar: str = ""
     bar_rank: int = 99
     pattern: str = ""
+    better: str = ""
 
     def matches(self, key: str) -> bool:
         """Return whether a key of `metrics.jsonl` is of this metric."""
@@ -97,77 +101,86 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("train/loss", "nats per token", LOSS, line="loss={:.4f}", bar="loss {:.4f}",
             bar_rank=1,
             about="mean cross-entropy of the target tokens of the last step's global batch, over "
-                "all ranks and micro-batches, summed in float64"),
-        Metric("train/perplexity", "", None, "`exp(train/loss)`"),
+                "all ranks and micro-batches, summed in float64", better=LOWER),
+        Metric("train/perplexity", "", None, "`exp(train/loss)`", better=LOWER),
         Metric("eval/loss", "nats per token", LOSS,
-            "mean over the validation tokens of all `--val_data`"),
-        Metric("eval/perplexity", "", None, "`exp(eval/loss)`"),
+            "mean over the validation tokens of all `--val_data`", better=LOWER),
+        Metric("eval/perplexity", "", None, "`exp(eval/loss)`", better=LOWER),
         Metric("train/bits_per_byte", "bits per byte", BITS_PER_BYTE,
             "losses of the last step's target tokens that stand for text, in bits, divided by the "
-            "UTF-8 bytes of that text (see below); absent if the tokenizer is not known"),
+            "UTF-8 bytes of that text (see below); absent if the tokenizer is not known",
+            better=LOWER),
         Metric("eval/bits_per_byte", "bits per byte", BITS_PER_BYTE,
-            "the same for the validation tokens of all `--val_data`"),
+            "the same for the validation tokens of all `--val_data`", better=LOWER),
         Metric("data/<source>/loss", "nats per token",
             Panel("Loss by source", many=True, smooth=True,
                 about="Training loss of each source's tokens in the step's batch."),
-            "mean over the tokens of one source in the last step's batch"),
+            "mean over the tokens of one source in the last step's batch", better=LOWER),
         Metric("eval/<source>/loss", "nats per token",
             Panel("Evaluation by source", many=True, points=True),
-            "validation loss of one source; only if there are several"),
+            "validation loss of one source; only if there are several", better=LOWER),
         Metric("eval/loss_at_<part>_quarter", "nats per token",
             Panel("Evaluation by position", points=True,
                 about="Of the first, middle and last quarter of the window: a model that uses its "
                     "context has less loss where it has more."),
             pattern=r"eval/([a-z]+_)?loss_at_[a-z]+_quarter",
             about="with `--loss_by_position`: validation loss of the window's `first`, `middle` or "
-                "`last` quarter; with `--ema_tokens` also `eval/ema_loss_at_...`"),
+                "`last` quarter; with `--ema_tokens` also `eval/ema_loss_at_...`", better=LOWER),
         Metric("eval/<source>/loss_at_<part>_quarter", "nats per token",
             Panel("Evaluation by source and position", many=True, points=True),
-            "the same of one source; only if there are several"),
+            "the same of one source; only if there are several", better=LOWER),
         Metric("data/<source>/bits_per_byte", "bits per byte",
             Panel("Bits per byte by source", many=True, smooth=True,
                 about="Of each source's tokens in the step's batch."),
-            "`train/bits_per_byte` of one source's tokens in the last step's batch"),
+            "`train/bits_per_byte` of one source's tokens in the last step's batch", better=LOWER),
         Metric("eval/<source>/bits_per_byte", "bits per byte",
             Panel("Evaluation by source, bits per byte", many=True, points=True),
-            "`eval/bits_per_byte` of one source; only if there are several"),
+            "`eval/bits_per_byte` of one source; only if there are several", better=LOWER),
     ),
     "Evaluation": (
         Metric("eval/needle/acc", "share", NEEDLE,
             "with `--needle_items`: share of random values in validation text that the model "
-            "finds by their keys, at all depths"),
+            "finds by their keys, at all depths", better=HIGHER),
         Metric("eval/needle/acc_at_<depth>", "share", NEEDLE,
-            "the same for values at one depth: 10%, 50% or 90% of the text come before the key"),
+            "the same for values at one depth: 10%, 50% or 90% of the text come before the key",
+            better=HIGHER),
         Metric("eval/needle/loss", "nats per token",
             Panel("Needles, loss", points=True),
-            "mean loss of the values"),
+            "mean loss of the values", better=LOWER),
         Metric("eval/needle/loss_at_<depth>", "nats per token",
-            Panel("Needles by depth, loss", points=True), "the same for values at one depth"),
+            Panel("Needles by depth, loss", points=True), "the same for values at one depth",
+            better=LOWER),
         Metric("eval/hellaswag/acc", "share", TASKS,
-            "HellaSwag: share of items whose correct ending has the highest log-likelihood"),
+            "HellaSwag: share of items whose correct ending has the highest log-likelihood",
+            better=HIGHER),
         Metric("eval/hellaswag/acc_norm", "share", TASKS,
-            "the same, with log-likelihoods divided by the number of characters"),
+            "the same, with log-likelihoods divided by the number of characters", better=HIGHER),
         Metric("eval/hellaswag/items", "items", None,
             "number of HellaSwag items that were evaluated"),
         Metric("eval/core", "share", CORE,
             "mean of the centered accuracies of the tasks of CORE, as DCLM and nanochat define it: "
-            "random answers get 0, perfect ones 1"),
+            "random answers get 0, perfect ones 1", better=HIGHER),
         Metric("eval/core/<task>", "share",
             Panel("CORE by task", many=True, points=True,
                 about="Centered accuracy of each task: random answers get 0."),
-            "centered accuracy of one task of CORE"),
+            "centered accuracy of one task of CORE", better=HIGHER),
         Metric("eval/<task>/bpb", "bits per byte",
             Panel("Bits per byte of answers", many=True, points=True,
                 about="Of the correct answers of tasks, given the question."),
             pattern=r"eval/.+/([a-z]+_)?bpb",
             about="tasks of `olmes_easy`: bits per byte of the correct answers; "
                 "`eval/olmes_easy/<suite>_bpb` is the mean of a suite, and "
-                "`eval/olmes_easy/qa_acc` its mean accuracy"),
+                "`eval/olmes_easy/qa_acc` its mean accuracy", better=LOWER),
+        Metric("eval/<task>/word_perplexity", "",
+            Panel("Perplexity of tasks", many=True, points=True, log=True),
+            pattern=r"eval/.+/((word|byte)_)?perplexity(_[\w-]+)?",
+            about="tasks of `--eval_tasks` that measure it, by word or `byte_perplexity`",
+            better=LOWER),
         Metric("eval/<task>/<metric>", "", TASKS,
             pattern=r"eval/.+/([a-z]+_)?(acc|acc_norm|exact_match|f1|mc1|mc2)(_[\w-]+)?",
             about="result of one of `--eval_tasks`, named as in lm-eval; with a filter other than "
                 "`none`, `<metric>_<filter>`. Accuracies share a panel, any other metric has its "
-                "own"),
+                "own", better=HIGHER),
     ),
     "Optimization": (
         Metric("train/learning_rate", "", Panel("Learning rate"), line="lr={:.3e}", bar="lr {:.2e}",
@@ -211,17 +224,20 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("throughput/tokens_per_second", "tokens/s", Panel("Throughput", smooth=True),
             line="tok/s={count}", bar="{count} tok/s", bar_rank=2,
             about="training speed since the previous line, without the time for checkpoints and "
-                "evaluations"),
-        Metric("throughput/tokens_per_second_per_device", "tokens/s", None, "the same, per device"),
-        Metric("throughput/samples_per_second", "sequences/s", None, "the same, in sequences"),
+                "evaluations", better=HIGHER),
+        Metric("throughput/tokens_per_second_per_device", "tokens/s", None, "the same, per device",
+            better=HIGHER),
+        Metric("throughput/samples_per_second", "sequences/s", None, "the same, in sequences",
+            better=HIGHER),
         Metric("throughput/mfu", "share",
             Panel("MFU", smooth=True,
                 about="Model FLOPs utilization: FLOP/s that the model needs, divided by the peak "
                     "FLOP/s of the devices."),
             "model FLOPs utilization: FLOP/s that the model needs, divided by the peak FLOP/s of "
-            "the devices (see below)", line="mfu={:.1%}", bar="MFU {:.1%}", bar_rank=3),
+            "the devices (see below)", line="mfu={:.1%}", bar="MFU {:.1%}", bar_rank=3,
+            better=HIGHER),
         Metric("throughput/step_seconds", "s", STEP_TIME,
-            "mean time of an optimizer step since the previous line"),
+            "mean time of an optimizer step since the previous line", better=LOWER),
         Metric("throughput/slowest_rank", "rank", None,
             "rank with the longest time of its own per step since the previous line: that of the "
             "next row; absent on one rank"),
@@ -233,7 +249,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "the same, mean over the ranks: if the slowest rank is far above it, check that "
             "rank's host"),
         Metric("throughput/data_seconds", "s", STEP_TIME,
-            "part of `throughput/step_seconds` spent waiting for data"),
+            "part of `throughput/step_seconds` spent waiting for data", better=LOWER),
         Metric("memory/allocated_bytes", "bytes", MEMORY,
             "allocated memory on the device of rank 0; on a CPU, resident memory of its process"),
         Metric("memory/peak_bytes", "bytes", MEMORY, "largest `memory/allocated_bytes` so far"),
@@ -262,12 +278,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Checkpoints": (
         Metric("checkpoint/stall_seconds", "s", CHECKPOINTS,
-            "how long training was paused for a checkpoint"),
+            "how long training was paused for a checkpoint", better=LOWER),
         Metric("checkpoint/copy_seconds", "s", CHECKPOINTS,
-            "part of the pause spent copying states to host memory"),
+            "part of the pause spent copying states to host memory", better=LOWER),
         Metric("checkpoint/wait_seconds", "s", CHECKPOINTS,
             "part of the pause spent waiting for the previous checkpoint, which was still being "
-            "written; if it is long, save less often, or to a faster disk"),
+            "written; if it is long, save less often, or to a faster disk", better=LOWER),
     ),
     "Health": (
         Metric("health/skipped_steps", "steps", REFUSED_STEPS,

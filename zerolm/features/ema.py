@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from zerolm.common.metrics import BITS_PER_BYTE, LOSS, Metric, Panel
+from zerolm.common.metrics import BITS_PER_BYTE, LOSS, LOWER, Metric, Panel
 from zerolm.common.values import shown_bytes
 from zerolm.features.feature import Case, Feature, Step
 from zerolm.features.flag import count
@@ -27,25 +27,29 @@ class Ema(Feature):
             "nats per token",
             LOSS,
             "with `--ema_tokens`: `eval/loss` with the moving average of the weights",
+            better=LOWER,
         ),
-        Metric("eval/ema_perplexity", "", None, "`exp(eval/ema_loss)`"),
+        Metric("eval/ema_perplexity", "", None, "`exp(eval/ema_loss)`", better=LOWER),
         Metric(
             "eval/ema_bits_per_byte",
             "bits per byte",
             BITS_PER_BYTE,
             "with `--ema_tokens`: `eval/bits_per_byte` with the moving average of the weights",
+            better=LOWER,
         ),
         Metric(
             "eval/<source>/ema_loss",
             "nats per token",
             Panel("Evaluation by source", many=True, points=True),
             "with `--ema_tokens`: `eval/ema_loss` of one source",
+            better=LOWER,
         ),
         Metric(
             "eval/<source>/ema_bits_per_byte",
             "bits per byte",
             Panel("Evaluation by source, bits per byte", many=True, points=True),
             "with `--ema_tokens`: `eval/ema_bits_per_byte` of one source",
+            better=LOWER,
         ),
     )
 

@@ -1,7 +1,7 @@
 """The share of time that a run loses to saves, repeated steps and restarts.
 
 A formula gives the expected share, for `launch plan` and for a day with a fault every hour. The
-events of a run give the measured share, for its report and `status`. Reads events only, no
+events and the pauses of a run give the measured share, for its report and `status`. Reads no
 configuration.
 """
 
@@ -65,13 +65,14 @@ def expected(
 
 @dataclass(frozen=True)
 class Measured:
-    """The time that a run has lost, according to its events.
+    """The time that a run has lost, according to its events and metrics.
 
     Attributes:
         faults: number of recoveries.
         restart_seconds: duration of each recovery, without repeated steps.
-        repeated_seconds: sum over all recoveries.
-        stall_seconds, write_seconds: pause of training and time until complete, of each checkpoint.
+        repeated_seconds: sum over all recoveries, and of the steps that rollbacks have undone.
+        stall_seconds: pause of training for each checkpoint, to copy and to wait, probes included.
+        write_seconds: time until each checkpoint was complete.
         checkpoint_steps: the usual number of steps between checkpoints; 0 if unknown.
     """
 
@@ -97,8 +98,18 @@ class Measured:
         return expected(HOUR, interval, stall, write, median(self.restart_seconds))
 
 
-def measured(events: Iterable[Event]) -> Measured:
-    """Return what the events of a run say; events with unexpected values count as absent."""
+def measured(
+    events: Iterable[Event],
+    pauses: Sequence[tuple[int, float]] = (),
+    undone_seconds: float = 0.0,
+) -> Measured:
+    """Return what the events of a run say; events with unexpected values count as absent.
+
+    Args:
+        pauses: step and `checkpoint/stall_seconds` of the run's metrics. Of a checkpoint without
+            them the event has the time of the copy, which is a part of the pause.
+        undone_seconds: time of the steps that rollbacks have undone.
+    """
     rows = list(events)
     recoveries = [row for row in rows if row["event"] == "recovered" and _are_parts(row)]
     saves = [
@@ -107,6 +118,7 @@ def measured(events: Iterable[Event]) -> Measured:
         if row["event"] == "checkpoint"
         and _are_numbers(row.get("copy_seconds"), row.get("seconds"))
     ]
+    paused = {step for step, _ in pauses}
     gaps = [after["step"] - before["step"] for before, after in pairwise(saves)]
     gaps = [gap for gap in gaps if gap > 0]
     repeated = [row["parts"].get(REPEATED, 0.0) for row in recoveries]
@@ -116,8 +128,11 @@ def measured(events: Iterable[Event]) -> Measured:
             max(0.0, sum(row["parts"].values()) - again)
             for row, again in zip(recoveries, repeated, strict=True)
         ],
-        repeated_seconds=sum(repeated),
-        stall_seconds=[row["copy_seconds"] for row in saves],
+        repeated_seconds=sum(repeated) + undone_seconds,
+        stall_seconds=[
+            *(seconds for _, seconds in pauses),
+            *(row["copy_seconds"] for row in saves if row["step"] not in paused),
+        ],
         write_seconds=[row["seconds"] for row in saves],
         checkpoint_steps=median(gaps) if gaps else 0,
     )

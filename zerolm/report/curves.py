@@ -17,9 +17,11 @@ class Curves:
         steps, tokens: one entry per line.
         seconds: training time up to each line, without checkpoints, evaluations and restarts.
         columns: {key: (indices of the lines that have the key, their values; NaN for null)}.
+        start: step, tokens and seconds at which the first line begins.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, start: tuple[int, int, float] = (0, 0, 0.0)) -> None:
+        self.start = start
         self.steps, self.tokens, self.seconds = array("q"), array("q"), array("d")
         self.columns: dict[str, tuple[array[int], array[float]]] = {}
 
@@ -28,11 +30,11 @@ class Curves:
         step = row["step"]
         if self.steps and step < self.steps[-1]:
             self._truncate(step)
-        seconds = self.seconds[-1] if self.seconds else 0.0
+        seconds = self.seconds[-1] if self.seconds else self.start[2]
         of_step = row.get("throughput/step_seconds")
         if isinstance(of_step, (int, float)) and math.isfinite(of_step):
             timed, _ = self.columns.get("throughput/step_seconds", ((), ()))
-            before = self.steps[timed[-1]] if timed else 0
+            before = self.steps[timed[-1]] if timed else self.start[0]
             seconds += of_step * max(0, step - before)
         line = len(self.steps)
         self.steps.append(step)
@@ -57,6 +59,24 @@ class Curves:
             while lines and lines[-1] >= len(self.steps):
                 lines.pop()
                 values.pop()
+
+    @property
+    def duration(self) -> float:
+        """The training time of all lines."""
+        return self.seconds[-1] - self.start[2] if self.seconds else 0.0
+
+    def before(self, step: int) -> tuple[int, int, float]:
+        """Return step, tokens and seconds of the last line before a step whose time is known."""
+        timed, _ = self.columns.get("throughput/step_seconds", ((), ()))
+        for line in reversed(timed):
+            if self.steps[line] < step:
+                return self.steps[line], self.tokens[line], self.seconds[line]
+        return self.start
+
+    def pauses(self) -> list[tuple[int, float]]:
+        """Return the step and the seconds of each pause for a checkpoint."""
+        pairs = zip(*self.columns.get("checkpoint/stall_seconds", ((), ())), strict=True)
+        return [(self.steps[line], value) for line, value in pairs if math.isfinite(value)]
 
     def values(self, key: str) -> list[float]:
         """Return the finite values of a column, oldest first."""
@@ -100,10 +120,10 @@ class Curves:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if self.steps[middle] < step else (low, middle)
         if low == len(self.steps):
-            return (self.tokens[-1], self.seconds[-1]) if self.steps else (0.0, 0.0)
+            return (self.tokens[-1], self.seconds[-1]) if self.steps else self.start[1:]
         before = (self.steps[low - 1], self.tokens[low - 1], self.seconds[low - 1])
         if low == 0:
-            before = (0, 0, 0.0)
+            before = self.start
         share = (step - before[0]) / max(1, self.steps[low] - before[0])
         return (
             before[1] + share * (self.tokens[low] - before[1]),

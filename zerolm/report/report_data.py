@@ -16,7 +16,7 @@ from zerolm.report.event_list import event_list
 from zerolm.report.run_history import RunHistory
 from zerolm.report.settings import differences, flatten
 from zerolm.report.summary import facts, figures, findings
-from zerolm.tracking.shown_metrics import charts
+from zerolm.tracking.shown_metrics import charts, metric_of
 
 TRAIN_LOSS = "train/loss"
 MAX_POINTS = 60_000  # of all curves; at 15 to 25 bytes each they are most of the file
@@ -159,7 +159,11 @@ def curves_json(
 
 
 def evaluations(curves: Curves) -> Json:
-    """Return the table of all evaluations: one row per step, one column per metric."""
+    """Return the table of all evaluations: one row per step, one column per metric.
+
+    `better` says of each column whether the lowest or the highest value is the best one, and is ""
+    for those of which none is; `units` are theirs.
+    """
     keys = sorted(
         (key for key in curves.columns if key.startswith("eval/")),
         key=lambda key: (key not in ("eval/loss", "eval/perplexity"), key),
@@ -169,8 +173,11 @@ def evaluations(curves: Curves) -> Json:
         for line, value in zip(*curves.columns[key], strict=True):
             cells.setdefault(curves.steps[line], {})[key] = rounded(value)
     tokens = dict(zip(curves.steps, curves.tokens, strict=True))
+    known = [metric_of(key) for key in keys]
     return {
         "keys": keys,
+        "better": [metric.better if metric else "" for metric in known],
+        "units": [metric.unit if metric else "" for metric in known],
         "rows": [[step, tokens[step], *map(row.get, keys)] for step, row in sorted(cells.items())],
     }
 

@@ -150,10 +150,14 @@ def read_run(run_dir: str | Path) -> RunHistory:
         problems += [f"{files.record}: no such file"] if record is None and has_begun else []
     except RecordError as error:
         problems += error.problems
-    _fill(history.curves, files.metrics, problems)
+    for row in read_rows(files.metrics, MetricsRow, problems):
+        history.curves.add(row)
     for path in files.all_archived_metrics():
-        history.rolled_back.append(Curves())
-        _fill(history.rolled_back[-1], path, problems)
+        rows = list(read_rows(path, MetricsRow, problems))
+        first = rows[0]["step"] if rows else 0
+        history.rolled_back.append(Curves(history.curves.before(first)))
+        for row in rows:
+            history.rolled_back[-1].add(row)
     history.events = list(read_rows(files.events, EventRow, problems))
     history.samples = list(read_rows(files.samples, SampleRow, problems))
     history.heartbeats = progress.read_heartbeats(files.run_dir, problems)
@@ -179,11 +183,6 @@ def read_runs(run_dirs: Sequence[str | Path]) -> list[RunHistory]:
     if problems:
         raise ConfigError(problems)
     return histories
-
-
-def _fill(curves: Curves, path: Path, problems: list[str]) -> None:
-    for row in read_rows(path, MetricsRow, problems):
-        curves.add(row)
 
 
 def _heartbeat_age(path: Path) -> float | None:

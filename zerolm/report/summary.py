@@ -84,11 +84,17 @@ def last_training_loss(curves: Curves) -> tuple[float, int] | None:
 def lost_time(run: RunHistory) -> tuple[Lost, Lost | None, int] | None:
     """Return the lost shares of the time, those expected with a fault an hour, and the faults.
 
-    Training, saves, repeated steps and recoveries are counted, evaluations are not. None before the
-    first save and recovery.
+    Training, saves, repeated and undone steps and recoveries are counted, evaluations are not. None
+    before the first save, recovery and rollback.
     """
-    found = measured(run.events)
-    if not run.curves.seconds or not (found.faults or found.stall_seconds):
+    found = measured(
+        run.events,
+        [pause for curves in (run.curves, *run.rolled_back) for pause in curves.pauses()],
+        sum(undone.duration for undone in run.rolled_back),
+    )
+    if not run.curves.seconds or not (
+        found.faults or found.stall_seconds or found.repeated_seconds
+    ):
         return None
     step_seconds = run.curves.last("throughput/step_seconds") or 0.0
     return found.lost(run.trained_seconds), found.lost_hourly(step_seconds), found.faults

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import random
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.chromium import Browser
-from tests.zerolm.report.run_directories import STEP_TOKENS, write_lines, write_run
+from tests.zerolm.report.run_directories import (
+    STEP_TOKENS,
+    write_heartbeats,
+    write_lines,
+    write_run,
+)
 from zerolm.report import html as report
 
 EVIL = "</script><img src=x onerror=\"window.hacked=1\"><svg onload='window.hacked=1'>&amp;{{7*7}}"
@@ -164,3 +170,41 @@ def test_compared_runs_have_different_colours(browser, tmp_path) -> None:
     keys = "document.querySelectorAll('.legend .sample path[stroke-dasharray]').length"
     assert browser.evaluate(keys) > 0, "and the legend shows how"
     assert browser.messages == []
+
+
+def test_the_star_of_an_evaluation_is_at_its_best_value(browser, tmp_path) -> None:
+    """Of 50 evaluations, of which the table shows each second one and the best."""
+    draw, keys = random.Random(3), ("loss", "bits_per_byte", "core", "hellaswag/acc", "wiki/bpb")
+    rows = [
+        {"step": step, "tokens": step, **{f"eval/{key}": draw.random() for key in keys},
+         "eval/hellaswag/items": 1000 + step, "eval/odd/unknown": step}
+        for step in range(1, 51)
+    ]  # fmt: skip
+    run = write_run(tmp_path / "run")
+    write_lines(run / "metrics.jsonl", [{"step": 1, "tokens": 1, "train/loss": 5.0}, *rows])
+    browser.open(report.write_report([run], tmp_path / "page.html"), 1280, 844)
+    table = browser.evaluate("""(() => {
+      const table = document.querySelector('table.evaluations');
+      const keys = [...table.querySelectorAll('thead th')].map((cell) => cell.textContent);
+      return [...table.querySelectorAll('tbody tr')].flatMap((row) => [...row.children].flatMap(
+        (cell, index) => cell.querySelector('.best')
+          ? [[keys[index], Number(row.children[0].textContent)]] : []));
+    })()""")
+    at_best = {}
+    for key in keys:
+        pick = max if key in ("core", "hellaswag/acc") else min
+        at_best[key] = pick(rows, key=lambda row: row[f"eval/{key}"])["step"]
+    assert dict(map(tuple, table)) == at_best and len(table) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(59.99, "1 min 0 s"), (119.7, "2 min 0 s"), (3599.7, "1 h 0 min")]
+)
+def test_a_time_left_never_has_sixty_seconds(browser, tmp_path, seconds, shown) -> None:
+    run = write_run(tmp_path / "run", ended=None)
+    write_heartbeats(run)
+    rows = [{"step": 1, "tokens": 0, "train/loss": 5.0}]
+    rows[0]["throughput/tokens_per_second"] = 100 * STEP_TOKENS / seconds
+    write_lines(run / "metrics.jsonl", rows)
+    browser.open(report.write_report([run], tmp_path / "page.html"), 1280, 844)
+    assert f"{shown} to go" in browser.evaluate("document.querySelector('.progress').textContent")

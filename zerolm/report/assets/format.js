@@ -13,7 +13,7 @@ function significant(value, digits) {
 }
 
 function scaled(value, units, digits) {
-  const size = Math.abs(value);
+  const size = Number(Math.abs(value).toPrecision(digits)); // 999,999.9 is 1M
   const [factor, name] = units.find(([factor]) => size >= factor) || [1, ''];
   return significant(value / (factor || 1), digits) + name;
 }
@@ -22,9 +22,9 @@ const COUNTS = [[1e12, 'T'], [1e9, 'B'], [1e6, 'M'], [1e3, 'k']];
 const BYTES = [[2 ** 40, ' TiB'], [2 ** 30, ' GiB'], [2 ** 20, ' MiB'], [2 ** 10, ' KiB'], [0, ' B']];
 
 function duration(seconds) {
-  if (seconds < 60) return `${significant(seconds, 3)} s`;
-  const minutes = Math.round(seconds / 60), hours = Math.floor(minutes / 60);
-  if (!hours) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
+  if (seconds < 59.95) return `${significant(seconds, 3)} s`;
+  const whole = Math.round(seconds), minutes = Math.round(seconds / 60), hours = Math.floor(minutes / 60);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
   if (hours < 24) return `${hours} h ${minutes % 60} min`;
   return `${Math.floor(hours / 24)} d ${hours % 24} h`;
 }

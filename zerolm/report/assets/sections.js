@@ -101,17 +101,19 @@ function evaluations(data) {
   const runs = data.runs.filter((run) => run.evaluations.rows.length);
   if (!runs.length) return null;
   const tables = runs.map((run) => {
-    const { keys, rows } = run.evaluations;
+    const { keys, better, units, rows } = run.evaluations;
+    const known = (value) => value !== null && value !== undefined;
     const best = keys.map((key, index) => {
-      const values = rows.map((row) => row[index + 2]).filter((value) => value !== null && value !== undefined);
-      return /loss|perplexity/.test(key) ? Math.min(...values) : Math.max(...values);
+      const values = rows.map((row) => row[index + 2]).filter(known);
+      return better[index] && values.length > 1 ? Math[better[index] === 'lower' ? 'min' : 'max'](...values) : null;
     });
-    const shown = rows.length > 40 ? rows.filter((_, index) => index % Math.ceil(rows.length / 40) === 0 || index === rows.length - 1) : rows;
+    const has = (row) => keys.some((key, index) => known(best[index]) && row[index + 2] === best[index]);
+    const shown = rows.length > 40 ? rows.filter((row, index) => index % Math.ceil(rows.length / 40) === 0 || index === rows.length - 1 || has(row)) : rows;
     const cells = [...shown].reverse().map((row) => [row[0].toLocaleString('en'), format(row[1], 'tokens'), ...keys.map((key, index) => {
       const value = row[index + 2];
-      if (value === null || value === undefined) return '–';
-      const text = /\/(acc|acc_norm|exact_match)/.test(key) ? format(value, 'share') : significant(value, 5);
-      return rows.length > 1 && value === best[index] ? h('b', { class: 'best', title: 'best' }, text) : text;
+      if (!known(value)) return '–';
+      const text = units[index] === 'share' || /\/(acc|acc_norm|exact_match)/.test(key) ? format(value, 'share') : significant(value, 5);
+      return value === best[index] ? h('b', { class: 'best', title: 'best' }, text) : text;
     })]);
     return h('div', {}, data.runs.length > 1 ? h('h3', {}, dot(run.colour), run.name) : null, table(['Step', 'Tokens', ...keys.map((key) => key.slice(5))], cells, 'evaluations'));
   });
