@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from zerolm.common.secrets import SECRET_KEY
 from zerolm.common.values import shown
 from zerolm.ds_config import muon
+from zerolm.ds_config.construction import construction_problems
 from zerolm.ds_config.optimizers import optimizer_problems, scheduler_problems
 from zerolm.ds_config.parallel_rules import ds_problems as parallel_problems
 from zerolm.ds_config.precision import precision_problems
@@ -142,6 +143,7 @@ def rule_problems(profile: Profile, *, on_gpu: bool, world_size: int) -> list[st
     problems += precision_problems(profile, on_gpu)
     problems += optimizer_problems(profile, on_gpu)
     problems += scheduler_problems(profile)
+    problems += construction_problems(profile)
     problems += _refusals(profile)
     problems += parallel_problems(profile, world_size)
     problems += _secrets(profile.json)

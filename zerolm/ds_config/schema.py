@@ -123,6 +123,10 @@ def _is_count(value: Any) -> bool:
     return is_number(value) and isinstance(value, int) and value > 0
 
 
+def _is_never(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value >= MAX_NUMBER
+
+
 def _is_size(value: Any) -> bool:
     return is_number(value) and value >= 0
 
@@ -132,6 +136,12 @@ _COUNT = _type("a positive whole number", _is_count, _whole)
 _AUTO_COUNT = _type("a positive whole number", _is_count, _whole, auto=True)
 _NUMBER = _type("a number, at least 0", _is_size)
 _AUTO_NUMBER = _type("a number, at least 0", _is_size, auto=True)
+# An interval in steps that no run reaches, which DeepSpeed takes for never, as null.
+_INTERVAL = _type(
+    "a positive whole number or null",
+    lambda value: value is None or _is_count(value),
+    lambda value: None if _is_never(value) else _whole(value),
+)
 _FLOAT_TYPE = _choice("fp32", "fp16", "bf16", None)
 _DTYPE = _type("checked by `precision`", convert=_dtype_name)
 _DEGREE = _type("checked by `parallel_rules`", convert=_whole)
@@ -179,7 +189,7 @@ def known_keys() -> dict[str, Any]:
         "gradient_accumulation_steps": _AUTO_COUNT,
         "gradient_clipping": _AUTO_NUMBER,
         "gradient_predivide_factor": _NUMBER,
-        "steps_per_print": _COUNT | None,
+        "steps_per_print": _INTERVAL | None,
         "vocabulary_size": _COUNT,
         "allgather_size": _COUNT,
         "gradient_allreduce_op": _choice("mean", "sum"),
@@ -289,7 +299,7 @@ def _as_read(kind: Any, value: Any, where: str, problems: list[str]) -> tuple[An
         except ValidationError:
             return value, value
         read = read.value if isinstance(read, enum.Enum) else read
-        return (read if isinstance(read, (bool, int, float, str)) else value), value
+        return (read if isinstance(read, (bool, int, float, str, type(None))) else value), value
     if not isinstance(value, Mapping):
         return value, value
     removed = _removed("ZERO") if where == "zero_optimization" else {}

@@ -5,6 +5,7 @@ from zerolm.common.values import shown_bytes
 from zerolm.config.run_records import lineage
 from zerolm.data.epochs import times
 from zerolm.distributed import device
+from zerolm.ds_config import scheduler
 from zerolm.evaluate import rules
 from zerolm.optim.schedule import SCHEDULES
 from zerolm.plan import memory
@@ -101,7 +102,8 @@ def _devices(plan: Plan) -> str:
 def _learning_rate_line(plan: Plan) -> str:
     settings = plan.settings
     if plan.learning_rate is None:
-        return f"{plan.profile.scheduler} of the ds config, peak {settings.learning_rate:g}"
+        block = plan.profile.block("scheduler")
+        return scheduler.description(block, settings.learning_rate, plan.total_steps)
     line = f"{settings.schedule}, peak {settings.learning_rate:g}"
     if SCHEDULES[plan.learning_rate.kind].uses_minimum:
         line += f" to {plan.learning_rate.minimum:g}"

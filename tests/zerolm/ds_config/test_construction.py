@@ -1,0 +1,153 @@
+"""What DeepSpeed asserts while it builds an engine is refused before; its neighbours are not."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests import ROOT
+from tests.launching import environment, free_port
+from tests.zerolm.ds_config.ds_cases import found, resolved, zero
+from zerolm.config.settings import Settings
+from zerolm.ds_config.construction import ASSERTIONS
+from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.scheduler import description, rates
+
+Json = dict[str, Any]
+CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
+
+
+def scheduler(kind: str, **params: Any) -> Json:
+    return {**zero(1), "scheduler": {"type": kind, "params": params}}
+
+
+def autocast(*modules: str) -> Json:
+    block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": [*modules]}
+    return {**zero(1), "torch_autocast": block}
+
+
+# {key of an assertion: (JSONs that DeepSpeed refuses, neighbours that it accepts)}
+CASES: dict[str, tuple[list[Json], list[Json]]] = {
+    "prescale_gradients": (
+        [{**zero(2), "prescale_gradients": True}, {**zero(3), "prescale_gradients": True}],
+        [{**zero(1), "prescale_gradients": True},
+         {**zero(3, reduce_scatter=False), "prescale_gradients": True}],
+    ),
+    "gradient_predivide_factor": (
+        [{**zero(2), "gradient_predivide_factor": 2}, {**zero(3), "gradient_predivide_factor": 2}],
+        [{**zero(2), "gradient_predivide_factor": 1.0},
+         {**zero(2, reduce_scatter=False), "gradient_predivide_factor": 2}],
+    ),
+    "zero_optimization.legacy_stage1": (
+        [zero(1, legacy_stage1=True)], [zero(1, legacy_stage1=False)],
+    ),
+    "torch_autocast.lower_precision_safe_modules": (
+        [autocast("nosuch"), autocast("torch.nn.NoSuch")], [autocast("torch.nn.Linear")],
+    ),
+    "scheduler.params.cycle_min_lr": (
+        [scheduler("OneCycle", cycle_max_lr=1e-3), scheduler("OneCycle", **CYCLE | {
+            "cycle_min_lr": [1e-4, 1e-4, 1e-4]})],
+        [scheduler("OneCycle", **CYCLE)],
+    ),
+    "scheduler.params.cycle_max_lr": (
+        [scheduler("OneCycle", cycle_min_lr=1e-3)], [scheduler("OneCycle", **CYCLE)],
+    ),
+    "scheduler.params.cycle_first_step_size": (
+        [scheduler("OneCycle", **CYCLE, cycle_first_step_size=0)],
+        [scheduler("OneCycle", **CYCLE, cycle_first_step_size=10)],
+    ),
+    "scheduler.params.cycle_second_step_size": (
+        [scheduler("OneCycle", **CYCLE, cycle_second_step_size=-1)],
+        [scheduler("OneCycle", **CYCLE, cycle_second_step_size=5),
+         scheduler("OneCycle", **CYCLE, cycle_second_step_size=None)],
+    ),
+    "scheduler.params.lr_range_test_step_size": (
+        [scheduler("LRRangeTest", lr_range_test_step_size=0)],
+        [scheduler("LRRangeTest", lr_range_test_step_size=10)],
+    ),
+    "scheduler.params.warmup_max_lr": (  # not in the table: of all numbers of schedulers
+        [scheduler("WarmupLR", warmup_max_lr="x", warmup_num_steps=5),
+         scheduler("WarmupLR", warmup_max_lr=[1e-3, 1e-3, 1e-3], warmup_num_steps=5)],
+        [scheduler("WarmupLR", warmup_max_lr=1e-3, warmup_num_steps=5)],
+    ),
+    "scheduler.params.total_num_steps": (
+        [scheduler("WarmupDecayLR", total_num_steps="x", warmup_num_steps=2)],
+        [scheduler("WarmupDecayLR", total_num_steps=10, warmup_num_steps=2)],
+    ),
+    "steps_per_print": (
+        [{**zero(1), "steps_per_print": 0}],
+        [{**zero(1), "steps_per_print": float("inf")}, {**zero(1), "steps_per_print": 1e30}],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, list[Any]]:
+    """{name: [error, rates]} of an engine of each JSON."""
+    base = {"train_micro_batch_size_per_gpu": 1}
+    base["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    configs = {
+        f"{key} {kind} {number}": base | config
+        for key, cases in CASES.items()
+        for kind, each in zip(("refused", "accepted"), cases, strict=True)
+        for number, config in enumerate(each)
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.zerolm.ds_config.construction_worker", str(free_port())],
+        cwd=ROOT, env=environment(), input=json.dumps(configs), capture_output=True, text=True,
+        timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    results: dict[str, list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    return results
+
+
+def test_every_assertion_has_a_case():
+    assert {assertion.key for assertion in ASSERTIONS} <= {*CASES}
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_what_deepspeed_asserts_is_refused_and_its_neighbours_are_not(built, key):
+    for number, config in enumerate(CASES[key][0]):
+        assert built[f"{key} refused {number}"][0], f"DeepSpeed builds an engine of {config}"
+        (problem,) = found(config, world_size=1)
+        assert problem.startswith(f"ds.json: {key}: ")
+    for number, config in enumerate(CASES[key][1]):
+        assert built[f"{key} accepted {number}"][0] == "", config
+        assert found(config, world_size=1) == []
+
+
+@pytest.mark.parametrize("value", [float("inf"), 1e30, 10**40])
+def test_an_interval_that_no_run_reaches_is_never(value):
+    assert resolved({**zero(1), "steps_per_print": value})["steps_per_print"] is None
+
+
+def test_infinity_in_a_file_is_read(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"steps_per_print": Infinity, "zero_optimization": {"stage": 1}}')
+    profile = Profile.read(path)
+    assert profile.problems == [] and profile.json["steps_per_print"] is None
+
+
+@pytest.mark.parametrize(
+    "key", ["scheduler.params.warmup_max_lr", "scheduler.params.total_num_steps",
+            "scheduler.params.cycle_min_lr", "scheduler.params.lr_range_test_step_size"],
+)  # fmt: skip
+def test_rates_are_those_of_the_engine(built, key):
+    block = CASES[key][1][0]["scheduler"]
+    assert rates(block, 1e-3, range(1, 5)) == pytest.approx(built[f"{key} accepted 0"][1])
+
+
+def test_the_steps_at_rate_zero_are_named():
+    settings = Settings(learning_rate=2e-3, min_learning_rate=0.0)
+    block = resolved(scheduler("WarmupDecayLR", total_num_steps=100), settings)["scheduler"]
+    text = description(block, 2e-3, 100)
+    last = 2e-3 * (100 - 98) / (100 - 5)  # two steps before the end of its decay
+    assert text.startswith(f"WarmupDecayLR of the ds config, peak 0.002, last {last:g};")
+    assert text.endswith("; 0 in steps 1 and 2, which change no weight")
+    cycle = description(
+        {"type": "OneCycle", "params": CYCLE | {"cycle_first_step_size": 50}}, 1, 99
+    )
+    assert cycle.startswith("OneCycle of the ds config, peak 0.001, last") and " 0 in" not in cycle

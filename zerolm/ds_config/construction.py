@@ -1,0 +1,134 @@
+"""What DeepSpeed asserts only while it builds an engine: one table, with the source of each.
+
+A run would end in these after minutes of start-up. What DeepSpeed's types and its config object
+refuse is found by `schema` and `resolve`, what this program refuses for other reasons by `rules`.
+Versions: DeepSpeed 0.19.8.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from zerolm.common.values import shown
+from zerolm.ds_config.profile import AUTO, Profile, block
+from zerolm.ds_config.schema import is_number
+
+MISSING = object()
+# Parameters of schedulers that are no numbers.
+NO_NUMBERS = ("warmup_type", "cycle_momentum", "lr_range_test_staircase")
+
+
+class Assertion(NamedTuple):
+    """A value that DeepSpeed refuses.
+
+    Attributes:
+        key: dotted.
+        refused: (profile, value, `MISSING` without the key) -> whether it is refused.
+        source: file below deepspeed/runtime that says so, and its words.
+    """
+
+    key: str
+    refused: Callable[[Profile, Any], bool]
+    rule: str
+    fix: str
+    source: str
+
+
+def _scatters(profile: Profile) -> bool:
+    default = not (profile.uses_muon and profile.zero_stage == 3)
+    return profile.zero_stage in (2, 3) and profile.zero.get("reduce_scatter", default) is not False
+
+
+def _is(kind: str, accepts: Callable[[Any], bool]) -> Callable[[Profile, Any], bool]:
+    """Return whether a value of a kind of scheduler is given, and not accepted."""
+    return lambda profile, value: (
+        profile.scheduler == kind and value not in (MISSING, AUTO) and not accepts(value)
+    )
+
+
+def _lacks(kind: str) -> Callable[[Profile, Any], bool]:
+    return lambda profile, value: profile.scheduler == kind and value is MISSING
+
+
+def _is_class(name: Any) -> bool:
+    package, dot, kind = str(name).rpartition(".")
+    try:
+        return bool(dot) and hasattr(import_module(package), kind)
+    except (ImportError, ValueError):
+        return False
+
+
+ASSERTIONS = (
+    Assertion(
+        "prescale_gradients", lambda profile, value: value is True and _scatters(profile),
+        "needs zero_optimization.reduce_scatter false at stages 2 and 3", "Remove the key",
+        "zero/stage_1_and_2.py, zero/stage3.py: pre-scale gradients is not yet supported",
+    ),
+    Assertion(
+        "gradient_predivide_factor",
+        lambda profile, value: value not in (MISSING, None, 1) and _scatters(profile),
+        "needs zero_optimization.reduce_scatter false at stages 2 and 3", "Remove the key",
+        "zero/stage_1_and_2.py, zero/stage3.py: gradient_predivide_factor != 1.0 is not yet",
+    ),
+    Assertion(
+        "zero_optimization.legacy_stage1", lambda profile, value: value is True,
+        "DeepSpeed has removed the old stage 1", "Remove the key",
+        "engine.py: The deprecated version of ZeRO Stage 1 is not supported",
+    ),
+    Assertion(
+        "torch_autocast.lower_precision_safe_modules",
+        lambda profile, value: value is not MISSING and not (
+            isinstance(value, list) and all(map(_is_class, value))
+        ),
+        "must be a list of classes that can be imported", 'Write for example ["torch.nn.Linear"]',
+        "torch_autocast.py: Failed to import lower precision safe module",
+    ),
+    Assertion(
+        "scheduler.params.cycle_min_lr", _lacks("OneCycle"), "OneCycle needs it", "Add a rate",
+        "lr_schedules.py: OneCycle.__init__",
+    ),
+    Assertion(
+        "scheduler.params.cycle_max_lr", _lacks("OneCycle"), "OneCycle needs it", "Add a rate",
+        "lr_schedules.py: OneCycle.__init__",
+    ),
+    Assertion(
+        "scheduler.params.cycle_first_step_size",
+        _is("OneCycle", lambda value: is_number(value) and value > 0),
+        "must be a number above 0", "Correct it",
+        "lr_schedules.py: cycle_first_step_size must be positive",
+    ),
+    Assertion(
+        "scheduler.params.cycle_second_step_size",
+        _is("OneCycle", lambda value: value is None or (is_number(value) and value >= 0)),
+        "must be a number, at least 0", "Correct it",
+        "lr_schedules.py: cycle_second_step_size must be non-negative",
+    ),
+    Assertion(
+        "scheduler.params.lr_range_test_step_size",
+        _is("LRRangeTest", lambda value: is_number(value) and isinstance(value, int) and value > 0),
+        "must be a whole number above 0", "Correct it",
+        "lr_schedules.py: lr_range_test_step_size must be a positive integer",
+    ),
+)  # fmt: skip
+
+
+def construction_problems(profile: Profile) -> list[str]:
+    """Return what DeepSpeed would refuse when it builds the engine."""
+    problems = []
+    for key, refused, rule, fix, _ in ASSERTIONS:
+        *path, name = key.split(".")
+        value = block(profile.json, *path).get(name, MISSING)
+        if refused(profile, value):
+            written = "missing" if value is MISSING else shown(value)
+            problems.append(f"{key}: {written}, {rule}. {fix}.")
+    judged = {problem.partition(":")[0] for problem in problems}
+    # DeepSpeed computes with them, and takes a list for one value of each parameter group.
+    problems += [
+        f"{key}: {shown(value)}, must be a number. Correct it."
+        for name, value in profile.scheduler_params.items()
+        if (key := f"scheduler.params.{name}") not in judged
+        and name not in (*NO_NUMBERS, "warmup_num_steps", "cycle_second_step_size")
+        and value != AUTO
+        and not is_number(value)
+    ]
+    return problems
