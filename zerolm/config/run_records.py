@@ -84,6 +84,7 @@ class RunJson(TypedDict, total=False):
     world_size: Count
     zero_stage: Count
     versions: dict[str, str]
+    model_proof: dict[str, str | None]  # the versions with which the model was proven
     git_commit: str | None
     derived: dict[str, Any]
     device: str

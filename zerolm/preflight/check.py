@@ -219,7 +219,8 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     found.problems += features.problems(case)
     found.notices += features.notices(case)
     found.notices += model_rules.padding_notices(settings, config, given.sources.training)
-    model_proof.check(given.model, settings.seq_len, found)
+    if settings.check or not model_proof.was_proven(given.model, settings.run_dir):
+        model_proof.check(given.model, settings.seq_len, found)
     if not settings.document_mask or settings.attn_implementation != "auto":
         return settings
     if device != "cpu" and precision != "fp32":

@@ -6,6 +6,7 @@ run looks normal. Copies are computed in float32 on the CPU, so `--check` needs 
 wrong is named with the keys whose other value would be right (`remedies`).
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zerolm.common.errors import Findings, reason
+from zerolm.common.errors import Findings, RecordError, reason
+from zerolm.common.provenance import installed_version
 from zerolm.common.values import shown
+from zerolm.config.run_records import find_run_json
 from zerolm.model.architecture import (
     ConfigKey,
     causal_lm_class,
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
     Sights = dict[str, list[Sight]]  # of each kernel
 
+RECORD_KEY = "model_proof"  # in run.json
 TOKENS = 24  # in a row
 LONGER = 128  # for parts that serve distant tokens only, such as compressed keys
 LONGEST = 512  # for families that can only be computed at the length of the run
@@ -82,6 +86,21 @@ def check(model: Model, seq_len: int | None, found: Findings) -> None:
     for finding in _prove(ConfigKey.of(model.config), min(seq_len or TOKENS, LONGEST)):
         lines = found.problems if finding.refuses else found.notices
         lines.append(finding.line(model.path))
+
+
+def proven_with() -> dict[str, str | None]:
+    """Return the versions that a proof depends on, for run.json."""
+    return {package: installed_version(package) for package in ("torch", "transformers")}
+
+
+def was_proven(model: Model, run_dir: str | None) -> bool:
+    """Return whether the run that is resumed has started with this config and these versions."""
+    try:
+        record = (find_run_json(run_dir) if run_dir else None) or {}
+    except RecordError:
+        return False  # reported when the run directory is checked
+    same = record.get("model_config") == json.loads(json.dumps(model.config.to_diff_dict()))
+    return same and record.get(RECORD_KEY) == proven_with()
 
 
 @lru_cache(maxsize=64)

@@ -18,6 +18,7 @@ from zerolm.distributed import collectives
 from zerolm.distributed.collectives import print_safely
 from zerolm.distributed.device import driver_version, gpu_library_versions
 from zerolm.plan.plan import Plan
+from zerolm.preflight import model_proof
 
 
 def claim(run_dir: str | Path) -> FileLock:
@@ -62,6 +63,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "mixture": mixture.record(plan.mixture, plan.source_names),
         "world_size": plan.world_size,
         "zero_stage": plan.profile.zero_stage,
+        model_proof.RECORD_KEY: model_proof.proven_with(),
         "versions": versions() | gpu_library_versions() | driver_version(),
         "git_commit": git_commit(Path(__file__).parent),
         "host": platform.node(),
