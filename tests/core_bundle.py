@@ -1,4 +1,4 @@
-"""A bundle of CORE in its published format, with tasks of all types, from Python's own manual."""
+"""A bundle of CORE in its published format, with tasks of all types, from the generated manual."""
 
 import json
 import random

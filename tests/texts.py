@@ -1,7 +1,7 @@
-"""Text for the tests of evaluations and samples, from Python's own manual: nothing is downloaded.
+"""Text for the tests of evaluations and samples, from the generated manual: nothing is downloaded.
 
-`pydoc_data.topics` is the language reference as plain text. From it the tests make a small
-tokenizer, token shards with that tokenizer, and items in the format of HellaSwag.
+From it the tests make a small tokenizer, token shards with that tokenizer, and items in the format
+of HellaSwag.
 """
 
 import json
@@ -9,12 +9,12 @@ import random
 import re
 import shutil
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from data_prep.tokenizer.encoders import load_encoder
 from data_prep.tokenizer.load import load_tokenizer
+from tests.manual import topics
 from zerolm.shards.writer import ShardWriter
 
 VOCABULARY = 512

@@ -1,17 +1,14 @@
-"""Web pages made of Python's own documentation topics, as HTML files and WARC archives."""
+"""Web pages made of the generated manual, as HTML files and WARC archives."""
 
 import html
-import importlib
-import inspect
 import io
-import pkgutil
 from pathlib import Path
-from pydoc_data.topics import topics
 
 from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
-PACKAGES = ("asyncio", "concurrent", "email", "html", "http", "json", "unittest", "xml")
+from tests.manual import SEED, generate_topics, topics
+
 DATE = "2024-02-03T04:05:06Z"
 
 
@@ -28,7 +25,7 @@ def page(title: str, text: str, charset: str = "utf-8", *, declared: bool = True
 
 
 def topic_pages(count: int) -> list[tuple[str, bytes]]:
-    """Return (URL, page) of documentation topics of at most 20,000 characters."""
+    """Return (URL, page) of topics of the manual of at most 20,000 characters."""
     chosen = [name for name in sorted(topics) if 800 < len(topics[name]) < 20_000]
     return [
         (f"https://docs.example/{number}/{name}", page(f"{name} ({number})", topics[name]))
@@ -37,23 +34,10 @@ def topic_pages(count: int) -> list[tuple[str, bytes]]:
     ][:count]
 
 
-def docstring_pages(count: int) -> list[tuple[str, bytes]]:
-    """Return (URL, page) of modules of Python's own library, with their docstrings."""
-    pages: list[tuple[str, bytes]] = []
-    for name in PACKAGES:
-        for info in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}."):
-            if "__main__" in info.name or "windows" in info.name:
-                continue
-            module = importlib.import_module(info.name)
-            parts = [inspect.getdoc(module) or ""]
-            parts += [
-                inspect.getdoc(member) or ""
-                for key, member in sorted(vars(module).items())
-                if inspect.isclass(member) or inspect.isfunction(member)
-            ]
-            text = "\n\n".join(part for part in parts if part)
-            pages.append((f"https://docs.example/library/{info.name}", page(info.name, text)))
-    return pages[:count]
+def library_pages(count: int) -> list[tuple[str, bytes]]:
+    """Return (URL, page) of another manual, which shares no page with the topics."""
+    pages = generate_topics(count, SEED + 1).items()
+    return [(f"https://docs.example/library/{name}", page(name, text)) for name, text in pages]
 
 
 def write_warc(path: Path, pages: list[tuple[str, bytes]], content_type: str = "text/html") -> Path:

@@ -53,7 +53,7 @@ def write_tiny_configs(directory: Path) -> None:
 
 
 def write_corpus(directory: Path) -> None:
-    """Write text of three kinds: different thirds of Python's manual."""
+    """Write text of three kinds: different thirds of the manual."""
     texts = paragraphs()
     for number, name in enumerate(("web", "code", "domain")):
         path = directory / "corpus" / name / "part.jsonl"

@@ -10,9 +10,10 @@ import re
 import unicodedata
 from itertools import combinations
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pyarrow as pa
+
+from tests.manual import topics
 
 
 def words_of(text: str) -> list[str]:
@@ -62,7 +63,7 @@ def edited(words: list[str], num_edits: int, generator: random.Random) -> list[s
 
 
 def planted_texts(num_models: int, copies: int, seed: int = 0) -> list[str]:
-    """Return texts of Python's manual, and edited copies of each, shuffled."""
+    """Return texts of the manual, and edited copies of each, shuffled."""
     generator = random.Random(seed)
     manual = " ".join(topics[name] for name in sorted(topics)).split()
     texts = []

@@ -1,14 +1,14 @@
 """Results of filters, compared with datatrove's own classes and spaCy's own words."""
 
 import random
-import sysconfig
-from pathlib import Path
+import re
 
 import pytest
 
 from data_prep.filters.build import build_filters
 from data_prep.filters.fast_words import FIRST_WORD, FastWords, import_spacy
 from data_prep.filters.parameters import DATATROVE, filter_problems
+from tests.manual import topics
 from zerolm.common.errors import ConfigError, ZerolmError
 
 pytest.importorskip("datatrove")
@@ -36,16 +36,22 @@ ADVERSARIAL = [
 
 
 def real_documents(number: int, characters: int) -> list[str]:
-    """Return excerpts of the standard library's source."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    documents = []
-    for path in sorted(library.glob("*.py")) + sorted(library.glob("*/*.py")):
-        text = path.read_text(encoding="utf-8", errors="ignore")
-        documents += [text[at : at + characters] for at in range(0, len(text), 9 * characters)]
-        if len(documents) >= number:
-            break
-    assert len(documents) >= number
-    return documents[:number]
+    """Return excerpts of the manual: as they are, and as pages that the filters drop."""
+    text = "".join(topics.values())
+    changes = [
+        str,
+        lambda part: part.replace("\n", " "),
+        lambda part: part.replace(" ", "\n"),
+        lambda part: "- " + part.replace("\n", "\n- "),
+        lambda part: part.replace(".", "..."),
+        lambda part: part[:80] * 9,
+        lambda part: re.sub("[aeo]", "_", part),
+        lambda part: part.replace(" ", ""),
+    ]
+    return [
+        changes[place % len(changes)](text[at : at + characters])
+        for place, at in enumerate(range(0, len(text), len(text) // number))
+    ][:number]
 
 
 def odd_documents(number: int) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 
 from data_prep.read.stage_files import read_stage
 from tests.launching import environment
-from tests.web_pages import docstring_pages, page, topic_pages, write_warc
+from tests.web_pages import library_pages, page, topic_pages, write_warc
 from zerolm.shards.manifest import read_manifest
 
 FOX = "The quick brown fox jumps over the lazy dog, and the dog does not mind it at all. "
@@ -41,12 +41,12 @@ def recipe(tmp_path):
     (tmp_path / "crawl").mkdir()
     (tmp_path / "pages").mkdir()
     pages = topic_pages(150)
-    write_warc(tmp_path / "crawl" / "0.warc.gz", [*pages[:90], *docstring_pages(40)])
+    write_warc(tmp_path / "crawl" / "0.warc.gz", [*pages[:90], *library_pages(40)])
     archive = write_warc(tmp_path / "crawl" / "1.warc.gz", [*pages[60:], *pages[:5]])
     data = bytearray(archive.read_bytes())
     data[len(data) // 2] ^= 64
     archive.write_bytes(data)
-    for number, (_, content) in enumerate([*docstring_pages(60), *pages[:9]]):
+    for number, (_, content) in enumerate([*library_pages(60), *pages[:9]]):
         (tmp_path / "pages" / f"{number:03}.html").write_bytes(content)
     western = page("western", "Größe über café. " + FOX * 9, "cp1252")
     (tmp_path / "pages" / "western.html").write_bytes(western)

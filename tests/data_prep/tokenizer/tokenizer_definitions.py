@@ -1,12 +1,13 @@
-"""Tokenizers of many kinds, trained on Python's own documentation, as `tokenizer.json` files."""
+"""Tokenizers of many kinds, trained on the generated manual, as `tokenizer.json` files."""
 
-import pydoc_data.topics
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import tokenizers
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from tests.manual import topics
 
 EOS = "<|endoftext|>"
 VOCAB_SIZE = 1200
@@ -41,9 +42,8 @@ def split(pattern: str, prefix: bool = False) -> pre_tokenizers.PreTokenizer:
 
 @cache
 def texts() -> list[str]:
-    topics = list(pydoc_data.topics.topics.values())[:30]
     return [
-        *topics,
+        *list(topics.values())[:30],
         "čeština, ελληνικά, Привет мир, 你好世界, こんにちは, मस्ते, مرحبا " * 8,
     ]
 
