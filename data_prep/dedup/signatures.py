@@ -30,7 +30,14 @@ from data_prep.dedup.members import find_names, names_path, write_members
 from data_prep.stages.documents import Documents
 from zerolm.common.errors import ConfigError, RecordError
 from zerolm.common.files import file_entry, sha256_file, write_atomically, write_json
-from zerolm.common.records import Count, RelativePath, mismatch, read_record
+from zerolm.common.records import (
+    Count,
+    RelativePath,
+    digest_problem,
+    mismatch,
+    read_record,
+    with_digest,
+)
 
 SIGNATURES = "signatures"  # directory in the output of a stage
 MANIFEST = "signatures.json"
@@ -124,7 +131,7 @@ def _read(argument: Path) -> Signatures:
             f"{path}: is {manifest.get('format')!r} version {manifest.get('version')!r}, not "
             f"{FORMAT!r} version {VERSION}. {fix}"
         )
-    if problem := mismatch(manifest, _Manifest):
+    if problem := mismatch(manifest, _Manifest) or digest_problem(manifest):
         raise RecordError(f"{path}: {problem}. It is damaged: restore it from a copy. {fix}")
     for entry in (entry for unit in manifest["units"] for entry in unit):
         file = directory / entry["file"]
@@ -276,7 +283,7 @@ def publish_signatures(
         "against": [{"id": each.id, "name": each.name} for each in against],
         "units": units,
     }
-    write_json(directory / MANIFEST, manifest)
+    write_json(directory / MANIFEST, with_digest(manifest))
     return totals
 
 

@@ -27,6 +27,7 @@ from data_prep.read.inputs import (
     Input,
     package_versions,
     packages_of,
+    state_of,
     suffix_of,
 )
 from data_prep.read.parse import JSON_HINT
@@ -331,7 +332,7 @@ def _file_input(argument: str, path: str, suffix: str) -> Input:
         detail = f"is not a readable file ({reason})."
     if detail is not None:
         return Input(argument, path, suffix, 0, problem=Failure("unreadable", detail))
-    return Input(argument, path, suffix, status.st_size, status.st_mtime_ns)
+    return Input(argument, path, suffix, status.st_size, status.st_mtime_ns, state_of(status))
 
 
 def _printable(path: str) -> str:

@@ -3,6 +3,7 @@
 Independent of how a format is read.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ from data_prep.read.remote import open_stored
 from data_prep.read.source_code import language_of
 from data_prep.read.streams import COMPRESSIONS, Failure, Stream
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import host_name
 from zerolm.common.provenance import installed_version
 from zerolm.common.url import is_url
 
@@ -96,6 +98,7 @@ class Input:
     suffix: str  # one of SUFFIXES, `CODE` or "hub"
     size_bytes: int | None
     modified_ns: int | None = None
+    state: tuple[int, int, str] | None = None  # time of change, inode, and the host that saw it
     hub: HubDataset | None = None
     problem: Failure | None = None  # why it cannot be read, where bad input is skipped
     num_rows: int = 0  # documents lost with the file, where known
@@ -110,6 +113,11 @@ class Input:
         if self.encoding == UTF8 and not (self.keys or self.version or self.packages):
             return []  # so that fingerprints of earlier releases stay valid
         return [self.encoding, self.keys, self.version, self.packages]
+
+
+def state_of(status: os.stat_result) -> tuple[int, int, str]:
+    """Return what changes if a file of the same size and time of modification is another one."""
+    return status.st_ctime_ns, status.st_ino, host_name()
 
 
 def total_bytes(inputs: Iterable[Input]) -> int | None:

@@ -3,6 +3,7 @@
 An unreadable part becomes a chunk of kind "bad", and reading continues after it where possible.
 """
 
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -23,6 +24,7 @@ from data_prep.read.inputs import (
     Input,
     InputRange,
     problem_chunk,
+    state_of,
     stored_in,
     stream_of,
 )
@@ -40,7 +42,7 @@ from data_prep.read.parquet import (
     read_row_group,
 )
 from data_prep.read.parse import too_long_problem
-from data_prep.read.remote import stat_file
+from data_prep.read.remote import READ_AHEAD_BYTES, stat_file
 from data_prep.read.source_code import header_license
 from data_prep.read.stage_files import check_stage_file
 from data_prep.read.streams import COMPRESSIONS, Failure
@@ -58,7 +60,19 @@ def read_input(
     """Yield (chunk, start of the next chunk) for a part of an input.
 
     A line belongs to the part in which it starts.
+
+    Raises:
+        ConfigError: the file has changed since the command started, before or while it is read.
     """
+    yield from _read_input(source, part, rules, chunk_bytes)
+    is_one_request = is_url(source.name) and (source.size_bytes or 0) <= READ_AHEAD_BYTES
+    if source.suffix != "hub" and source.problem is None and not is_one_request:
+        _check_unchanged(source)
+
+
+def _read_input(
+    source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
+) -> Iterator[tuple[Chunk, int]]:
     size = source.size_bytes or 0
     if source.problem is not None:
         num_documents = max(1, source.num_rows)
@@ -85,24 +99,29 @@ def read_input(
 
 def _check_unchanged(source: Input) -> Failure | None:
     """Return why a file can no longer be opened, or None if it can."""
-    path = Path(source.name)
+    again = "Run the command again when no process writes to the input."
     if is_url(source.name):
         if stat_file(source.name)[1:] != (source.size_bytes, source.version):
-            raise ConfigError(
-                f"{source.name}: has changed since the command started. Run the command again "
-                f"when no process writes to the input."
-            )
+            raise ConfigError(f"{source.name}: has changed since the command started. {again}")
         return None
     try:
-        size = path.stat().st_size if path.is_file() else None
+        status = Path(source.name).stat()
     except OSError as error:
         return Failure("unreadable", f"cannot be opened ({error.strerror}).")
-    if size is None:
+    if not stat.S_ISREG(status.st_mode):
         return Failure("unreadable", "is no longer a file.")
-    if source.size_bytes is not None and size != source.size_bytes:
+    if source.size_bytes is not None and status.st_size != source.size_bytes:
         raise ConfigError(
             f"{source.name}: had {source.size_bytes:,} bytes when the command started, and has "
-            f"{size:,} now. Run the command again when no process writes to the input."
+            f"{status.st_size:,} now. {again}"
+        )
+    state = state_of(status)
+    seen = state if source.state is None else source.state
+    is_other = state[2] == seen[2] and state[1] != seen[1]  # some file systems number for a host
+    if source.modified_ns not in (None, status.st_mtime_ns) or state[0] != seen[0] or is_other:
+        raise ConfigError(
+            f"{source.name}: was written to or replaced since the command started, with the same "
+            f"size. {again}"
         )
     return None
 

@@ -18,7 +18,14 @@ from typing import Any, TypedDict
 
 from zerolm.common.errors import ConfigError, RecordError
 from zerolm.common.files import sha256_file, sync_directory, sync_file, temporary_path, write_json
-from zerolm.common.records import Count, Name, mismatch, read_record
+from zerolm.common.records import (
+    Count,
+    Name,
+    digest_problem,
+    mismatch,
+    read_record,
+    with_digest,
+)
 
 STAGE_MANIFEST = "stage.json"
 FORMAT, VERSION = "zerolm-stage", 1
@@ -169,7 +176,7 @@ def read_stage(directory: str | Path) -> Stage:
             f"{path}: is {manifest.get('format')!r} version {manifest.get('version')!r}, not "
             f"{FORMAT!r} version {VERSION}. Write it again with this release."
         )
-    if problem := mismatch(manifest, StageManifest):
+    if problem := mismatch(manifest, StageManifest) or digest_problem(manifest):
         raise RecordError(f"{path}: {problem}. It is damaged: run the stage again.")
     problems = []
     for entry in manifest["files"]:
@@ -297,7 +304,7 @@ def publish_stage(
         "files": list(files),
     }
     remove_unlisted_files(directory, {entry["file"] for entry in files})
-    write_json(directory / STAGE_MANIFEST, manifest)
+    write_json(directory / STAGE_MANIFEST, with_digest(manifest))
     return manifest
 
 
@@ -310,7 +317,15 @@ def remove_unlisted_files(directory: Path, listed: Set[str]) -> None:
 
 def provenance_of(stage: Stage) -> Json:
     """Return what later stages and manifests record of a stage: its manifest without the files."""
-    omitted = ("files", "examples", "lengths_in", "lengths_out", "scores_in", "scores_out")
+    omitted = (
+        "files",
+        "digest",
+        "examples",
+        "lengths_in",
+        "lengths_out",
+        "scores_in",
+        "scores_out",
+    )
     kept = {key: value for key, value in stage.manifest.items() if key not in omitted}
     return {
         **kept,

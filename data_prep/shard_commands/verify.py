@@ -1,6 +1,7 @@
 """`verify`: compare every file of token shards, and of their packing indices, with its checksum."""
 
 import argparse
+import sys
 
 from data_prep.cli.problems import Problems
 from zerolm.common.url import path_or_url
@@ -21,6 +22,12 @@ def run(options: argparse.Namespace) -> None:
         manifest = problems.collect(reader.verify, directory)
         damaged = packing.verify_packings(reader.open_source(directory)) if manifest else []
         problems.lines += damaged
+        if manifest is not None and "digest" not in manifest:
+            print(
+                f"note: {directory}: its manifest has no digest, as an older release wrote it: "
+                f"what cannot be counted again is not checked",
+                file=sys.stderr,
+            )
         if manifest is not None and not damaged:
             print(
                 f"{directory}: complete. {manifest['num_documents']:,} documents, "

@@ -23,7 +23,7 @@ from zerolm.shards.reader import Source
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
 SPLIT_HASH = "xxh3-64 of the ids"
-NOT_PROVENANCE = {"format", "version", "shards", "tokenizer", "input_files"}
+NOT_PROVENANCE = {"format", "version", "shards", "tokenizer", "input_files", "digest"}
 
 
 @dataclass(frozen=True)

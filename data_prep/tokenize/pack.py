@@ -18,6 +18,7 @@ from data_prep.tokenize.best_fit import cut_documents, fill_rows, order_rows
 from zerolm.common.errors import ShardError
 from zerolm.common.files import sha256_file, write_atomically, write_json
 from zerolm.common.locks import FileLock, LockTaken
+from zerolm.common.records import with_digest
 from zerolm.data.order import num_windows
 from zerolm.data.packing import FORMAT, PARTS, PIECE, ROW_END, VERSION, index_file, open_packing
 from zerolm.shards.reader import Source
@@ -116,7 +117,7 @@ def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
         **entries,
         "efficiency": [vars(row) for row in efficiency(source, seq_len, counts)],
     }
-    write_json(index_file(source.directory, seq_len), manifest)
+    write_json(index_file(source.directory, seq_len), with_digest(manifest))
     return manifest
 
 

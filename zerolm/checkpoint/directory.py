@@ -20,13 +20,12 @@ from zerolm.checkpoint.manifest import (
     ListedFile,
     Progress,
     SavedProgress,
-    manifest_digest,
     parse_manifest,
 )
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, write_json
-from zerolm.common.records import read_file, why
+from zerolm.common.records import read_file, why, with_digest
 from zerolm.common.run_files import (
     CHECKPOINT_NAME,
     DAMAGED,
@@ -90,7 +89,7 @@ def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
     step = manifest["progress"]["step"]
     fault_point("checkpoint.manifest", step)
     manifest = with_lists(temporary, manifest)
-    write_json(temporary / MANIFEST, {**manifest, "digest": manifest_digest(manifest)})
+    write_json(temporary / MANIFEST, with_digest(manifest))
     final = temporary.with_name(temporary.name.removeprefix(TEMPORARY))
     make_way(final)
     fault_point("checkpoint.rename", step)

@@ -3,15 +3,20 @@
 Must not know the other files of a checkpoint, or where checkpoints are.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from zerolm.checkpoint.checksums import DIGEST_CHARACTERS, RANGE_BYTES, SHA256, XXH3
 from zerolm.common.errors import CheckpointError, RecordError
-from zerolm.common.records import Count, Range, RelativePath, mismatch, parse_record
+from zerolm.common.records import (
+    Count,
+    Range,
+    RelativePath,
+    manifest_digest,
+    mismatch,
+    parse_record,
+)
 
 FORMAT = "zerolm-checkpoint"
 VERSION, LISTS_VERSION = 3, 4
@@ -178,9 +183,3 @@ def files_problem(files: Sequence[Mapping[str, Any]]) -> str | None:
         if XXH3 not in entry and SHA256 not in entry:
             return f"files: {entry['file']}: has no {XXH3}"
     return None
-
-
-def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the hex SHA-256 of a manifest without its entry `digest`."""
-    content = {key: value for key, value in manifest.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

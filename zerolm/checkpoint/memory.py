@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from zerolm.checkpoint.directory import Checkpoint
-from zerolm.checkpoint.manifest import manifest_digest, parse_manifest
+from zerolm.checkpoint.manifest import parse_manifest
 from zerolm.common import processes
 from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.files import encode_json, make_private, write_atomically, write_json
-from zerolm.common.records import read_record
+from zerolm.common.records import read_record, with_digest
 from zerolm.common.run_files import (
     RunFiles,
     checkpoint_directories,
@@ -60,7 +60,7 @@ class MemoryCopies:
 
     def publish(self, step: int, manifest: dict[str, Any]) -> None:
         """Write the manifest of this rank's part of a step, whose files are complete."""
-        content = {**manifest, "digest": manifest_digest(manifest)}
+        content = with_digest(manifest)
         path = self.step_directory(step) / self.manifest_name
         write_atomically(path, encode_json(content), durable=False)
 

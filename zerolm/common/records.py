@@ -8,6 +8,7 @@ dicts, unions and scalars. Standard library only.
 
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -164,6 +165,29 @@ def parse_record(content: bytes, where: object, kind: type[T], fix: str = DAMAGE
     if problem := mismatch(value, kind):
         raise RecordError(f"{where}: {problem}. {fix}")
     return value
+
+
+# ---- Digests
+
+
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """Return the hex SHA-256 of a manifest without its entry `digest`."""
+    content = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def with_digest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest, as it is read back from JSON, with its `digest`."""
+    content = json.loads(json.dumps(manifest))
+    return {**content, "digest": manifest_digest(content)}
+
+
+def digest_problem(manifest: Mapping[str, Any]) -> str:
+    """Return how a manifest differs from its `digest`; empty if not, or if it is old: has none."""
+    stated = manifest.get("digest")
+    if "digest" not in manifest or stated == (actual := manifest_digest(manifest)):
+        return ""
+    return f"digest: {_shown(stated)}, but its content has SHA-256 {actual}: it was changed"
 
 
 # ---- JSON

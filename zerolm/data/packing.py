@@ -21,7 +21,7 @@ import numpy as np
 
 from zerolm.common.errors import RecordError, ShardError, ShardReadError
 from zerolm.common.files import sha256_file
-from zerolm.common.records import Count, read_record
+from zerolm.common.records import Count, digest_problem, read_record
 from zerolm.config.settings import BEST_FIT
 from zerolm.data.order import num_windows
 from zerolm.shards.reader import Source
@@ -157,6 +157,8 @@ def open_packing(source: Source, seq_len: int) -> Packing:
             f"{command}"
         )
     manifest: dict[str, Any] = dict(found)
+    if changed := digest_problem(manifest):
+        raise ShardError(f"{path}: {changed}. {command}")
     sizes = {part: manifest[part]["size_bytes"] for part in PARTS}
     valid = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
     valid = valid and manifest["seq_len"] == seq_len and manifest["num_rows"] > 0

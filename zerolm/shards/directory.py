@@ -14,6 +14,7 @@ from typing import Any
 from zerolm.common.errors import ShardError
 from zerolm.common.files import encode_json, sync_directory, write_atomically
 from zerolm.common.locks import FileLock, LockTaken
+from zerolm.common.records import with_digest
 from zerolm.shards.manifest import MANIFEST, TOKENIZER_DIRECTORY
 from zerolm.shards.table import MIN_SHARDS, TABLE, encode_table
 
@@ -92,7 +93,7 @@ class ShardDirectory:
     def publish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest, which makes the directory valid data, and before it the table."""
         sync_directory(self.directory)
-        content = encode_json(manifest)
+        content = encode_json(with_digest(manifest))
         if len(manifest["shards"]) >= MIN_SHARDS and (table := encode_table(content)):
             write_atomically(self.directory / TABLE, table)
         write_atomically(self.directory / MANIFEST, content)

@@ -4,6 +4,7 @@ docs/formats.md describes each key. Reads no file but the manifest.
 """
 
 import re
+import shlex
 from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import orjson
 
 from zerolm.common.errors import ShardError
+from zerolm.common.records import digest_problem
 from zerolm.shards.checksums import CHECKSUM_BYTES, CHECKSUM_FILES, num_blocks
 
 FORMAT = "zerolm-shards"
@@ -92,7 +94,8 @@ def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
         path: path of the manifest, for messages.
 
     Raises:
-        ShardError: not JSON, another format or version, or invalid keys; all are listed.
+        ShardError: not JSON, another format or version, or invalid keys, all of which are listed;
+            or changed after it was written.
     """
     try:
         manifest = orjson.loads(content)
@@ -115,7 +118,15 @@ def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
         problems = problems or _contradictions(manifest, suspects)
     if problems:
         raise ShardError([f"{path}: {problem} Tokenize again." for problem in problems])
+    if changed := digest_problem(manifest):
+        raise ShardError(f"{path}: {changed}. {_repair(manifest)}")
     return manifest
+
+
+def _repair(manifest: dict[str, Any]) -> str:
+    command = manifest.get("command")
+    again = shlex.join(map(str, command)) if isinstance(command, list) else "zerolm data tokenize"
+    return f"Restore it from a copy, or remove the directory and make it again: {again}"
 
 
 def wrong_id(content: Any, manifest: dict[str, Any]) -> str | None:

@@ -11,6 +11,7 @@ A shard directory is one data source:
 docs/formats.md describes each file and key.
 """
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,13 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from zerolm.common.errors import ShardError, ShardReadError
+from zerolm.common.errors import ConfigError, ShardError, ShardReadError
 from zerolm.common.url import Url, is_url
 from zerolm.shards.checksums import BlockChecksums
 from zerolm.shards.local import LocalFiles
-from zerolm.shards.manifest import DTYPES, SIDECARS
+from zerolm.shards.manifest import DTYPES, MANIFEST, SIDECARS
 from zerolm.shards.remote import RemoteFiles
 from zerolm.shards.table import all_have, column, digest_lines, read_table
+from zerolm.shards.token_bytes import exact_bytes
 from zerolm.shards.tokenizer import copy_problems
 
 VERIFY_CHUNK_BYTES = 1 << 23  # a multiple of the block size
@@ -205,8 +207,9 @@ def verify(directory: str | PurePath) -> dict[str, Any]:
             read_table(source.directory)
         except ShardError as error:
             problems += error.problems
+    counts = _Counts(source)
     for number in range(len(source.shards)):
-        problems += _shard_problems(source, number)
+        problems += _shard_problems(source, number, counts)
     if "input_files" in source.head:  # the origins of documents refer to it
         problems += _input_files_problems(source)
     try:
@@ -215,7 +218,7 @@ def verify(directory: str | PurePath) -> dict[str, Any]:
             problems += copy_problems(tokenizer, source.head["tokenizer"].get("files", []))
     except ShardError as error:
         problems += error.problems
-    if problems:
+    if problems := problems or counts.problems():
         raise ShardError(problems)
     return source.manifest
 
@@ -230,7 +233,7 @@ def _input_files_problems(source: Source) -> list[str]:
     return [] if actual == entry["sha256"] else [_mismatch(path, actual, entry["sha256"])]
 
 
-def _shard_problems(source: Source, number: int) -> list[str]:
+def _shard_problems(source: Source, number: int, counts: "_Counts") -> list[str]:
     """Read all files of a shard once; return how and where they differ from the manifest."""
     shard = source.shards[number]
     problems, sidecars = [], {}
@@ -248,6 +251,7 @@ def _shard_problems(source: Source, number: int) -> list[str]:
         digest.update(part)
         checksums.update(part)
         ids.update(np.frombuffer(part, source.dtype))
+        counts.update(np.frombuffer(part, source.dtype))
     if digest.hexdigest() != shard["sha256"]:
         blocks = ""
         if "sums" in sidecars and not problems:
@@ -264,6 +268,36 @@ def _mismatch(where: Any, actual: str, expected: str, blocks: str = "") -> str:
         f"{where}: SHA-256 {actual}, the manifest says {expected}. The file is damaged{blocks}: "
         f"restore it, or tokenize again."
     )
+
+
+class _Counts:
+    """Counts again, from all ids, what a manifest says about them."""
+
+    def __init__(self, source: Source):
+        self.source, self.eos_ids, self.text_bytes = source, 0, 0
+        self.table: np.ndarray | None = None
+        with contextlib.suppress(ShardError, ConfigError):  # no copy, or a damaged one
+            self.table = exact_bytes(source.tokenizer_directory(), source.vocab_size)
+
+    def update(self, tokens: np.ndarray) -> None:
+        """Count the next ids."""
+        self.eos_ids += int(np.count_nonzero(tokens == self.source.eos_id))
+        if self.table is not None:
+            self.text_bytes += int(self.table.take(tokens, mode="clip").sum())
+
+    def problems(self) -> list[str]:
+        """Return a line for each number of the manifest that differs."""
+        head, counted = self.source.head, {}
+        if "split" not in head or "reshard" in head:  # otherwise that of both parts of a split
+            counted["inner_eos_ids"] = self.eos_ids - self.source.num_documents
+        if self.table is not None:
+            counted["text_bytes"] = self.text_bytes
+        return [
+            f"{self.source.directory / MANIFEST}: {key}: {head[key]}, but the tokens have {count}. "
+            f"Correct it, or tokenize again."
+            for key, count in counted.items()
+            if head.get(key, count) != count
+        ]
 
 
 class _IdCheck:

@@ -14,7 +14,7 @@ import numpy as np
 import orjson
 
 from zerolm.common.errors import ConfigError, reason
-from zerolm.shards.tokenizer import TIKTOKEN_FILE, read_tiktoken
+from zerolm.shards.tokenizer import TIKTOKEN_FILE, TOKENIZER_FILE, read_tiktoken
 
 WORD_START = "▁"  # of sentencepiece; stands for a space
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # of sentencepiece's byte fallback
@@ -105,6 +105,25 @@ def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
         first[[number for number in starts if number not in extra]] -= 1
     table = TokenBytes(counts, first)
     return table._replace(notice=_notice(table, encode, backend, content))
+
+
+def exact_bytes(directory: Path, vocab_size: int) -> np.ndarray | None:
+    """Return the bytes of each token, (V,) int64, if their sum is the size of any text.
+
+    That is sure of byte-level tokenizers alone, which change no text and skip none of it.
+
+    Raises:
+        ConfigError: as `read_token_bytes`.
+    """
+    table = read_token_bytes(directory, vocab_size)
+    if table.notice or not (table.counts == table.first).all():
+        return None
+    if not (directory / TIKTOKEN_FILE).is_file():
+        content = orjson.loads((directory / TOKENIZER_FILE).read_bytes())
+        added = [token for token in content["added_tokens"] if not token["special"]]
+        if content["normalizer"] or added or "ByteLevel" not in _kinds(content["decoder"]):
+            return None
+    return table.counts
 
 
 def _table(sizes: dict[int, int], vocab_size: int) -> np.ndarray:

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import random
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,6 +183,35 @@ def test_a_file_that_changes_is_refused(tmp_path):
     path.write_bytes(DATA + DATA)
     with pytest.raises(ConfigError, match=r"a.jsonl: had .* bytes when the command started"):
         read(inputs, plan_units(inputs))
+
+
+def _same_time(path, content):
+    status = path.stat()
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _replaced(path, content):
+    new = path.with_name("new")
+    new.write_bytes(content)
+    new.replace(path)
+
+
+@pytest.mark.parametrize("write", [Path.write_bytes, _same_time, _replaced])
+@pytest.mark.parametrize("when", ["before", "while"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_file_that_is_rewritten_with_the_same_size_is_refused(tmp_path, write, when, name):
+    path = tmp_path / name
+    path.write_bytes(DATA)
+    inputs, _ = find_inputs([str(path)], "text")
+    time.sleep(0.02)  # file systems count time in steps of up to 10 ms
+    if when == "before":
+        write(path, DATA.swapcase())
+    batches = read_batches(inputs, plan_units(inputs)[0], InputRules(on_bad_input="skip"), Tally())
+    with pytest.raises(ConfigError, match=rf"{name}: was written to or replaced since"):
+        next(batches)
+        write(path, DATA.swapcase())
+        list(batches)
 
 
 def test_a_damaged_row_group_does_not_affect_the_others(tmp_path):

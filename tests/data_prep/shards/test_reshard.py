@@ -16,6 +16,7 @@ from data_prep.shards import documents as documents_module
 from data_prep.shards import shuffle
 from tests.data_prep.shards.corpus import tokenize, write_corpus
 from tests.data_prep.tokenize.tokenized import documents_of
+from tests.manifests import write_shard_manifest
 from tests.range_server import range_server
 from zerolm.shards.origins import find_origin
 from zerolm.shards.reader import open_source, verify
@@ -261,7 +262,7 @@ def test_a_source_without_sums_is_verified_and_one_without_origins_is_named(corp
             for name in (key, f"{key}_size_bytes", f"{key}_sha256"):
                 del shard[name]
     del manifest["input_files"], manifest["unknown_ids"]
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    write_shard_manifest(copy, manifest)
     assert reshard(copy, "--output", tmp_path / "new") == 0
     assert documents_of(tmp_path / "new") == documents_of(one)
     found = find_origin(open_source(tmp_path / "new"), 150)

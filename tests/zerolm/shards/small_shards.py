@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.manifests import write_shard_manifest
 from zerolm.shards.writer import ShardWriter
 
 EOS = 0
@@ -30,7 +31,7 @@ def without_fine(directory: Path) -> Path:
         (directory / shard["fine"]).unlink()
         for key in ("fine", "fine_size_bytes", "fine_sha256"):
             del shard[key]
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    write_shard_manifest(directory, manifest)
     return directory
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.manifests import write_shard_manifest
 from tests.zerolm.shards.small_shards import EOS, TOKENIZER, without_fine, write, writer
 from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.data.window_readers import WindowReader
@@ -138,7 +139,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_shard_and_block(tmp_path,
     if kind == "without checksums":
         for key in [key for key in values["shards"][0] if key.startswith("sums")]:
             del values["shards"][0][key]
-    (directory / "manifest.json").write_text(json.dumps(values))
+    write_shard_manifest(directory, values)
     where = r"" if kind == "store" else r" \(bytes from 65536, tokens 32768 to 40002\)"
     named = rf"shard-00000\.bin: block 1{where} has token id 999, .* size 999 of its manifest"
     with pytest.raises(ShardError, match=named):
@@ -214,7 +215,7 @@ def test_windows_with_ids_beyond_the_vocabulary_are_refused_wherever_they_are(tm
     """Each window alone: the ids of many windows are compared together."""
     directory = write(tmp_path / "s", [[7] * 200 + [999, EOS]])
     manifest = json.loads((directory / "manifest.json").read_text())
-    (directory / "manifest.json").write_text(json.dumps({**manifest, "vocab_size": 999}))
+    write_shard_manifest(directory, {**manifest, "vocab_size": 999})
     for seq_len in (5, 20):
         reader = WindowReader([open_source(directory)], seq_len)
         shards, offsets = reader.locate(*np.zeros((2, 1), int))

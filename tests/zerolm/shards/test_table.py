@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from data_prep.__main__ import main
+from tests.manifests import write_shard_manifest
 from tests.zerolm.shards.small_shards import EOS, many_shards, write
 from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.shards import directory as shard_directory
@@ -90,7 +91,7 @@ def test_a_table_of_another_manifest_is_found(shards, capsys, monkeypatch):
     text = (shards / "manifest.json").read_text()
     first, second = "shard-00001.bin", "shard-00002.bin"
     swapped = text.replace(first, "X").replace(second, first).replace("X", second)
-    (shards / "manifest.json").write_text(swapped)
+    write_shard_manifest(shards, json.loads(swapped))
     source = open_source(shards)
     assert "was made from another manifest.json" in capsys.readouterr().err
     assert source.shards[1]["file"] == second
@@ -202,7 +203,7 @@ def test_a_manifest_that_says_more_than_a_table_can_has_none(shards, change):
     change(values["shards"][3])
     assert encode_table(json.dumps(values).encode()) is None
     if "note" in values["shards"][3]:
-        (shards / "manifest.json").write_text(json.dumps(values))
+        write_shard_manifest(shards, values)
         with pytest.raises(ShardError, match="there can be no"):
             write_table(shards)
 
