@@ -8,7 +8,6 @@ the smallest hash. Equal windows have equal anchors, so only windows with an anc
 twice can be equal, and `WindowTask` hashes only those.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,12 +29,13 @@ from data_prep.dedup.arrays import (
 )
 from data_prep.dedup.word_hashes import SECOND_BASE, hash_ngrams, hash_spans, hash_words, mix
 from data_prep.stages.documents import Documents, batch_rows, chosen_batches
+from data_prep.stages.line_ends import LINE_END, PARAGRAPH_END
 
 PLACE = np.dtype([("hash", "<u8"), ("low", "<u8"), ("position", "<u4"), ("document", "<u4")])
 ANCHOR = np.dtype([("hash", "<u8"), ("position", "<u4"), ("document", "<u4")])
 FOUND = np.dtype([("document", "<u8"), ("position", "<u4")])
 RUN_ENTRIES = 1 << 22  # sorted at a time: 100 MB
-SEPARATORS = {"lines": re.compile(r"(\n)"), "paragraphs": re.compile(r"(\n[^\S\n]*\n\s*)")}
+SEPARATORS = {"lines": LINE_END, "paragraphs": PARAGRAPH_END}
 
 
 class Run(NamedTuple):

@@ -20,6 +20,7 @@ from data_prep.filters.parameters import (
     parameters_of,
 )
 from data_prep.filters.score_filters import TAGS
+from data_prep.stages.line_ends import with_line_feeds
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
 from zerolm.common.provenance import installed_version
@@ -47,6 +48,8 @@ class Filters:
     def apply(self, text: str, document_id: str, record: Json) -> FilterResult:
         """Pass a document through the filters, up to the first that drops it.
 
+        They judge it with LF as line ends; a text that they do not change keeps its own.
+
         Args:
             record: the document's keys other than the text and the id.
         """
@@ -54,7 +57,9 @@ class Filters:
             return FilterResult(True, "", text, (), {})
         from datatrove.data import Document
 
-        document = Document(text=text, id=document_id, metadata=dict(record))
+        judged = with_line_feeds(text)
+        original = lambda changed: text if changed == judged else changed  # noqa: E731
+        document = Document(text=judged, id=document_id, metadata=dict(record))
         changed: list[str] = []
         tags: list[str] = []
         for name, step, is_tag in self.steps:
@@ -71,11 +76,11 @@ class Filters:
                 document.text = before
             elif not kept:
                 added = _added(document.metadata, record, tags)
-                return FilterResult(False, reason, before, tuple(changed), added)
+                return FilterResult(False, reason, original(before), tuple(changed), added)
             elif document.text != before:
                 changed.append(name)
         added = _added(document.metadata, record, tags)
-        return FilterResult(True, "", document.text, tuple(changed), added)
+        return FilterResult(True, "", original(document.text), tuple(changed), added)
 
 
 def _added(metadata: Json, record: Json, tags: list[str]) -> Json:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.__main__ import main
-from data_prep.dedup.find_repeats import anchor_length, choose_anchors
+from data_prep.dedup.find_repeats import anchor_length, choose_anchors, split_pieces
 from data_prep.dedup.options import RepeatsOptions
 from data_prep.dedup.repeats import covered_spans, run_repeats
 from data_prep.read.stage_files import read_records, read_stage
@@ -188,3 +188,30 @@ def test_repeats_are_a_stage_of_a_recipe(source, texts, tmp_path):
     assert "d78" in kept and {"d79", "d80"}.isdisjoint(kept)
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [each["stage"] for each in report["sources"]["web"]["stages"]] == ["clean", "repeats"]
+
+
+ENDS = ("\n", "\r\n", "\r", "\f", "\v", "\x85", "\u2028")
+
+
+@pytest.mark.parametrize("unit", ["lines", "paragraphs"])
+def test_line_ends_make_no_difference_to_the_pieces(texts, unit):
+    for text in texts:
+        expected = split_pieces(text, unit)
+        assert "".join(expected) == text
+        for end in ENDS[1:]:
+            pieces = split_pieces(text.replace("\n", end), unit)
+            assert pieces == [piece.replace("\n", end) for piece in expected]
+    two = ["one", "two"]
+    assert split_pieces("one\u2029two", unit)[::2] == two
+    assert split_pieces("one\r\ntwo", "paragraphs") == ["one\r\ntwo"]
+    assert split_pieces("one\r\n \t\r\n\r\ntwo", "paragraphs")[::2] == two
+
+
+def test_a_repeated_line_is_found_whatever_its_end(tmp_path):
+    line = "these are the eight or nine words of a line"
+    texts = [f"start {n}{end}{line}{end}the end {n}" for n, end in enumerate(ENDS)]
+    source = write_stage(tmp_path / "clean", texts, 7)
+    _, kept, _ = run(source, tmp_path / "out", unit="lines", min_words=5)
+    assert kept["d0"] == texts[0]
+    for number, end in enumerate(ENDS[1:], 1):
+        assert kept[f"d{number}"] == f"start {number}{end}the end {number}"

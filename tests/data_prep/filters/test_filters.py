@@ -84,12 +84,65 @@ def datatrove_result(name: str, text: str) -> tuple[bool, str | None, str]:
 
     module, attribute = DATATROVE[name].split(":")
     step = getattr(importlib.import_module(f"datatrove.pipeline.{module}"), attribute)()
-    document = Document(text=text, id="0")
+    given = lf_of(text)
+    document = Document(text=given, id="0")
     try:
         kept, reason = get_filter_result(step.filter(document))
     except ZeroDivisionError:
         kept, reason = False, "nothing_to_count"
-    return bool(kept), reason, document.text if kept else text
+    return bool(kept), reason, document.text if kept and document.text != given else text
+
+
+def lf_of(text: str) -> str:
+    text = text.replace("\r\n", "\n").replace("\u2029", "\n\n")
+    for end in "\r\v\f\x85\u2028":
+        text = text.replace(end, "\n")
+    return text
+
+
+PAGES = [
+    "\n\n".join(["one two three four five six seven eight nine ten, and the end of it."] * 3),
+    "\n\n".join(
+        f"Of paragraph {n} the words are {'some ' * n}words, and have an end." for n in range(9)
+    ),
+    "\n".join(
+        f"Line {n} has the words of a line, and of that to be with an end." for n in range(30)
+    ),
+    "- a bullet\n- another\n" * 20 + "the end...",
+    "a line without a full stop\n" * 4 + "The last one of the lines has a full stop.\n",
+    "mail a@b.org\n\nand 8.8.8.8\n",
+]
+STATS = {"filter": "stats", "of": ["document", "lines", "paragraphs"]}
+JUDGES = [
+    *({"filter": name} for name in (*COMPARED, "pii")),
+    STATS,
+    {"filter": "length", "max_words": 90},
+    {"filter": "python", "function": "tests.data_prep.filters.test_filters:has_few_lines"},
+]
+
+
+def has_few_lines(text, record):
+    return text.count("\n") < 20, f"{len(text.split(chr(10)))} lines"
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\r", "\v", "\f", "\x85", "\u2028"])
+@pytest.mark.parametrize("judge", JUDGES, ids=lambda judge: judge["filter"])
+def test_line_ends_make_no_difference_to_a_filter(judge, end):
+    filters = build_filters([judge])
+    for page in PAGES:
+        other = page.replace("\n", end)
+        expected, result = filters.apply(page, "0", {}), filters.apply(other, "0", {})
+        assert (result.kept, result.reason) == (expected.kept, expected.reason), page
+        assert result.changed == expected.changed and result.added == expected.added
+        assert result.text == (expected.text if expected.text != page else other)
+
+
+def test_a_paragraph_separator_is_an_empty_line():
+    filters = build_filters([{"filter": "gopher_repetition"}, STATS])
+    for page in PAGES:
+        expected = filters.apply(page, "0", {})
+        result = filters.apply(page.replace("\n\n", "\u2029"), "0", {})
+        assert (result.kept, result.reason, result.added) == expected[:2] + expected[4:]
 
 
 @pytest.mark.parametrize(
