@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_prep.read.inputs import SHOWN_SUFFIXES, SUFFIXES
+from data_prep.read.parquet import entire_rows
 from data_prep.read.parse import find_text
 from data_prep.read.readers import TEXT_FORMATS
 from data_prep.read.streams import COMPRESSIONS, Stream
+from data_prep.stages.line_ends import PARAGRAPH_END
 from zerolm.common.errors import ConfigError, did_you_mean, reason
 
 WIKIHOW_MARK = re.compile(r"\[.*?\]")  # in HellaSwag: [header], [title], ...
@@ -100,12 +102,12 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
-        for number, row in enumerate(pq.read_table(path).to_pylist(), 1):
-            yield f"{path}:{number}", row
+        rows = (row for batch in pq.read_table(path).to_batches() for row in entire_rows(batch, ""))
+        yield from ((f"{path}:{number}", row) for number, row in enumerate(rows, 1))
         return
     text = _content(path).decode("utf-8-sig")
     if _is_text(path):
-        paragraphs = [part for part in re.split(r"\n[ \t\r]*\n", text) if part.strip()]
+        paragraphs = [part for part in PARAGRAPH_END.split(text)[::2] if part.strip()]
         yield from ((f"{path}:{number}", part) for number, part in enumerate(paragraphs, 1))
         return
     for number, line in enumerate(text.split("\n"), 1):

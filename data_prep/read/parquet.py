@@ -11,6 +11,7 @@ from data_prep.read.streams import MIN_CHECKED_BYTES, Failure
 from zerolm.common.errors import reason
 
 MAX_ROWS = 8192  # in a list
+NANOSECONDS = "time64[ns]"  # Python's times have microseconds, and pyarrow drops the rest
 
 
 class RowGroupRefused(ValueError):
@@ -98,7 +99,7 @@ def read_batch(batch: Any, skip: int, rules: InputRules, chunk_bytes: int) -> It
         ArrowInvalid: the batch is damaged; pyarrow would read outside of it.
     """
     for column in batch.columns:
-        (_as_bytes(column) if is_text_type(column.type) else column).validate(full=True)
+        _validate(column)
     count = min(max(1, chunk_bytes * len(batch) // max(batch.nbytes, 1)), MAX_ROWS)
     is_text_column = not rules.keep_records and rules.text_field in batch.schema.names
     for start in range(skip, len(batch), count):
@@ -106,7 +107,21 @@ def read_batch(batch: Any, skip: int, rules: InputRules, chunk_bytes: int) -> It
         if is_text_column:
             yield _column_values(rows.column(rules.text_field))
         else:
-            yield _entire_rows(rows, rules.text_field)
+            yield entire_rows(rows, rules.text_field)
+
+
+def _validate(column: Any) -> None:
+    """Check that no value is outside of the memory of a column; its content may be odd."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(column.type):
+        column.validate()
+        for number in range(column.type.num_fields):
+            _validate(column.field(number))
+    elif pa.types.is_temporal(column.type):
+        column.validate()
+    else:
+        (_as_bytes(column) if is_text_type(column.type) else column).validate(full=True)
 
 
 def _column_type(schema: object, text_field: str) -> object | None:
@@ -171,22 +186,86 @@ def read_row_group(
         if is_text_column:
             yield _column_values(batch.column(0))
         else:
-            yield _entire_rows(batch, field)
+            yield entire_rows(batch, field)
 
 
-def _entire_rows(batch: Any, field: str) -> list:
-    """Return rows with all of their columns; a value that is not UTF-8 affects only its own row."""
+def entire_rows(batch: Any, field: str) -> list:
+    """Return rows with all of their columns, in JSON types.
+
+    What Python has no value for, such as a date after the year 9999 or text that is not UTF-8,
+    affects only its own value.
+    """
+    is_exact = not any(NANOSECONDS in str(column.type) for column in batch.columns)
     try:
-        rows = batch.to_pylist()
-    except UnicodeDecodeError:
-        columns = {}
-        for name, column in zip(batch.schema.names, batch.columns, strict=True):
-            values = _column_values(column)
-            if name != field and is_text_type(_value_type(column.type)):
-                values = [_decoded(value, "backslashreplace") for value in values]
-            columns[name] = values
+        rows = batch.to_pylist() if is_exact else None
+    except value_errors():
+        rows = None
+    if rows is None:
+        columns = {
+            name: _exact_values(column, f"{field}.".startswith(f"{name}."))
+            for name, column in zip(batch.schema.names, batch.columns, strict=True)
+        }
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     return json_rows(rows, field)
+
+
+def _exact_values(column: Any, has_text: bool) -> list:
+    """Return the values of a column, one by one where Python cannot convert all of them.
+
+    Args:
+        has_text: it is the column of the text, whose values stay bytes if they are not UTF-8.
+    """
+    if NANOSECONDS not in str(column.type):
+        with contextlib.suppress(*value_errors()):
+            return column.to_pylist()
+    return [_exact_value(value, has_text) for value in column]
+
+
+def _exact_value(value: Any, has_text: bool) -> Any:
+    """Return an Arrow scalar in JSON types, without loss."""
+    import pyarrow as pa
+
+    kind = value.type
+    if not value.is_valid:
+        return None
+    if isinstance(value, pa.StructScalar):
+        fields = [_exact_value(value[number], has_text) for number in range(kind.num_fields)]
+        names = [each.name for each in kind]
+        if len(set(names)) < len(names):
+            return [list(pair) for pair in zip(names, fields, strict=True)]
+        return dict(zip(names, fields, strict=True))
+    if isinstance(value, pa.MapScalar):
+        pairs = ((each[0], each[1]) for each in value.values)
+        return [[_exact_value(part, has_text) for part in pair] for pair in pairs]
+    if isinstance(value, pa.ListScalar | pa.ListViewScalar | pa.LargeListViewScalar):
+        return [_exact_value(each, has_text) for each in value.values]
+    inner = (pa.ExtensionScalar, pa.DictionaryScalar, pa.RunEndEncodedScalar, pa.UnionScalar)
+    if NANOSECONDS not in str(kind):
+        try:
+            return value.as_py()
+        except value_errors():
+            pass
+    if isinstance(value, inner):
+        return _exact_value(value.value, has_text)
+    if is_text_type(kind):
+        content = value.as_buffer().to_pybytes()
+        return content if has_text else content.decode(errors="backslashreplace")
+    return _time_text(value)
+
+
+def _time_text(value: Any) -> str:
+    """Return a date, a time (UTC if it has a zone) or a duration as text."""
+    import pyarrow as pa
+
+    if pa.types.is_duration(value.type):
+        return f"{value.value} {value.type.unit}"
+    zone = ""
+    if pa.types.is_timestamp(value.type) and value.type.tz:
+        value, zone = value.cast(pa.timestamp(value.type.unit)), "Z"
+    text = value.cast(pa.string()).as_py()
+    if text.startswith("<"):  # beyond the years that Arrow writes
+        return f"{value.value} {getattr(value.type, 'unit', 'days')} since 1970"
+    return text.replace(" ", "T", 1) + zone
 
 
 def json_rows(rows: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
@@ -204,10 +283,6 @@ def json_rows(rows: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
             row = replace_text(row, field, text)
         converted.append(row)
     return converted
-
-
-def _decoded(value: bytes | str | None, errors: str) -> str | None:
-    return value.decode(errors=errors) if isinstance(value, bytes) else value
 
 
 def _value_type(column_type: Any) -> Any:
@@ -271,6 +346,13 @@ def is_untyped(column_type: Any) -> bool:
 
     kinds = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_binary_view)
     return any(is_kind(column_type) for is_kind in (*kinds, pa.types.is_null))
+
+
+def value_errors() -> tuple[type[Exception], ...]:
+    """Return the exceptions for a value that Python has no type for; KeyError: unknown zones."""
+    import pyarrow as pa
+
+    return (pa.ArrowException, ValueError, OverflowError, KeyError)
 
 
 def parquet_errors() -> tuple[type[BaseException], ...]:
