@@ -155,7 +155,10 @@ class CleanTask:
         """Keep or drop one document."""
         text_field = self.options.rules.text_field
         record = dict(document.record or {})
-        document_id = record.setdefault(ID, f"{self.inputs[document.input].name}:{document.start}")
+        document_id = record.get(ID)
+        if document_id in (None, ""):
+            document_id = f"{self.inputs[document.input].name}:{document.start}"
+            record[ID] = document_id
         size = len(document.text.encode())
         others = {key: value for key, value in record.items() if key not in (text_field, ID)}
         result = filters.apply(document.text, str(document_id), others)

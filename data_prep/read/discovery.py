@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from data_prep.read.encodings import canonical
 from data_prep.read.inputs import (
@@ -25,8 +26,10 @@ from data_prep.read.inputs import (
     FileKinds,
     HubDataset,
     Input,
+    lines_suffix,
     package_versions,
     packages_of,
+    pointer_failure,
     state_of,
     suffix_of,
 )
@@ -42,7 +45,7 @@ from data_prep.read.stage_files import (
     read_stage,
     stage_of,
 )
-from data_prep.read.streams import Failure
+from data_prep.read.streams import COMPRESSIONS, Failure
 from zerolm.common.errors import ConfigError, reason
 from zerolm.common.url import is_url
 
@@ -86,12 +89,12 @@ def find_inputs(
     kinds = CODE_FILES if code else DATA_FILES
     for argument in arguments:
         candidates += _expand(argument, text_field, kinds, notes, problems)
+    candidates = _without_links(candidates, notes)
     inputs: list[Input] = []
-    seen: dict[str, str] = {}
+    seen: dict[Any, str] = {}
     missing: dict[str, str] = {}  # packages, once for all files that need them
     for each in candidates:
-        is_local = each.suffix != "hub" and not is_url(each.name)
-        key = os.path.realpath(each.name) if is_local else each.name
+        key = _identity(each)
         if key in seen:
             problems.append(
                 f"--input {each.argument}: {each.name} is already named by --input {seen[key]}. "
@@ -104,10 +107,59 @@ def find_inputs(
             prefix = f"--input {each.argument}: " if each.argument != each.name else ""
             problems.append(f"{prefix}{each.name}: {each.problem.detail}")
         inputs.append(each)
+    notes += _copies_notes(inputs)
     problems += missing.values()
     if problems:
         raise ConfigError(problems)
     return inputs, notes
+
+
+def _identity(each: Input) -> Any:
+    """Return what two names of one file have in common."""
+    if each.suffix == "hub" or is_url(each.name):
+        return each.name
+    try:
+        status = Path(each.name).stat()
+    except OSError:
+        return os.path.realpath(each.name)
+    return status.st_dev, status.st_ino
+
+
+def _without_links(found: Sequence[Input], notes: list[str]) -> list[Input]:
+    """Return the inputs without further links, hard or symbolic, to a file of one argument."""
+    first: dict[Any, Input] = {}
+    links: list[Input] = []
+    kept: list[Input] = []
+    for each in found:
+        key = (each.argument, _identity(each))
+        is_link = key in first and each.name != each.argument
+        (links if is_link else kept).append(each)
+        first.setdefault(key, each)
+    if links:
+        of = first[links[0].argument, _identity(links[0])].name
+        notes.append(
+            f"--input {links[0].argument}: ignored {len(links):,} further links to files that are "
+            f"read already; the first is {links[0].name}, which is {of}"
+        )
+    return kept
+
+
+def _copies_notes(inputs: Sequence[Input]) -> list[str]:
+    """Return a note on files that are there compressed and not, or compressed in two ways."""
+    first: dict[str, Input] = {}
+    copies = []
+    for each in inputs:
+        end = next((end for end in COMPRESSIONS if each.suffix.endswith(end)), "")
+        stem = each.name[: len(each.name) - len(end)]
+        if stem in first:
+            copies.append(f"{first[stem].name} and {each.name}")
+        first.setdefault(stem, each)
+    if not copies:
+        return []
+    return [
+        f"{len(copies):,} files are there in two compressions, and both are read; the first are "
+        f"{copies[0]}. If they are copies, remove one of them."
+    ]
 
 
 def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, str]) -> Input:
@@ -122,6 +174,8 @@ def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, s
     if each.suffix == CODE:
         is_tree = Path(each.argument).is_dir() or is_url(each.argument)
         keys = code_keys(each.name, each.argument if is_tree else str(Path(each.name).parent))
+    if not is_url(each.name) and (failure := pointer_failure(each.name, each.size_bytes)):
+        return replace(each, problem=failure)
     is_fixed = each.suffix.startswith((*ARCHIVE_FORMATS, *ROW_FORMATS))
     encoding = "utf-8" if is_fixed else canonical(encoding)
     each = replace(each, encoding=encoding, keys=keys, packages=packages)
@@ -142,6 +196,9 @@ def _expand(
         paths = sorted(glob.glob(argument, recursive=True))  # noqa: PTH207 - absolute ones too
         if "**" in argument:  # matches directories as well as the files in them
             paths = [path for path in paths if not Path(path).is_dir()]
+        hidden = [path for path in paths if kinds.hides_below(argument, path)]
+        paths = [path for path in paths if path not in set(hidden)]
+        notes += _hidden_note(argument, hidden)
         stages = [each for each in {os.path.dirname(p) for p in paths} if is_stage(each or ".")]  # noqa: PTH120
         if stages:
             problems.append(_stages_problem(argument, stages))
@@ -171,8 +228,8 @@ def _expand(
             is_one = stage.directory != Path(path)
             yield from _stage_inputs(argument, [Path(path)] if is_one else stage.paths)
         elif Path(path).is_dir():
-            yield from _walk(argument, path, kinds, notes, problems)
-        elif (suffix := kinds.suffix(path)) is None:
+            yield from _walk(argument, path, kinds, text_field, notes, problems)
+        elif (suffix := _suffix(path, kinds, text_field)) is None:
             hint = f" {JSON_HINT}" if path.lower().endswith(".json") else ""
             problems.append(f"--input {argument}: {path} is not one of {kinds.shown}{hint}")
         else:
@@ -190,15 +247,11 @@ def _expand_url(
 ) -> Iterator[Input]:
     """Yield the files of a URL, like those of a local path."""
     try:
-        entries, top = list_files(argument)
+        entries = list_files(argument)
     except ConfigError as error:
         problems += error.problems
         return
-    is_hidden = [
-        len(entries) > 1
-        and any(kinds.hides(name) for name in each.url.removeprefix(top).split("/"))
-        for each in entries
-    ]
+    is_hidden = [kinds.hides_below(argument, each.url) for each in entries]
     suffixes = [kinds.suffix(each.url) for each in entries]
     stages = {each.url.rpartition("/")[0] for each in entries if each.url.endswith("/stage.json")}
     if stages:
@@ -222,7 +275,12 @@ def _expand_url(
 
 
 def _walk(
-    argument: str, top: str, kinds: FileKinds, notes: list[str], problems: list[str]
+    argument: str,
+    top: str,
+    kinds: FileKinds,
+    text_field: str,
+    notes: list[str],
+    problems: list[str],
 ) -> Iterator[Input]:
     """Yield the files below a directory, sorted by path."""
     paths: list[str] = []
@@ -253,22 +311,16 @@ def _walk(
         paths += [os.path.join(directory, name) for name in names]  # noqa: PTH118
         children = [os.path.join(directory, name) for name in directories]  # noqa: PTH118
         links += [path for path in children if Path(path).is_symlink()]
-    ignored = sorted(path for path in paths if kinds.suffix(path) is None)
-    known = sorted([path for path in paths if kinds.suffix(path) is not None] + [*unreadable])
+    suffixes = {path: _suffix(path, kinds, text_field) for path in paths}
+    ignored = sorted(path for path, suffix in suffixes.items() if suffix is None)
+    known = sorted([path for path, suffix in suffixes.items() if suffix] + [*unreadable])
     if ignored:
         notes.append(
             f"--input {argument}: ignored {len(ignored):,} of {len(paths):,} files "
             f"({_kinds(ignored)}), which are not {kinds.shown} The first is {ignored[0]}"
         )
-    for found, what in (
-        (hidden, f"hidden files, hidden directories and {DATASET_CARD}"),
-        (links, "directories that are symbolic links"),
-    ):
-        if found:
-            notes.append(
-                f"--input {argument}: ignored {len(found):,} {what}; the first is {min(found)}. To "
-                f"read one of them, give it as --input."
-            )
+    notes += _hidden_note(argument, hidden)
+    notes += _hidden_note(argument, links, "directories that are symbolic links")
     if stages:
         problems.append(_stages_problem(argument, stages))
     elif not known:
@@ -277,7 +329,27 @@ def _walk(
         if path in unreadable:
             yield Input(argument, _printable(path), "directory", 0, problem=unreadable[path])
         else:
-            yield _file_input(argument, path, kinds.suffix(path) or "")
+            yield _file_input(argument, path, suffixes[path] or "")
+
+
+HIDDEN = f"hidden files and directories (.name, _name), files of the system and {DATASET_CARD}"
+
+
+def _hidden_note(argument: str, found: Sequence[str], what: str = HIDDEN) -> list[str]:
+    if not found:
+        return []
+    return [
+        f"--input {argument}: ignored {len(found):,} {what}; the first is {min(found)}. To read "
+        f"one of them, give it as --input."
+    ]
+
+
+def _suffix(path: str, kinds: FileKinds, text_field: str) -> str | None:
+    """Return the suffix by which a local file is read; None if it is not."""
+    suffix = kinds.suffix(path)
+    if suffix is None and path.lower().endswith(".json"):
+        return lines_suffix(path, text_field)
+    return suffix
 
 
 def _directory_problem(directory: str, directories: list[str], names: list[str]) -> str | None:

@@ -3,9 +3,14 @@
 Independent of how a format is read.
 """
 
+import codecs
+import glob
+import io
+import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +22,7 @@ from data_prep.read.streams import COMPRESSIONS, Failure, Stream
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import host_name
 from zerolm.common.provenance import installed_version
+from zerolm.common.records import open_regular
 from zerolm.common.url import is_url
 
 TEXT_FORMATS = (".txt", ".md")  # a document each; also compressed: streams.COMPRESSIONS
@@ -30,14 +36,25 @@ PLAIN_FORMATS = (*TEXT_FORMATS, *LINE_FORMATS, *PAGE_FORMATS, *TABLE_FORMATS)
 SUFFIXES = tuple(
     [each + end for each in PLAIN_FORMATS for end in ("", *COMPRESSIONS)]
     + [each + end for each in ARCHIVE_FORMATS for end in ("", ".gz")]
-    + [".json" + end for end in COMPRESSIONS]  # JSON lines; an uncompressed .json is seldom that
+    + [".json" + end for end in COMPRESSIONS]  # JSON lines; see `lines_suffix` of a plain .json
     + [".parquet", ".arrow"]
 )
 SHOWN_SUFFIXES = (
-    ".txt, .md, .html, .csv, .tsv, .jsonl, .ndjson (also .gz, .zst, .bz2, .xz), .json.gz (.zst, "
-    ".bz2, .xz), .warc, .wet (also .gz), .parquet, .arrow"
+    ".txt, .md, .html, .csv, .tsv, .jsonl, .ndjson (also .gz, .zst, .bz2, .xz), JSON lines in "
+    ".json (.gz, .zst, .bz2, .xz), .warc, .wet (also .gz), .parquet, .arrow"
 )
 DATASET_CARD = "README.md"  # describes the files beside it
+# Of desktops, archives and network disks.
+JUNK = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "$recycle.bin", "lost+found"}
+# A small text in place of a file that is stored elsewhere: its start, the program, the remedy.
+POINTERS = (
+    (b"version https://git-lfs.github.com/spec/", "Git LFS", "git lfs pull"),
+    (b"version https://hawser.github.com/spec/", "Git LFS", "git lfs pull"),
+    (b"/annex/objects/", "git-annex", "git annex get ."),
+    (b"# xet version ", "Git-Xet", "git xet install && git lfs pull"),
+)
+MAX_POINTER_BYTES = 1024  # the limit of Git LFS
+SNIFFED_BYTES = 1 << 20
 END = -1  # in place of the start of the next chunk: there is none
 
 
@@ -51,31 +68,91 @@ def _code_suffix(path: str) -> str | None:
     return CODE if language_of(path) is not None else None
 
 
+def lines_suffix(path: str, text_field: str) -> str | None:
+    """Return the suffix of JSON lines for a `.json` file that has them, else None.
+
+    It has two lines with an object each, or a single one with the text.
+    """
+    try:
+        with open_regular(path) or io.BytesIO() as file:
+            first, second = file.readline(SNIFFED_BYTES), file.readline(SNIFFED_BYTES)
+    except OSError:
+        return None
+    first = first.removeprefix(codecs.BOM_UTF8).strip()
+    if len(first) >= SNIFFED_BYTES - len(codecs.BOM_UTF8):  # a long document
+        return LINE_FORMATS[0] if first.startswith(b'{"') else None
+    try:
+        record = json.loads(first)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict):
+        return None
+    is_text = bool({text_field, text_field.partition(".")[0]} & record.keys())
+    return LINE_FORMATS[0] if is_text or second.lstrip().startswith(b"{") else None
+
+
+def pointer_failure(name: str, size_bytes: int | None) -> Failure | None:
+    """Return why a file is a pointer to one that is not here, None if it is not."""
+    if not 0 < (size_bytes or 0) <= MAX_POINTER_BYTES:
+        return None
+    try:
+        with open_stored(name) as file:
+            content = file.read(MAX_POINTER_BYTES)
+    except OSError:
+        return None  # named when it is read
+    for start, program, command in POINTERS:
+        if content.startswith(start) and content.count(b"\n") < 12:
+            detail = f"is a pointer of {program}, not the file itself. Fetch it: {command}"
+            return Failure("unreadable", detail)
+    return None
+
+
 class FileKinds(NamedTuple):
     """The files that are read, by their names.
 
     Attributes:
         suffix: returns the suffix of an input, given its path; None if it is not read.
         shown: the names, for messages.
+        hidden: what names of files and directories start with that are left out.
         card: name of files that describe those beside them, and are not read.
     """
 
     suffix: Callable[[str], str | None]
     shown: str
+    hidden: tuple[str, ...]
     card: str = ""
 
     def hides(self, name: str) -> bool:
-        """Return whether a file or directory below an --input is left out."""
-        return name.startswith(".") or name == self.card
+        """Return whether a file or directory below an --input is left out.
+
+        Spark, Hive and pyarrow hide the same names, but for a partition of a column (`_day=1`).
+        """
+        is_hidden = name.startswith(self.hidden) and not (name[0] == "_" and "=" in name)
+        return is_hidden or name == self.card or name.lower() in JUNK
+
+    def hides_below(self, argument: str, name: str) -> bool:
+        """Return whether a file that an --input contains or matches is left out.
+
+        Not if the argument itself names it, as the glob `_*/a.txt` does.
+        """
+        top, patterns = argument.rstrip("/").split("/"), list[str]()
+        while top and glob.has_magic("/".join(top)):
+            patterns.append(top.pop())
+        return name != argument and any(
+            self.hides(part)
+            and not any(each[:1] == part[:1] and fnmatch(part, each) for each in patterns)
+            for part in name.split("/")[len(top) :]
+        )
 
 
 DATA_FILES = FileKinds(
     suffix_of,
     f"{SHOWN_SUFFIXES}. Convert or rename them, or read source code with --code.",
+    (".", "_", "~$"),
     DATASET_CARD,
 )
 CODE_FILES = FileKinds(
-    _code_suffix, "the names of text files that identify knows (.py, .c, Makefile, ...)."
+    _code_suffix, "the names of text files that identify knows (.py, .c, Makefile, ...).", (".",)
 )
 
 

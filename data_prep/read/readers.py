@@ -23,6 +23,7 @@ from data_prep.read.inputs import (
     HubDataset,
     Input,
     InputRange,
+    pointer_failure,
     problem_chunk,
     state_of,
     stored_in,
@@ -79,7 +80,7 @@ def _read_input(
         yield problem_chunk(source, part, 0, source.problem, num_documents, size), END
     elif source.suffix == "hub":
         yield from _read_hub(source, part, rules)
-    elif (failure := _check_unchanged(source)) is not None:
+    elif (failure := _check_unchanged(source) or _remote_pointer(source)) is not None:
         yield problem_chunk(source, part, 0, failure, 1, size), END
     elif source.size_bytes == 0:
         yield Chunk(source.name, "skipped", 0, "no_bytes", 0, part.input), END
@@ -95,6 +96,11 @@ def _read_input(
         yield from _read_arrow(source, part, rules, chunk_bytes)
     else:
         yield from _read_lines(source, part, rules, chunk_bytes)
+
+
+def _remote_pointer(source: Input) -> Failure | None:
+    """Return the failure of a pointer in a store; discovery looks into local files."""
+    return pointer_failure(source.name, source.size_bytes) if is_url(source.name) else None
 
 
 def _check_unchanged(source: Input) -> Failure | None:

@@ -29,8 +29,8 @@ class Entry(NamedTuple):
     version: str  # changes with the content, if the store tells
 
 
-def list_files(url: str) -> tuple[list[Entry], str]:
-    """Return the files of a URL, sorted, and the URL of the directory that they are below.
+def list_files(url: str) -> list[Entry]:
+    """Return the files of a URL, sorted.
 
     The URL names a file, a "directory" or a glob; on a web server, which lists nothing, a file.
 
@@ -54,7 +54,7 @@ def list_files(url: str) -> tuple[list[Entry], str]:
             f"--input {url}: there is no such file or directory, or its server does not answer. "
             f"Check the URL."
         )
-    return sorted(entries), url.rstrip("/") + "/"
+    return sorted(entries)
 
 
 def _list(url: str) -> Iterator[Entry]:

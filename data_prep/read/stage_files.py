@@ -291,7 +291,7 @@ def publish_stage(
         counts: sum over all tasks; see `merge_counts`.
         provenance: `provenance_of` the previous stage, or the inputs of the first stage.
     """
-    manifest = {
+    content = {
         "format": FORMAT,
         "version": VERSION,
         "stage": stage,
@@ -304,7 +304,8 @@ def publish_stage(
         "files": list(files),
     }
     remove_unlisted_files(directory, {entry["file"] for entry in files})
-    write_json(directory / STAGE_MANIFEST, with_digest(manifest))
+    manifest = with_digest(content)
+    write_json(directory / STAGE_MANIFEST, manifest)
     return manifest
 
 

@@ -130,7 +130,7 @@ def _numbers(problems: Problems, name: str, path: Path | None, total: int) -> An
     if path is None:
         return None
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         problems.lines.append(f"--{name} {path}: cannot be read ({error}). Check the path.")
         return None

@@ -136,9 +136,9 @@ class InputDocuments(Documents):
         for batch in read_batches(self.inputs, self.units[task], self.rules, tally):
             for document in batch.documents:
                 record = document.record or {self.text_field: document.text}
-                if "id" not in record:
+                if record.get("id") in (None, ""):
                     name = self.inputs[document.input].name
-                    record = {"id": f"{name}:{document.start}", **record}
+                    record = {"id": "", **record} | {"id": f"{name}:{document.start}"}
                 yield DocumentRow(document.text, record["id"], _to_line(record))
 
 

@@ -107,7 +107,7 @@ def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
         part: {"size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
         for part, path in paths.items()
     }
-    manifest = {
+    content = {
         "format": FORMAT,
         "version": VERSION,
         "seq_len": seq_len,
@@ -117,7 +117,8 @@ def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
         **entries,
         "efficiency": [vars(row) for row in efficiency(source, seq_len, counts)],
     }
-    write_json(index_file(source.directory, seq_len), with_digest(manifest))
+    manifest = with_digest(content)
+    write_json(index_file(source.directory, seq_len), manifest)
     return manifest
 
 

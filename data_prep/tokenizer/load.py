@@ -11,7 +11,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from zerolm.shards.tokenizer import (
     load_auto_tokenizer,
     make_portable,
     read_tiktoken,
+    without_marks,
 )
 
 TIKTOKEN_EOS = "<|endoftext|>"
@@ -84,7 +85,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     if directory.is_dir():
         if (directory / TIKTOKEN_FILE).is_file():
             return _describe_tiktoken(name, read_tiktoken(directory))
-        return _load_without_transformers(directory) or _load_with_transformers(name, local=True)
+        plain = without_marks(directory)
+        found = _load_without_transformers(plain) or _load_with_transformers(str(plain), local=True)
+        return replace(found, name=name)
     if directory.exists():
         raise ConfigError(f"--tokenizer {name}: is a file. Give its directory.")
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
@@ -105,7 +108,7 @@ def _load_without_transformers(directory: Path) -> Tokenizer | None:
     if any((directory / name).exists() for name in others):
         return None
     try:
-        config = json.loads(config_path.read_text(encoding="utf-8"))
+        config = json.loads(config_path.read_text(encoding="utf-8-sig"))
         added = read_definition(directory)["added_tokens"]
         special = {token["content"]: token for token in added}
         is_plain = config.get("tokenizer_class") in _PLAIN_CLASSES
@@ -173,7 +176,7 @@ def _check_eos_token(directory: Path, eos_token: str) -> None:
     special = {token.content for token in backend.get_added_tokens_decoder().values()}
     for file in ("tokenizer_config.json", "added_tokens.json"):
         if (directory / file).is_file():
-            content = json.loads((directory / file).read_text(encoding="utf-8"))
+            content = json.loads((directory / file).read_text(encoding="utf-8-sig"))
             if file == "added_tokens.json":
                 special |= set(content)
             else:

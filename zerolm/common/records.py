@@ -201,7 +201,7 @@ def parse_json(content: bytes, loads: Callable[..., Any] = json.loads) -> Any:
             integer of more than `MAX_DIGITS`, or half of a surrogate pair.
         RecursionError: nests deeper than the parser can read.
     """
-    text = content.decode("utf-8")
+    text = content.decode("utf-8").removeprefix("\ufeff")  # the mark of editors of Windows
     value = loads(text, object_pairs_hook=_unique, parse_int=_integer)
     if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
         _check_depth(value)

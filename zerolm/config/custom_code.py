@@ -90,7 +90,7 @@ def _named_kernels(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _read(file: Path) -> dict[str, Any]:
     """Return the content of a JSON file; {} if it is absent or not an object."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
         return {}  # the code that loads the file reports it
     return values if isinstance(values, dict) else {}

@@ -81,7 +81,7 @@ def _read_config(path: Path) -> list[Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_reason(error)}. Give {EXAMPLE}.") from None
     tasks = content.get("icl_tasks") if isinstance(content, dict) else None
@@ -140,7 +140,7 @@ def _read_task(base: Path, entry: Any, where: str, baselines: dict[str, float], 
 
 def _read_items(path: Path, kind: str) -> list[Item]:
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {_reason(error)}. Give {EXAMPLE}.") from None
     items = []

@@ -73,7 +73,7 @@ def read_items(name: str, limit: int = 0) -> list[Item]:
 def _read_lines(path: Path) -> list[Any]:
     documents = []
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}). Give {EXAMPLE}.") from None
     for number, line in enumerate(filter(str.strip, text.split("\n")), 1):

@@ -135,10 +135,10 @@ def _read(directory: Path) -> tuple[list[dict[str, Any]], str]:
     path = directory / REQUESTS
     documents: dict[int, dict[str, Any]] = {}
     try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding="utf-8-sig") as file:
             for line in file:
                 _add(documents, json.loads(line))
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8-sig"))
         primary = str(config["task_config"]["primary_metric"])
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: cannot be read ({reason(error)}). Restore the files.") from None

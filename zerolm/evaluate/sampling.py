@@ -49,7 +49,7 @@ def read_prompts(path: Path) -> list[str]:
     """Read one prompt per line; from `.jsonl`, one JSON object with `prompt` per line."""
     fix = 'Give a text file with one prompt per line, or JSON lines (.jsonl) with "prompt"'
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}). {fix}.") from None
     if path.suffix == ".jsonl":

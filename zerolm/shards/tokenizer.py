@@ -3,8 +3,12 @@
 Imports the tokenizer libraries lazily.
 """
 
+import atexit
 import base64
+import codecs
 import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,29 @@ TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
 EXAMPLES = ("don't", "The 2024", "a  b", "a\n\nb", " e\u0301", "ﬁ", "日本", "A\tB ", "<s>x", "")
 
 
+def without_marks(directory: Path) -> Path:
+    """Return a tokenizer directory without byte order marks, which the libraries refuse.
+
+    It is the directory itself, or a copy of its files that is removed when the process ends.
+    """
+    files = [path for path in directory.iterdir() if path.is_file()]
+    marked = [path for path in files if path.suffix == ".json" and _starts_with_mark(path)]
+    if not marked:
+        return directory
+    copy = Path(tempfile.mkdtemp(prefix="zerolm-tokenizer-"))
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    for path in files:
+        content = path.read_bytes()
+        mark = codecs.BOM_UTF8 if path in marked else b""
+        (copy / path.name).write_bytes(content.removeprefix(mark))
+    return copy
+
+
+def _starts_with_mark(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
+
+
 def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None) -> Any:
     """Load a tokenizer with transformers; code that comes with it is refused, never executed.
 
@@ -31,6 +58,8 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
     """
     if local and (problem := tokenizer_problem(Path(name))):
         raise ConfigError(problem)
+    if local and Path(name).is_dir():
+        name = str(without_marks(Path(name)))
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 

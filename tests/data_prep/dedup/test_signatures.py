@@ -25,6 +25,8 @@ from tests.data_prep.dedup.near_copies import planted_texts, similar_pairs
 from tests.data_prep.dedup.test_dedup import SHORT, expected_kept, files_of
 from tests.data_prep.stage_cases import documents_of, write_stage
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import write_json
+from zerolm.common.records import with_digest
 
 CUTS = (0, 70, 71, 150, 260)  # of the texts: one stage has a single document
 
@@ -181,7 +183,7 @@ def test_signatures_that_cannot_be_compared_are_refused_together(chain, parts, t
     ):
         shutil.rmtree(broken, ignore_errors=True)
         shutil.copytree(chain[0] / "signatures", broken)
-        (broken / "signatures.json").write_text(json.dumps({**manifest, key: value}))
+        write_json(broken / "signatures.json", with_digest({**manifest, key: value}))
         assert reason in refused("--against", broken)
     command = ["dedup", "--input", parts[3], "--output", chain[0], "--against", chain[0]]
     assert main([str(each) for each in command]) == 2

@@ -1,5 +1,6 @@
 """Inputs are found in the order given; whatever is no input is named or refused."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -107,3 +108,136 @@ def test_a_json_array_is_refused_with_the_command_that_converts_it(tmp_path):
         (tmp_path / name).write_text(json.dumps([{"text": "a"}], indent=indent))
         with pytest.raises(ConfigError, match=r"jq -c '\.\[\]' a\.json > a\.jsonl"):
             read([str(tmp_path / name)])
+
+
+HIDDEN = (
+    "_temporary/0/part-0.txt", "_delta_log/0.jsonl", "_SUCCESS.txt", "k=1/_part-1.txt", "~$a.txt",
+    "__MACOSX/a.txt", "__MACOSX/._a.txt", "._a.txt", ".a.txt.crc", "@eaDir/a.txt",
+)  # fmt: skip
+OTHER = (
+    "Thumbs.db",
+    "desktop.ini",
+    "_SUCCESS",
+    "a.txt~",
+    "b.txt.tmp",
+    "part-0.inprogress.7",
+    "x.crc",
+)
+
+
+def write_files(top, names):
+    for name in names:
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(f"text of {name}")
+
+
+def test_files_that_other_programs_hide_are_not_read_and_are_counted(tmp_path):
+    write_files(tmp_path, [*HIDDEN, *OTHER, "a.txt", "k=1/b.txt", "_day=2/c.txt"])
+    read_names = ["_day=2/c.txt", "a.txt", "k=1/b.txt"]
+    for argument in (str(tmp_path), f"file://{tmp_path}", str(tmp_path / "**/*.txt")):
+        inputs, notes = find_inputs([argument], "text")
+        found = [each.name.removeprefix("file://") for each in inputs]
+        assert found == [str(tmp_path / name) for name in read_names], argument
+        assert any("ignored" in note and "hidden" in note for note in notes), argument
+    assert "ignored 12 hidden files" in " ".join(find_inputs([str(tmp_path)], "text")[1])
+
+
+def test_what_an_argument_names_is_read_whatever_its_name(tmp_path):
+    write_files(tmp_path / "_top", ["_a.txt", "b.txt", "_sub/c.txt"])
+    top = tmp_path / "_top"
+    for argument, names in {
+        "_a.txt": ["_a.txt"],
+        "": ["b.txt"],
+        "_sub": ["_sub/c.txt"],
+        "_*": ["_a.txt", "_sub/c.txt"],
+        "*.txt": ["b.txt"],
+        "_*/*.txt": ["_sub/c.txt"],
+    }.items():
+        inputs, _ = find_inputs([str(top / argument)], "text")
+        assert [each.name for each in inputs] == [str(top / name) for name in names], argument
+
+
+def test_code_may_have_names_with_underscores(tmp_path):
+    pytest.importorskip("identify")
+    write_files(tmp_path, ["pkg/__init__.py", "_a.py", "__MACOSX/b.py", "desktop.ini", "._c.py"])
+    inputs, _ = find_inputs([str(tmp_path)], "text", code=True)
+    assert [Path(each.name).name for each in inputs] == ["_a.py", "__init__.py"]
+
+
+POINTERS = {
+    "Git LFS": f"version https://git-lfs.github.com/spec/v1\noid sha256:{7:064}\nsize 12345\n",
+    "git-annex": f"/annex/objects/SHA256E-s12345--{7:064}.txt\n",
+    "Git-Xet": "# xet version 0\nfilesize = 12345\nhash = '77'\n",
+}
+
+
+@pytest.mark.parametrize("program", POINTERS)
+@pytest.mark.parametrize(
+    "name", ["a.txt", "a.jsonl", "a.parquet", "a.csv", "a.jsonl.gz", "a.arrow"]
+)
+def test_a_pointer_to_a_file_elsewhere_is_no_document(tmp_path, program, name):
+    (tmp_path / name).write_text(POINTERS[program])
+    for argument in (tmp_path, tmp_path / name):
+        with pytest.raises(ConfigError, match=f"is a pointer of {program}, not the file itself"):
+            find_inputs([str(argument)], "text")
+    if not name.endswith((".parquet", ".csv", ".arrow")):  # whose columns are looked at first
+        with pytest.raises(ConfigError, match=f"is a pointer of {program}, not the file itself"):
+            read([f"file://{tmp_path / name}"])
+    (found,), _ = find_inputs([str(tmp_path)], "text", skip_bad=True)
+    assert found.problem is not None
+    (tmp_path / name).unlink()
+    (tmp_path / "b.txt").write_text("The version https://git-lfs.github.com/spec/v1 of a pointer.")
+    assert len(read([str(tmp_path)])) == 1, "a text about it"
+
+
+def test_a_file_is_read_once_whatever_its_links(tmp_path):
+    write_files(tmp_path, ["a.txt", "c.txt"])
+    (tmp_path / "b.txt").hardlink_to(tmp_path / "a.txt")
+    (tmp_path / "d.txt").symlink_to(tmp_path / "c.txt")
+    for argument in (tmp_path, tmp_path / "*.txt"):
+        inputs, notes = find_inputs([str(argument)], "text")
+        assert [Path(each.name).name for each in inputs] == ["a.txt", "c.txt"]
+        assert "ignored 2 further links to files that are read already" in notes[0]
+    for two in ("b.txt", "a.txt"):
+        with pytest.raises(ConfigError, match="is already named by --input"):
+            find_inputs([str(tmp_path / "a.txt"), str(tmp_path / two)], "text")
+
+
+def test_a_loop_of_links_is_named(tmp_path):
+    (tmp_path / "a.txt").symlink_to(tmp_path / "b.txt")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "a.txt")
+    (tmp_path / "again").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=r"a\.txt: is not a readable file \(a broken link\)"):
+        find_inputs([str(tmp_path)], "text")
+
+
+def test_a_file_that_is_there_compressed_and_not_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl())
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(jsonl()))
+    _, notes = find_inputs([str(tmp_path)], "text")
+    names = f"{tmp_path / 'a.jsonl'} and {tmp_path / 'a.jsonl.gz'}"
+    assert len(notes) == 1 and "both are read" in notes[0] and names in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "is_read"),
+    [
+        ('{"text": "a"}\n{"text": "b"}\n', True),
+        ('\ufeff{"text": "a"}\n{"text": "b"}', True),
+        ('{"text": "a"}', True),
+        ('{"text": "' + "long " * 300_000 + '"}\n{"text": "b"}\n', True),
+        ('{"note": 1}\n', False),
+        ('{"note": 1}\n{"text": "b"}\n', True),  # which then names its first line
+        ('{\n "text": "a"\n}\n', False),
+        ('[{"text": "a"}]', False),
+        ("", False),
+        ("7\n8\n", False),
+    ],
+)
+def test_json_lines_are_read_whatever_their_name(tmp_path, content, is_read):
+    (tmp_path / "a.json").write_text(content)
+    (tmp_path / "b.txt").write_text("b")
+    inputs, notes = find_inputs([str(tmp_path)], "text")
+    assert len(inputs) == 1 + is_read and any("a.json" in note for note in notes) != is_read
+    if is_read:
+        assert inputs[0].suffix == ".jsonl"

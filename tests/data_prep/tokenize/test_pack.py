@@ -217,7 +217,9 @@ def test_an_index_whose_document_ends_were_not_verified_is_written_again(shards)
     source = open_source(shards)
     expected = pack(source, SEQ_LEN)
     path = index_file(shards, SEQ_LEN)
-    older = {key: value for key, value in expected.items() if key != "document_ends"}
+    older = {
+        key: value for key, value in expected.items() if key not in ("document_ends", "digest")
+    }
     path.write_text(json.dumps({**older, "num_padding": 0}))
     assert open_packing(source, SEQ_LEN).num_rows == expected["num_rows"]
     assert pack(source, SEQ_LEN) == expected == json.loads(path.read_text())

@@ -55,6 +55,20 @@ def test_ids_are_those_of_transformers(tmp_path, tokenizer_directory):
     assert [decode(each) for each in ids] == TEXTS
 
 
+@pytest.mark.parametrize("keys", [{}, {"add_prefix_space": False}], ids=["plain", "transformers"])
+def test_byte_order_marks_change_nothing(tmp_path, tokenizer_directory, keys):
+    """Editors of Windows write them; no library reads JSON that has one."""
+    marked = change(tokenizer_directory, tmp_path / "marked", **keys)
+    expected = load_tokenizer(str(change(tokenizer_directory, tmp_path / "plain", **keys)))
+    for path in marked.glob("*.json"):
+        path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    tokenizer = load_tokenizer(str(marked))
+    assert (tokenizer.name, tokenizer.fingerprint) == (str(marked), expected.fingerprint)
+    copy = copy_of(tokenizer, tmp_path / "copy")
+    assert ids_of(copy, TEXTS) == reference_ids(tokenizer_directory, TEXTS)
+    assert not any(path.read_bytes().startswith(b"\xef") for path in copy.iterdir())
+
+
 def test_loading_without_transformers_agrees_with_transformers(tmp_path, tokenizer_directory):
     """The same tokenizer, once with a key that only transformers interprets."""
     quick = load_tokenizer(str(tokenizer_directory))

@@ -122,3 +122,10 @@ def test_numbers_and_text_that_programs_write_are_kept() -> None:
     value = {"a": [1, 1.5, -(10**30), 1e300], "b": "\u00e9 \U0001f600 \0", "c": [[[]]]}
     for ascii_only in (True, False):
         assert parse_json(json.dumps(value, ensure_ascii=ascii_only).encode()) == value
+
+
+def test_a_byte_order_mark_changes_nothing(tmp_path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama"}), encoding="utf-8-sig")
+    assert read_json(path, "a config") == {"model_type": "llama"}
+    assert read_record(path, dict) == {"model_type": "llama"}
