@@ -1,11 +1,12 @@
-"""Set up as a user does, on one of four Pythons in turn, and check a run of the 160M there.
+"""Set up as a user does, on one of four Pythons in turn; check a run of the 160M, and test there.
 
     python -m tests.setup_rotation                  # the Python whose turn it is; part of CI
     python -m tests.setup_rotation --python 3.13    # another one
     python -m tests.setup_rotation --minutes 3      # ends without a verdict if it takes longer
 
 The number of commits decides, as for soak tests. Works on a clone of the last commit in a temporary
-directory; prints the stages of the set-up, the size of .venv, and the seconds.
+directory; prints the stages of the set-up, the size of .venv, and the seconds. The tests are those
+of what differs between Pythons: help of commands, types, JSON, CSV, Unicode, texts, processes.
 """
 
 import argparse
@@ -39,6 +40,17 @@ for top in "zerolm", "data_prep", "launch":
             count += 1
 print(count, "modules imported")
 """
+QUICK_TESTS = (
+    "tests/zerolm/common",
+    "tests/zerolm/config",
+    "tests/data_prep/read/test_csv_rows.py",
+    "tests/data_prep/read/test_discovery.py",
+    "tests/data_prep/read/test_parse.py",
+    "tests/data_prep/dedup/test_decontaminate.py",
+    "tests/data_prep/dedup/test_repeats.py",
+    "tests/data_prep/dedup/test_word_hashes.py",
+    "tests/data_prep/tasks/test_progress.py",
+)
 COMMANDS = (
     "python -c IMPORT_ALL",
     "zerolm data train-tokenizer --input text.jsonl --vocab_size 300 --output tokenizer",
@@ -47,6 +59,7 @@ COMMANDS = (
     "zerolm train --check --world_size 8 --deepspeed_config ds_configs/zero2.json"
     " --model_config model_configs/llama-160m.json --data shards --val_data val"
     " --total_tokens 3B --run_dir run",
+    f"python -m pytest --maxfail 3 --numprocesses 2 --dist loadfile {' '.join(QUICK_TESTS)}",
 )
 
 
@@ -82,7 +95,7 @@ def try_setup(python: str, clone: Path, until: float) -> int | None:
     paths = [path for path in kept["PATH"].split(":") if not path.startswith(str(ROOT))]
     environment = kept | {"PATH": ":".join(paths), "PYTHON": python, "HF_HUB_OFFLINE": "1"}
     environment |= {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": f"{clone}/.cache/extensions"}
-    code = run(["bash", "launch/setup.sh"], clone, environment, until)
+    code = run(["bash", "launch/setup.sh", "dev"], clone, environment, until)
     size = sum(file.stat().st_size for file in clone.glob(".venv/**/*") if file.is_file())
     print(f"setup rotation: .venv has {size / 1e9:.1f} GB", flush=True)
     lines = (json.dumps({"text": f"Sentence {place} of a text. " * 40}) for place in range(400))

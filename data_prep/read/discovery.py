@@ -89,12 +89,10 @@ def find_inputs(
     kinds = CODE_FILES if code else DATA_FILES
     for argument in arguments:
         candidates += _expand(argument, text_field, kinds, notes, problems)
-    candidates = _without_links(candidates, notes)
     inputs: list[Input] = []
     seen: dict[Any, str] = {}
     missing: dict[str, str] = {}  # packages, once for all files that need them
-    for each in candidates:
-        key = _identity(each)
+    for each, key in _without_links(candidates, notes):
         if key in seen:
             problems.append(
                 f"--input {each.argument}: {each.name} is already named by --input {seen[key]}. "
@@ -115,31 +113,35 @@ def find_inputs(
 
 
 def _identity(each: Input) -> Any:
-    """Return what two names of one file have in common."""
+    """Return what all names of a file have in common."""
     if each.suffix == "hub" or is_url(each.name):
         return each.name
     try:
         status = Path(each.name).stat()
     except OSError:
-        return os.path.realpath(each.name)
-    return status.st_dev, status.st_ino
+        return each.name
+    if status.st_nlink > 1:  # otherwise some file systems have one inode for all files
+        return status.st_dev, status.st_ino
+    return os.path.realpath(each.name)
 
 
-def _without_links(found: Sequence[Input], notes: list[str]) -> list[Input]:
-    """Return the inputs without further links, hard or symbolic, to a file of one argument."""
+def _without_links(found: Sequence[Input], notes: list[str]) -> list[tuple[Input, Any]]:
+    """Return (input, identity) without further links to a file of the same argument."""
     first: dict[Any, Input] = {}
-    links: list[Input] = []
-    kept: list[Input] = []
+    links: list[tuple[Input, Input]] = []
+    kept: list[tuple[Input, Any]] = []
     for each in found:
-        key = (each.argument, _identity(each))
-        is_link = key in first and each.name != each.argument
-        (links if is_link else kept).append(each)
-        first.setdefault(key, each)
+        identity = _identity(each)
+        known = first.setdefault((each.argument, identity), each)
+        if known is each or each.name == each.argument:
+            kept.append((each, identity))
+        else:
+            links.append((each, known))
     if links:
-        of = first[links[0].argument, _identity(links[0])].name
+        link, known = links[0]
         notes.append(
-            f"--input {links[0].argument}: ignored {len(links):,} further links to files that are "
-            f"read already; the first is {links[0].name}, which is {of}"
+            f"--input {link.argument}: ignored {len(links):,} further links to files that are read "
+            f"already; the first is {link.name}, which is {known.name}"
         )
     return kept
 

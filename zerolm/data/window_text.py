@@ -14,7 +14,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.data.packing import Packing
 from zerolm.shards.reader import Source
 from zerolm.shards.table import column
-from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, read_tiktoken
+from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, load_backend, read_tiktoken
 
 Decoder = Callable[[Sequence[int]], str]
 
@@ -120,9 +120,7 @@ def load_decoder(directory: Path) -> Decoder:
     if (directory / TIKTOKEN_FILE).is_file():
         return read_tiktoken(directory).decode
     if (directory / "tokenizer.json").is_file():
-        import tokenizers
-
-        backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        backend = load_backend(directory / "tokenizer.json")
         return lambda ids: backend.decode(ids, skip_special_tokens=False)
     tokenizer = load_auto_tokenizer(str(directory), local=True)
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

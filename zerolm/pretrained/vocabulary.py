@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zerolm.common.errors import ConfigError, reason
-from zerolm.shards.tokenizer import TIKTOKEN_FILE, TIKTOKEN_RANKS, load_auto_tokenizer
+from zerolm.shards.tokenizer import TIKTOKEN_FILE, TIKTOKEN_RANKS, load_auto_tokenizer, load_backend
 
 TOKENIZER = "tokenizer.json"
 OTHER_FILES = ("tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
@@ -25,10 +25,8 @@ def vocabulary(directory: Path) -> Mapping[str, int] | None:
         ConfigError: it cannot be loaded.
     """
     if (directory / TOKENIZER).is_file():
-        from tokenizers import Tokenizer
-
         try:
-            return Tokenizer.from_file(str(directory / TOKENIZER)).get_vocab()
+            return load_backend(directory / TOKENIZER).get_vocab()
         except Exception as error:  # the library raises bare Exceptions
             why = reason(error, named=False)
             raise ConfigError(

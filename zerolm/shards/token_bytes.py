@@ -4,6 +4,7 @@ Computed from the copy of the tokenizer beside the shards, and tested on texts, 
 whose ids do not decode to their text is reported. Reads no shards. Imports tokenizers lazily.
 """
 
+import codecs
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 import orjson
 
 from zerolm.common.errors import ConfigError, reason
-from zerolm.shards.tokenizer import TIKTOKEN_FILE, TOKENIZER_FILE, read_tiktoken
+from zerolm.shards.tokenizer import TIKTOKEN_FILE, TOKENIZER_FILE, load_backend, read_tiktoken
 
 WORD_START = "▁"  # of sentencepiece; stands for a space
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # of sentencepiece's byte fallback
@@ -76,12 +77,10 @@ def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
             f"tokenizer that has one, or with tiktoken."
         )
     try:
-        content = orjson.loads(path.read_bytes())
+        backend = load_backend(path)
+        content = orjson.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
         model, added = content["model"], content["added_tokens"]
         sizes, starts = _sizes(content, model.get("vocab") or {}, path)
-        from tokenizers import Tokenizer
-
-        backend = Tokenizer.from_file(str(path))
     except ConfigError:
         raise
     except Exception as error:  # tokenizers raises bare Exception

@@ -41,6 +41,13 @@ def without_marks(directory: Path) -> Path:
     return copy
 
 
+def load_backend(path: Path) -> Any:
+    """Load a tokenizer.json, with or without a byte order mark."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_buffer(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+
+
 def _starts_with_mark(path: Path) -> bool:
     with open(path, "rb") as file:
         return file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8
@@ -195,10 +202,8 @@ def _definition(directory: Path) -> Any:
         files = sorted(directory.glob("*")) if directory.is_dir() else []
         names = [each for each in files if each.suffix in (".model", ".txt", ".json")]
         return {each.name: sha256_file(each) for each in names if "tokenizer" in each.name}
-    from tokenizers import Tokenizer
-
     try:
-        content = json.loads(Tokenizer.from_file(str(path)).to_str())
+        content = json.loads(load_backend(path).to_str())
     except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(f"{path}: cannot be read ({error}). Restore it.") from None
     added = [token for token in content["added_tokens"] if not token["special"]]
