@@ -157,8 +157,6 @@ def open_packing(source: Source, seq_len: int) -> Packing:
             f"{command}"
         )
     manifest: dict[str, Any] = dict(found)
-    if changed := digest_problem(manifest):
-        raise ShardError(f"{path}: {changed}. {command}")
     sizes = {part: manifest[part]["size_bytes"] for part in PARTS}
     valid = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
     valid = valid and manifest["seq_len"] == seq_len and manifest["num_rows"] > 0
@@ -173,6 +171,8 @@ def open_packing(source: Source, seq_len: int) -> Packing:
             f"{path}: source_fingerprint: {made_from[:16]}, but the tokens here are "
             f"{source.fingerprint[:16]}: it was made from other tokens. {command}"
         )
+    if changed := digest_problem(manifest):
+        raise ShardError(f"{path}: {changed}. {command}")
     problems = []
     for part, size in sizes.items():
         file = index_file(source.directory, seq_len, part)

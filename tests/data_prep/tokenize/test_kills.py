@@ -83,7 +83,7 @@ def contents(directory: Path, output: str) -> dict[str, bytes]:
                 content = path.read_bytes()
                 if path.name == "manifest.json":
                     manifest = json.loads(content)
-                    del manifest["command"]
+                    del manifest["command"], manifest["digest"]
                     content = json.dumps(manifest).encode()
                 key = path.relative_to(directory / name).as_posix()
                 found[f"{name.removeprefix(output)}/{key}"] = content

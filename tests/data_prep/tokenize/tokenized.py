@@ -34,7 +34,7 @@ def files_of(directory) -> dict[str, bytes]:
     }
     if "manifest.json" in files:
         manifest = json.loads(files["manifest.json"])
-        assert manifest.pop("command")[3] == "tokenize"
+        assert manifest.pop("command")[3] == "tokenize" and manifest.pop("digest")
         files["manifest.json"] = json.dumps(manifest).encode()
     return files
 
