@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.convert.items import InputFile, Items
+from data_prep.read.inputs import state_of
 from data_prep.shards.documents import Documents
 from data_prep.shards.output import Output, write_outputs
 from data_prep.tasks.progress import Progress
@@ -42,6 +43,11 @@ class Rules:
     shard_tokens: int = DEFAULT_SHARD_TOKENS
 
 
+def _state(file: InputFile) -> tuple[Any, ...]:
+    status = file.path.stat()
+    return file.path, status.st_size, status.st_mtime_ns, state_of(status)
+
+
 class _Reader:
     """Reads the documents of input files, and counts what differs from the files.
 
@@ -55,6 +61,7 @@ class _Reader:
         self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
         self.dtype = token_dtype(tokenizer.vocab_size)
         self.num_ids = self.appended = self.dropped = self.empty = 0
+        self.states = {_state(file) for file in files}
 
     def documents(self) -> Iterator[Documents]:
         """Yield the documents of all files, each with the file and place where it begins."""
@@ -89,6 +96,11 @@ class _Reader:
             start += len(ids)
             self.num_ids += len(ids)
             yield Items(ids.astype(self.dtype, copy=False), ends)
+        if _state(file) not in self.states:
+            raise ConfigError(
+                f"{file.path}: was written to or replaced since the command started. Run the "
+                f"command again when no process writes to the input."
+            )
 
     def _with_eos(self, ids: np.ndarray, ends: np.ndarray, origins: np.ndarray) -> Items:
         """Add the EOS id to documents that do not end in it, or refuse them."""

@@ -5,13 +5,18 @@ import os
 import resource
 import shutil
 import signal
+import time
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from data_prep.convert import from_shards
+from data_prep.convert.items import InputFile, Items
+from data_prep.convert.to_shards import Rules, _Reader
+from data_prep.tokenizer import load
 from tests.data_prep.convert.conversions import convert
+from zerolm.common.errors import ConfigError
 from zerolm.shards.writer import ShardWriter
 
 
@@ -77,6 +82,21 @@ def test_damaged_files_are_named_and_leave_nothing(
     error = capfd.readouterr().err
     assert expected in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_rewritten_while_it_is_read_is_refused(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(8))
+
+    def read():
+        yield Items(np.array([1, 0]), np.array([2]))
+        time.sleep(0.02)  # file systems count time in steps of up to 10 ms
+        path.write_bytes(bytes(8))
+
+    tokenizer = load.Tokenizer(str(tmp_path), 4, 0, "0", lambda directory: None)
+    file = InputFile(path, "document", 8, 2, read)
+    with pytest.raises(ConfigError, match=r"a\.bin: was written to or replaced"):
+        list(_Reader([file], tokenizer, Rules()).documents())
 
 
 def test_the_wrong_tokenizer_is_noticed(corpus, shards, tmp_path, capfd):
