@@ -239,6 +239,13 @@ def listed(directory: Path) -> list[str]:
     return done.stdout.split()
 
 
+def test_no_test_reads_a_text_that_comes_with_the_interpreter():
+    """Its pages and its library differ between versions of Python: tests/manual.py has a text."""
+    texts = re.compile("pydoc_" + r"data|get_paths\(\)\[.stdlib.\]|" + r"getdoc\(")
+    found = [name_of(path) for path in tracked("tests/**/*.py") if texts.search(text_of(path))]
+    assert not found
+
+
 def test_stray_files_of_a_checkout_are_not_tested(tmp_path):
     """What a commit will contain is tested: what git tracks, as it is on disk."""
     checkout = clone(tmp_path / "checkout")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.read.inputs import SHOWN_SUFFIXES, SUFFIXES
+from data_prep.read.inputs import SHOWN_SUFFIXES, SUFFIXES, lines_suffix
 from data_prep.read.parquet import entire_rows
 from data_prep.read.parse import find_text
 from data_prep.read.readers import TEXT_FORMATS
@@ -68,7 +68,8 @@ def read_items(argument: str) -> list[Item]:
     path, fields = split_evaluation(argument)
     if not path.is_file():
         raise ConfigError(f"--evaluation {argument}: no such file. Check the path.")
-    if not path.name.endswith(SUFFIXES):
+    is_lines = path.suffix == ".json" and lines_suffix(str(path), "text") is not None
+    if not (path.name.endswith(SUFFIXES) or is_lines):
         raise ConfigError(
             f"--evaluation {argument}: is not one of {SHOWN_SUFFIXES}. Convert or rename it."
         )

@@ -175,7 +175,8 @@ def test_a_collision_of_hashes_drops_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["a.txt", "a.md", "a.jsonl", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"]
+    "name",
+    ["a.txt", "a.md", "a.jsonl", "a.json", "a.ndjson", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"],
 )
 def test_items_are_read_from_every_kind_of_file(tmp_path, name):
     path, texts = tmp_path / name, ["first item\nof two lines", "zweites Stück"]
