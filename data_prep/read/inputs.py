@@ -133,13 +133,14 @@ class FileKinds(NamedTuple):
     def hides_below(self, argument: str, name: str) -> bool:
         """Return whether a file that an --input contains or matches is left out.
 
-        Not if the argument itself names it, as the glob `_*/a.txt` does.
+        Not if the argument itself names it, as the globs `_*/a.txt` and `*.md` do.
         """
         top, patterns = argument.rstrip("/").split("/"), list[str]()
         while top and glob.has_magic("/".join(top)):
             patterns.append(top.pop())
         return name != argument and any(
             self.hides(part)
+            and not (patterns and part == self.card)
             and not any(each[:1] == part[:1] and fnmatch(part, each) for each in patterns)
             for part in name.split("/")[len(top) :]
         )

@@ -143,7 +143,7 @@ def test_files_that_other_programs_hide_are_not_read_and_are_counted(tmp_path):
 
 
 def test_what_an_argument_names_is_read_whatever_its_name(tmp_path):
-    write_files(tmp_path / "_top", ["_a.txt", "b.txt", "_sub/c.txt"])
+    write_files(tmp_path / "_top", ["_a.txt", "b.txt", "_sub/c.txt", "README.md"])
     top = tmp_path / "_top"
     for argument, names in {
         "_a.txt": ["_a.txt"],
@@ -151,6 +151,7 @@ def test_what_an_argument_names_is_read_whatever_its_name(tmp_path):
         "_sub": ["_sub/c.txt"],
         "_*": ["_a.txt", "_sub/c.txt"],
         "*.txt": ["b.txt"],
+        "*.md": ["README.md"],
         "_*/*.txt": ["_sub/c.txt"],
     }.items():
         inputs, _ = find_inputs([str(top / argument)], "text")
