@@ -194,7 +194,7 @@ class Trial:
         return max(abs(ours / value - 1) for ours, value in both)
 
     def weights_difference(self) -> float:
-        """Return the norm of the difference of the last checkpoints, divided by that of the weights.
+        """Return how far the last checkpoints are apart: the norm, relative to that of the weights.
 
         Of all weights together: a key bias has no gradient but rounding, which AdamW scales up.
         """
