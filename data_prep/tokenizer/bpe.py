@@ -133,6 +133,7 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": EOS_TOKEN,
+            "add_bos_token": False,  # llama.cpp adds one by default, by the kind of split
             "clean_up_tokenization_spaces": False,
         },
     )

@@ -36,6 +36,8 @@ TIKTOKEN_PREFIX = "tiktoken:"
 # Keys of tokenizer_config.json that cannot change an id. With any other key, transformers loads it.
 _SPECIAL_TOKEN_KEYS = {"bos_token", "eos_token", "pad_token", "unk_token"}
 _INERT_KEYS = {
+    "add_bos_token",
+    "add_eos_token",
     "backend",
     "clean_up_tokenization_spaces",
     "is_local",

@@ -103,7 +103,7 @@ def write_output(
 
     from zerolm.export import hub
     from zerolm.export.export import MAX_SHARD_BYTES, check_room
-    from zerolm.export.tokenizer import tokenizer_of
+    from zerolm.export.tokenizer import missing_tokenizer, tokenizer_of
 
     output = arguments.output
     check_room(output, 0)
@@ -111,7 +111,10 @@ def write_output(
         hub.check(arguments.push, arguments.public)
     tokenizer_dir, eos_id = tokenizer_of(run_dir)
     if tokenizer_dir is None or not tokenizer_dir.is_dir():
-        print(f"note: {run_dir}: its token shards have no tokenizer, so none is exported")
+        print(
+            f"note: {missing_tokenizer(run_dir)}, so the model has none. Restore the shards and "
+            f"export again, or copy the tokenizer's files to {output}"
+        )
     name = arguments.push or output.absolute().name
     try:
         result = write(tokenizer_dir, eos_id, name, arguments.max_shard_size or MAX_SHARD_BYTES)

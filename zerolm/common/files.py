@@ -51,6 +51,21 @@ def sync_file(path: str | Path) -> None:
         os.fsync(file.fileno())
 
 
+def set_default_modes(directory: Path) -> None:
+    """Give all files in a new directory the mode that the umask gives a new file.
+
+    Libraries that write a temporary file and rename it leave the private mode of `mkstemp`
+    (safetensors 0.8), and a copy has the mode of its source.
+    """
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        probe = Path(scratch) / "probe"
+        probe.touch()
+        mode = stat.S_IMODE(probe.stat().st_mode)
+    for path in directory.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(mode)
+
+
 def wait_until_visible(path: Path, seconds: float = VISIBLE_SECONDS) -> bool:
     """Wait for a file that another host has written; return whether it is seen in that time.
 

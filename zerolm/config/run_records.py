@@ -88,6 +88,7 @@ class RunJson(TypedDict, total=False):
     git_commit: str | None
     derived: dict[str, Any]
     device: str
+    working_directory: str  # to which relative paths in `settings` belong
     branch: BranchRecord
 
 

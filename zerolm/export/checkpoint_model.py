@@ -8,7 +8,7 @@ from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.config.custom_code import model_problems
 from zerolm.distributed.device import inference_device
 from zerolm.export.export import DTYPES, check_logits
-from zerolm.export.tokenizer import tokenizer_of
+from zerolm.export.tokenizer import missing_tokenizer, tokenizer_of
 
 
 class LoadedModel(NamedTuple):
@@ -69,8 +69,8 @@ def _load_checkpoint(reference: str | Path, device: str) -> LoadedModel:
     tokenizer, eos_id = tokenizer_of(run_dir)
     if tokenizer is None or not tokenizer.is_dir():
         raise ConfigError(
-            f"{run_dir}: the token shards that run.json names have no tokenizer, or are gone. "
-            f"Restore them, or export the run and add a tokenizer to the model directory."
+            f"{missing_tokenizer(run_dir)}. Restore the shards with their tokenizer, or export the "
+            f"run and add a tokenizer to the model directory."
         )
     settings, precision = dict(manifest["model_config"]), manifest["precision"]
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)

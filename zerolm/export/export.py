@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zerolm.common.errors import CheckpointError, ConfigError
-from zerolm.common.files import sync_directory
+from zerolm.common.files import set_default_modes, sync_directory
 from zerolm.common.values import shown_bytes
 from zerolm.shards.tokenizer import TOKENIZER_FILE, load_auto_tokenizer, make_portable
 
@@ -105,7 +105,12 @@ def write_model(
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    from zerolm.export.generation import set_special_ids, with_values_of, zeroes_padding_row
+    from zerolm.export.generation import (
+        set_for_inference,
+        set_special_ids,
+        with_values_of,
+        zeroes_padding_row,
+    )
     from zerolm.export.older_keys import add_older_keys
     from zerolm.export.weights import write_weights
 
@@ -128,6 +133,7 @@ def write_model(
     # The text part of a config that has more; `AutoModelForCausalLM` may know only all of it.
     known = type(skeleton.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     saved = skeleton.config if known else config
+    notices += set_for_inference(saved)
     saved.dtype = dtype
     saved.architectures = [type(skeleton).__name__]
     check_room(output, skeleton.num_parameters() * dtype.itemsize)
@@ -153,6 +159,7 @@ def write_model(
             if by_file:
                 content = content.replace(b"AutoTokenizer", b"PreTrainedTokenizerFast")
             (temporary / name).write_bytes(content)
+        set_default_modes(temporary)
         result = check(temporary, precision)
         os.replace(temporary, output)
     except BaseException:

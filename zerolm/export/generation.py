@@ -50,6 +50,24 @@ def set_special_ids(
     ]
 
 
+def set_for_inference(config: Any) -> list[str]:
+    """Turn off outputs that a model needs in training only; return a line about router losses.
+
+    With `output_router_logits`, `.loss` includes the loss of the routers, and `generate` of
+    transformers 4 fails.
+    """
+    notices = []
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        part.output_attentions = part.output_hidden_states = False
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False
+            notices = [
+                "config.json has output_router_logits false, for inference. Set it to true to "
+                "train the model with its router loss again"
+            ]
+    return notices
+
+
 def zeroes_padding_row(model: Any) -> bool:
     """Return whether `from_pretrained` overwrites the row of the padding token with zeros.
 

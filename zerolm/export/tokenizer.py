@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerolm.common.run_files import RunFiles
 from zerolm.common.url import is_url
 from zerolm.config.run_records import find_run_json
+from zerolm.config.settings import split_weight
+from zerolm.shards.manifest import MANIFEST
 from zerolm.shards.reader import Source, open_source
 
 
 def tokenizer_of(run_dir: Path) -> tuple[Path | None, int | None]:
-    """Return the tokenizer's directory and its EOS id; None if the shards have been removed.
+    """Return the tokenizer's directory and its EOS id; None if the shards are not found.
 
     Raises:
         ConfigError: the shards or their tokenizer are damaged.
@@ -28,11 +31,39 @@ def generation_of(run_dir: Path) -> Mapping[str, Any] | None:
 
 
 def first_source(run_dir: Path) -> Source | None:
-    """Return the first data source of a run; None if its shards have been removed."""
-    recorded = (find_run_json(run_dir) or {}).get("settings", {}).get("data")
-    if not recorded:
-        return None
-    data = recorded[0].rsplit("=", 1)[0]
-    if not is_url(data) and not (Path(data) / "manifest.json").is_file():
-        return None
-    return open_source(data)
+    """Return the first data source of a run; None if its shards are not found."""
+    found = [path for path in _places(run_dir) if is_url(path) or Path(path, MANIFEST).is_file()]
+    return open_source(found[0]) if found else None
+
+
+def missing_tokenizer(run_dir: Path) -> str:
+    """Return why `tokenizer_of` found none, with the paths where it looked for the shards."""
+    path = RunFiles(run_dir).record
+    if (source := first_source(run_dir)) is not None:
+        return f"{path}: settings.data: {source.directory} has no tokenizer"
+    places = " or ".join(_places(run_dir))
+    return f"{path}: settings.data: {f'no {MANIFEST} in {places}' if places else 'is missing'}"
+
+
+def _places(run_dir: Path) -> list[str]:
+    """Return where the shards of the first source may be, the likeliest first.
+
+    A relative path belongs to the directory in which the run was started, or to the one below which
+    `run_dir` was created, if both were moved. Early releases recorded neither that directory nor,
+    with an absolute `--run_dir`, a way to find it: then the path belongs to the current one.
+    """
+    record = find_run_json(run_dir) or {}
+    settings = record.get("settings", {})
+    if not settings.get("data"):
+        return []
+    try:
+        data, _ = split_weight(settings["data"][0])
+    except ValueError:
+        data = settings["data"][0]
+    if is_url(data) or Path(data).is_absolute():
+        return [data]
+    bases = [Path(each) for each in [record.get("working_directory")] if each]
+    parts, given = Path(run_dir).resolve().parts, Path(settings.get("run_dir") or "/")
+    if not given.is_absolute() and parts[-len(given.parts) :] == given.parts:
+        bases.append(Path(*parts[: -len(given.parts)]))
+    return [str(base / data) for base in dict.fromkeys(bases or [Path.cwd()])]

@@ -141,7 +141,8 @@ def make_portable(directory: Path) -> None:
     """Let all versions of transformers load a copy of a tokenizer as its tokenizer.json defines it.
 
     Version 4 does not know the class TokenizersBackend nor a list of `extra_special_tokens`, and
-    sets `add_prefix_space` of the pre-tokenizer, to false by default.
+    sets `add_prefix_space` of the pre-tokenizer, to false by default. Without a post-processor no
+    text gets special tokens; llama.cpp would add a BOS, whose default id is an ordinary token here.
     """
     path = directory / "tokenizer_config.json"
     if not ((directory / TOKENIZER_FILE).is_file() and path.is_file()):
@@ -153,6 +154,8 @@ def make_portable(directory: Path) -> None:
         changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
     if (prefix := (content["pre_tokenizer"] or {}).get("add_prefix_space")) is not None:
         changed["add_prefix_space"] = prefix
+    if content["post_processor"] is None:
+        changed = {"add_bos_token": False, "add_eos_token": False, **changed}
     if changed != config:
         write_json(path, changed)
 

@@ -67,6 +67,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "versions": versions() | gpu_library_versions() | driver_version(),
         "git_commit": git_commit(Path(__file__).parent),
         "host": platform.node(),
+        "working_directory": str(Path.cwd()),
         "device": plan.device_name,
         "derived": plan.derived,
     }
