@@ -1,16 +1,18 @@
-"""Keys of an exported config.json for readers of transformers 4: vLLM, llama.cpp, MLX and others.
+"""Keys of an exported config.json for other readers: transformers 4, vLLM, llama.cpp, MLX.
 
 transformers 5 writes rotary embeddings as `rope_parameters` only. A reader that looks for
 `rope_theta` and `rope_scaling` finds neither, silently takes its defaults, and computes another
-model.
+model. Keys of single families are in `published_keys`.
 """
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.files import write_json
 from zerolm.common.records import read_json
+from zerolm.model.published_keys import published_keys
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -31,6 +33,14 @@ ACCEPTED = {
     "olmo": {"type", "factor"}, "olmo2": {"type", "factor"},
     "phi3": LONGROPE, "phi4_multimodal": LONGROPE,
 }  # fmt: skip
+# Parts of a config whose classes in transformers 4 refuse any other key.
+ONLY = {
+    "attn_config": {"attn_pdrop", "clip_qkv", "kv_n_heads", "rope_theta"},
+    "ffn_config": {
+        "ffn_act_fn", "ffn_hidden_size", "moe_num_experts", "moe_top_k", "moe_jitter_eps",
+        "moe_loss_weight", "moe_normalize_expert_weights",
+    },
+}  # fmt: skip
 
 
 def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
@@ -40,7 +50,7 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
         A line for each part of the model whose rotary embeddings older keys cannot describe.
     """
     path, notices = directory / "config.json", []
-    values = read_json(path, "the config.json of a model")
+    values = _plain_numbers(read_json(path, "the config.json of a model"))
     for name in ("", *config.sub_configs):
         part = getattr(config, name, None) if name else config
         written = values.get(name) if name else values
@@ -55,8 +65,39 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
         renamed = {"torch_dtype": "dtype", "num_experts": part.attribute_map.get("num_experts")}
         same = {old: written[new] for old, new in renamed.items() if new in written}
         written |= {**(keys or {}), **same, **written}
+        written |= _published(part, written)
+        if config.model_type == "dbrx" and name in ONLY:
+            values[name] = {key: value for key, value in written.items() if key in ONLY[name]}
     write_json(path, values)
     return notices
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Return a value with the numbers that transformers 5 writes as `{"__float__": "Infinity"}`.
+
+    Files of published models have them as Python's json writes them, which all versions read.
+    """
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _plain_numbers(each) for key, each in value.items()}
+    return [_plain_numbers(each) for each in value] if isinstance(value, list) else value
+
+
+def _published(part: "PretrainedConfig", written: dict[str, Any]) -> dict[str, Any]:
+    """Return keys of the family's published files: those with which this version reads the same."""
+    given = {key: value for key, value in written.items() if key != "dtype"}
+
+    def read(**keys: Any) -> dict[str, Any]:
+        return type(part).from_dict(copy.deepcopy({**given, **keys})).to_dict()
+
+    before, found = read(), {}
+    for key, value in published_keys(part).items():
+        with suppress(Exception):  # errors of strict dataclasses, and of the classes
+            after = read(**{key: value})
+            if _meaning({**after, key: None}) == _meaning({**before, key: None}):
+                found[key] = value
+    return found
 
 
 def rope_keys(config: "PretrainedConfig") -> dict[str, Any] | None:
@@ -88,7 +129,7 @@ def rope_keys(config: "PretrainedConfig") -> dict[str, Any] | None:
         read = type(config).from_dict(copy.deepcopy(values | keys))
     except Exception:  # errors of strict dataclasses, and of the classes
         return None
-    return keys if _without_type(getattr(read, NEW)) == _without_type(values[NEW]) else None
+    return keys if _meaning(getattr(read, NEW)) == _meaning(values[NEW]) else None
 
 
 def _scaling(config: "PretrainedConfig", parameters: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,7 +146,9 @@ def _scaling(config: "PretrainedConfig", parameters: dict[str, Any]) -> dict[str
     return scaling
 
 
-def _without_type(parameters: Any) -> Any:
-    if not isinstance(parameters, dict):
-        return parameters
-    return {key: _without_type(value) for key, value in parameters.items() if key != "type"}
+def _meaning(value: Any) -> Any:
+    """Return a value without the keys of rotary embeddings that change nothing."""
+    if not isinstance(value, dict):
+        return value
+    idle = {"type": value.get("type"), "partial_rotary_factor": 1.0}
+    return {key: _meaning(each) for key, each in value.items() if (key, each) not in idle.items()}

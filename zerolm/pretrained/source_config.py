@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolm.common.values import shown
+from zerolm.model.published_keys import published_keys
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,6 +23,7 @@ WITHOUT_EFFECT = frozenset(
         "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
         "task_specific_params", "tokenizer_class", "prefix", "pretraining_tp", "return_dict",
         "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "auto_map",
+        "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_ctx",
     }
 )  # fmt: skip
 # Older keys, whose values `rope_parameters` has too. Its own `type` is an older `rope_type`.
@@ -75,7 +77,8 @@ def compare(
             ],
             [],
         )
-    new, old = _flat(config.to_dict()), _flat(source.to_dict())
+    # An export has these keys, and so have most published files.
+    new, old = (_flat(each.to_dict() | published_keys(each)) for each in (config, source))
     problems, notices = [], []
     for key in sorted(new.keys() | old.keys()):
         if new.get(key) == old.get(key):
@@ -161,6 +164,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return {dotted key: value}; tuples become lists, as in JSON."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
+        if (key, value) == ("partial_rotary_factor", 1.0):
+            continue  # the same as none
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and key not in WITHOUT_EFFECT:
             flat |= _flat(value, f"{name}.")

@@ -1,0 +1,68 @@
+"""Exports have the keys of published files that transformers 5 leaves out and other readers need."""
+
+import json
+import math
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from zerolm.export.older_keys import add_older_keys
+from zerolm.model.published_keys import FAMILIES
+from zerolm.model.config_file import load_model_config
+from zerolm.pretrained.source_config import compare
+
+# From the config.json of published models.
+PUBLISHED = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "cohere2": {"rotary_pct": 1.0, "sliding_window_pattern": 4},  # Command R7B
+    "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
+    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "falcon": {"num_kv_heads": 1},  # 7B: one key head; the class has a default of 71
+    "gemma3_text": {"sliding_window_pattern": 6},
+    "glm4_moe": {"head_dim": 42},
+    "gpt2": {"n_ctx": 1024},
+    "lfm2": {"block_dim": 2560},
+    "longcat_flash": {"attention_method": "MLA", "zero_expert_type": "identity"},
+    "minimax_m2": {"scoring_func": "sigmoid", "shared_intermediate_size": 0, "rotary_dim": 128},
+    "qwen3_next": {"full_attention_interval": 4},
+}
+
+
+def written(config, directory) -> dict:
+    config.save_pretrained(directory)
+    add_older_keys(directory, config)
+    return json.loads((directory / "config.json").read_text())
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_an_export_has_the_keys_and_reads_back_the_same(model_type, tmp_path):
+    config = CONFIG_MAPPING[model_type]()
+    values = written(config, tmp_path)
+    missing = FAMILIES[model_type](config).keys() - values.keys()
+    assert not missing, "transformers reads another model with these keys"
+    expected = PUBLISHED.get(model_type, {})
+    assert {key: values.get(key) for key in expected} == expected
+    again = load_model_config(tmp_path)
+    assert not compare(config, "given", again, "export").problems, "--init_from accepts the export"
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "mamba2", "nemotron_h"])
+def test_infinity_is_written_as_in_published_files(model_type, tmp_path):
+    values = written(CONFIG_MAPPING[model_type](), tmp_path)
+    assert "__float__" not in (tmp_path / "config.json").read_text()
+    assert values["time_step_limit"] == [0.0, math.inf]
+    assert tuple(load_model_config(tmp_path).time_step_limit) == (0.0, math.inf)
+
+
+def test_an_export_has_no_layers_for_several_tokens(tmp_path):
+    """transformers does not build them, so a reader that expects their weights would fail."""
+    given = CONFIG_MAPPING["deepseek_v3"](num_nextn_predict_layers=1)
+    assert written(given, tmp_path)["num_nextn_predict_layers"] == 0
+    assert not compare(given, "given", load_model_config(tmp_path), "export").problems
+
+
+def test_parts_of_dbrx_have_the_keys_that_version_4_accepts(tmp_path):
+    values = written(CONFIG_MAPPING["dbrx"](), tmp_path)
+    assert values["attn_config"].keys() <= {"attn_pdrop", "clip_qkv", "kv_n_heads", "rope_theta"}
+    assert values["ffn_config"]["moe_num_experts"] == 4
+    assert not {"id2label", "return_dict"} & values["ffn_config"].keys()

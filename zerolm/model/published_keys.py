@@ -1,0 +1,148 @@
+"""Keys that published config.json files of a family have, and that transformers 5 has no field for.
+
+Where published models of a family agree, transformers has the value in its code and leaves the key
+out. Readers that support several variants ask the file: some refuse it without the key, others take
+a default and compute another model.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Keys = dict[str, Any]
+
+# Numbers of layers that predict several tokens ahead. transformers has none of them, so an export
+# has no weights for them, whatever the file of a published model says.
+NEXT_TOKENS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+FULL, SLIDING = "full_attention", "sliding_attention"
+OLDER_KINDS = {FULL: "attention", "linear_attention": "mamba"}
+
+
+def published_keys(config: "PretrainedConfig") -> Keys:
+    """Return the keys that readers of the family's published files need, with their values."""
+    keys = {key: 0 for key in NEXT_TOKENS if getattr(config, key, None)}
+    if find := FAMILIES.get(config.model_type):
+        keys |= find(config)
+    return keys
+
+
+def _constant(**keys: Any) -> Callable[[Any], Keys]:
+    return lambda config: dict(keys)
+
+
+def _head_dim(config: Any) -> Keys:
+    size = getattr(config, "head_dim", None)
+    return {"head_dim": size or config.hidden_size // config.num_attention_heads}
+
+
+def _period(config: Any) -> int:
+    """Return every how many layers the attention is full; 0 if the layers have no such period."""
+    kinds = [kind == FULL for kind in config.layer_types]
+    for period in range(1, len(kinds) + 1):
+        if kinds == [(number + 1) % period == 0 for number in range(len(kinds))]:
+            return period
+    return 0
+
+
+def _windows(config: Any) -> Keys:
+    period = _period(config)
+    return {"sliding_window_pattern": period} if period else {}
+
+
+def _linear(config: Any) -> Keys:
+    period = _period(config)
+    return {"full_attention_interval": period} if period else {}
+
+
+def _exaone4(config: Any) -> Keys:
+    """The period is written as "LLLG"; a model without windows has none."""
+    pattern = "L" * (_period(config) - 1) + "G" if config.sliding_window else None
+    return _head_dim(config) | {"sliding_window_pattern": pattern}
+
+
+def _leading_dense(config: Any) -> Keys:
+    kinds = [*config.mlp_layer_types, "sparse"]
+    return {"first_k_dense_replace": kinds.index("sparse"), "moe_layer_freq": 1}
+
+
+def _multiple_queries(config: Any) -> Keys:
+    """Falcon-7B has one key head, whatever the default of `num_kv_heads` is."""
+    one = config.multi_query and not config.new_decoder_architecture
+    return {"num_kv_heads": 1} if one else {}
+
+
+def _minimax_m2(config: Any) -> Keys:
+    share = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    return {
+        "rotary_dim": int(config.head_dim * share), "shared_intermediate_size": 0,
+        "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+    }  # fmt: skip
+
+
+def _per_layer(value: Any, num_layers: int) -> list[Any]:
+    return value if isinstance(value, list) else [value] * num_layers
+
+
+def _hunyuan_moe(config: Any) -> Keys:
+    return {
+        "moe_intermediate_size": _per_layer(config.intermediate_size, config.num_hidden_layers),
+        "num_shared_expert": _per_layer(1, config.num_hidden_layers),
+        "moe_topk": _per_layer(config.moe_topk, config.num_hidden_layers),
+        "use_qk_norm": True,
+    }
+
+
+SIGMOID = {"scoring_func": "sigmoid"}
+WITH_BIAS = {**SIGMOID, "topk_method": "noaux_tc"}
+# By model type. Each key is read by llama.cpp's converter, mlx-lm, vLLM or transformers 4.
+FAMILIES: dict[str, Callable[[Any], Keys]] = {
+    "apertus": _constant(mlp_bias=False, post_norm=False, qk_norm=True),
+    "afmoe": _constant(score_func="sigmoid", route_norm=True),
+    "axk1": _constant(**WITH_BIAS),
+    "cohere2": lambda config: {"rotary_pct": 1.0, **_windows(config)},
+    "cohere2_moe": _windows,
+    "deepseek_v2": _constant(scoring_func="softmax", moe_layer_freq=1),
+    "deepseek_v3": _constant(**WITH_BIAS, moe_layer_freq=1),
+    "deepseek_v32": lambda config: {**WITH_BIAS, **_leading_dense(config)},
+    "dots1": _constant(**WITH_BIAS, moe_layer_freq=1),
+    "dots3_note_text": _constant(**WITH_BIAS),
+    "exaone4": _exaone4,
+    "exaone_moe": lambda config: {
+        **_head_dim(config), **WITH_BIAS,
+        "is_moe_layer": [kind == "sparse" for kind in config.mlp_layer_types],
+    },
+    "falcon": _multiple_queries,
+    "falcon_h1": _head_dim,
+    "gemma3_text": _windows,
+    "glm4_moe": lambda config: {**_head_dim(config), **WITH_BIAS},
+    "glm4_moe_lite": _constant(**WITH_BIAS),
+    "glm_moe_dsa": lambda config: {**WITH_BIAS, **_leading_dense(config)},
+    "gpt2": lambda config: {"n_ctx": config.n_positions},
+    "granitemoehybrid": lambda config: {
+        "layer_types": [OLDER_KINDS.get(kind, kind) for kind in config.layer_types]
+    },
+    "hunyuan_v1_moe": _hunyuan_moe,
+    "laguna": _constant(moe_router_score_func="sigmoid"),
+    "lfm2": lambda config: {"block_dim": config.hidden_size},
+    "longcat_flash": _constant(
+        attention_method="MLA", zero_expert_type="identity", mla_scale_q_lora=True,
+        mla_scale_kv_lora=True,
+    ),
+    "mamba2": lambda config: {
+        "intermediate_size": int(config.expand * config.hidden_size), "rms_norm": True,
+    },
+    "minimax_m2": _minimax_m2,
+    "openai-gpt": lambda config: {"n_ctx": config.n_positions},
+    "qwen3_5_moe_text": _linear,
+    "qwen3_5_text": _linear,
+    "qwen3_moe": _head_dim,
+    "qwen3_next": _linear,
+    "solar_open": lambda config: {
+        **WITH_BIAS, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0,
+        "intermediate_size": config.moe_intermediate_size,
+    },
+}  # fmt: skip
+FAMILIES["gpt-sw3"] = FAMILIES["gpt2"]
