@@ -1,4 +1,4 @@
-"""Exports have the keys of published files that transformers 5 leaves out and other readers need."""
+"""Exports have the keys of published files that transformers 5 leaves out and others need."""
 
 import json
 import math
@@ -7,8 +7,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from zerolm.export.older_keys import add_older_keys
-from zerolm.model.published_keys import FAMILIES
 from zerolm.model.config_file import load_model_config
+from zerolm.model.published_keys import FAMILIES
 from zerolm.pretrained.source_config import compare
 
 # From the config.json of published models.

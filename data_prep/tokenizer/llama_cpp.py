@@ -1,0 +1,64 @@
+"""Calls llama.cpp's convert_hf_to_gguf.py for a model with a tokenizer of `train-tokenizer`.
+
+llama.cpp splits text by code of its own, chosen by a name in the GGUF file. Its converter knows the
+name by the ids that a published tokenizer gives for one text, and refuses every other tokenizer.
+Here the name follows from the split pattern of tokenizer.json. Must not import the converter before
+it is called: it is the user's.
+"""
+
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from data_prep.tokenizer.bpe import split_pattern
+from zerolm.common.errors import ConfigError
+from zerolm.common.records import read_json
+
+# Names of llama.cpp (src/llama-vocab.cpp) whose code splits as the pattern does. The ids of texts
+# are compared in docs/readers.md: `gpt-4o` differs on some.
+PRE_TOKENIZERS = {
+    split_pattern("gpt2"): "gpt-2",
+    split_pattern("llama3"): "llama-bpe",
+    split_pattern("llama3", "1"): "qwen2",
+    split_pattern("o200k"): "gpt-4o",
+}
+
+
+def pre_tokenizer(model: Path) -> str:
+    """Return llama.cpp's name for the split of a model directory's tokenizer.
+
+    Raises:
+        ConfigError: llama.cpp has no code for it.
+    """
+    path = model / "tokenizer.json"
+    definition = read_json(path, "the directory of an exported model")
+    found = definition.get("pre_tokenizer") or {}
+    parts = found.get("pretokenizers", [found])
+    patterns = [part["pattern"].get("Regex") for part in parts if part.get("type") == "Split"]
+    if not patterns and any(p.get("type") == "ByteLevel" and p.get("use_regex") for p in parts):
+        patterns = [split_pattern("gpt2")]
+    if len(patterns) != 1 or patterns[0] not in PRE_TOKENIZERS:
+        raise ConfigError(
+            f"{path}: pre_tokenizer: {json.dumps(patterns)}, llama.cpp splits no text so. Train "
+            f"the tokenizer with --split gpt2, llama3 or o200k and their digits (or llama3 with "
+            f"--digits 1), or call the converter itself for a published tokenizer."
+        )
+    return PRE_TOKENIZERS[patterns[0]]
+
+
+def convert(converter: Path, model: Path, arguments: Sequence[str]) -> None:
+    """Run the converter in this process, with the name of the split given."""
+    name = pre_tokenizer(model)
+    if not converter.is_file():
+        raise ConfigError(
+            f"{converter}: no such file. Name convert_hf_to_gguf.py of a checkout of llama.cpp."
+        )
+    sys.path.insert(0, str(converter.parent))
+    sys.argv = [str(converter), str(model), *arguments]
+    namespace = runpy.run_path(str(converter))
+    base = sys.modules.get("conversion.base")  # before 2026 the classes were in the script itself
+    owner = getattr(base, "TextModel", None) or namespace.get("TextModel") or namespace["Model"]
+    owner.get_vocab_base_pre = lambda *_: name
+    namespace["main"]()

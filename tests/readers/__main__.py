@@ -1,0 +1,53 @@
+"""Reads exports of every family with other programs; writes their outcomes.
+
+    python -m tests.readers --output /tmp/readers --write             # all: the table in docs
+    python -m tests.readers --output /tmp/readers --readers mlx --families llama,gpt2
+
+The programs are installed in `.cache/readers` first; llama.cpp is built from source there.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from tests.readers import environment, models, table
+from tests.readers.limits import LIMITS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="for the models; made again")
+    parser.add_argument("--readers", default=",".join(table.READERS))
+    parser.add_argument("--families", help="separated by commas; all of docs/models.md by default")
+    parser.add_argument(
+        "--write", action="store_true", help="write the results and docs/readers.md"
+    )
+    arguments = parser.parse_args()
+    names = arguments.families.split(",") if arguments.families else table.families()
+    output = arguments.output
+    if (output / "ours.pt").exists():
+        ours = torch.load(output / "ours.pt", weights_only=True)
+    else:
+        shutil.rmtree(output, ignore_errors=True)
+        output.mkdir(parents=True)
+        ours = models.write_models(names, output)
+        torch.save(ours, output / "ours.pt")
+    results = table.load()
+    for reader in arguments.readers.split(","):
+        (environment.install_llama if reader == "llama_cpp" else environment.install)()
+        found = table.read(reader, output, tuple(name for name in names if name in ours))
+        outcomes = {name: table.outcome(value, ours[name]) for name, value in found.items()}
+        results[reader] = {**results.get(reader, {}), **outcomes}
+        for name, what in outcomes.items():
+            if what and (arguments.families or not what.startswith("equal")):
+                print(f"{reader} {name}: {what}", flush=True)
+    if arguments.write:
+        table.RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        table.write_page(results, LIMITS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Exported toy models of every family, and what this version of transformers computes from them."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from data_prep.tokenizer.bpe import BpeOptions, train_bpe
+from tests.model_families.toy_configs import FIRST_TEXT_TOKEN, VOCABULARY, toy_config
+from tests.readers.read_models import NEW_TOKENS
+from zerolm.export.export import load_exported, write_model
+
+NUM_IDS = 40  # more than the window of the toy configs
+
+
+def texts(number: int = 400) -> list[str]:
+    """Return texts of random words, numbers and other characters, the same on every machine."""
+    generator = random.Random(0)
+    parts = ["the", "The", "don't", "I'LL", "naïve", "e\u0301", "日本", "été", "12345", "7", "f(x)"]
+    parts += ["==", "\n", "\n\n", "\t", "  ", "HTTPServer", "ﬁ", "🙂", "a_b", "3.14", "--", "\r\n"]
+    spaces = [" ", " ", " ", "", "   "]
+    return [
+        "".join(generator.choice(parts) + generator.choice(spaces) for _ in range(40))
+        for _ in range(number)
+    ]
+
+
+class Weights(dict):
+    def release(self) -> None:
+        pass
+
+
+def write_models(families: list[str], directory: Path) -> dict[str, Any]:
+    """Write the exports; return {family: logits and greedy ids}, without those that fail."""
+    tokenizer = directory / "tokenizer"
+    train_bpe(texts(), BpeOptions(VOCABULARY, split="llama3"), tokenizer, progress=False)
+    models = directory / "models"
+    models.mkdir()
+    generator = random.Random(1)
+    ids = [generator.randrange(FIRST_TEXT_TOKEN, VOCABULARY) for _ in range(NUM_IDS)]
+    (models / "ids.json").write_text(json.dumps(ids))
+    computed = {}
+    for family in families:
+        values = {key: finite(value) for key, value in toy_config(family).items()}
+        config = type(AutoConfig.for_model(family)).from_dict(values)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():  # large enough for attention and routers to be decisive
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(6.0)
+                else:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        write_model(
+            Weights(model.state_dict()), {"precision": "fp32", "model_config": config.to_dict()},
+            models / family, None, tokenizer, 0, lambda _: {}, lambda *_: "",
+        )  # fmt: skip
+        computed[family] = compute(models / family, ids)
+    return computed
+
+
+def finite(value: Any) -> Any:
+    """Return a value of a toy config without transformers' own notation of infinity."""
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return float(value["__float__"]) if isinstance(value, dict) and "__float__" in value else value
+
+
+def compute(directory: Path, ids: list[int]) -> dict[str, Any]:
+    model = load_exported(directory).eval()
+    found = list(ids)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+        for _ in range(NEW_TOKENS):
+            last = model(input_ids=torch.tensor([found]), use_cache=False).logits[0, -1]
+            found.append(int(last.argmax()))
+    return {"logits": logits, "greedy": found[len(ids) :]}
