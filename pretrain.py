@@ -265,6 +265,8 @@ def build_checked_model(
     if attention in ("eager", "sdpa") and notice:
         print_rank0(f"note: {notice}")
     factors = {name: each for one in wanted for name, each in one.initial_factors().items()}
+    if existing is not None:
+        existing.weights.scale_new_rows(factors)
     model = build.build_model(
         config,
         seed=settings.seed,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from launch.plan.hardware import Hardware
 from zerolm import features
 from zerolm.common.errors import ConfigError, Findings
+from zerolm.config.inheritance import with_no_forms
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
 from zerolm.distributed.layout import Layout
@@ -123,7 +124,7 @@ def plan_run(
         features.Case(settings, model.config, profile, devices, "absent")
     )
     if found.problems:
-        raise ConfigError(list(dict.fromkeys(found.problems)))
+        raise ConfigError(with_no_forms(dict.fromkeys(found.problems), settings))
     resolved = Resolved.of(settings)
     flops = flops_per_token(model.config, model.shapes, resolved.seq_len)
     attention = flops - flops_per_token(model.config, model.shapes, 0)

@@ -12,6 +12,7 @@ import torch
 from tests.end_to_end import killed_runs, plain_pytorch, runs_in_one_process
 from tests.end_to_end.recipe import BATCH, MINIMUM, PEAK, SEED, SEQ_LEN, recipe
 from tests.launching import LLAMA, rows, write_json
+from zerolm.__main__ import main
 
 STEPS, STOP, MICRO = 20, 9, 2
 EPSILON = 2e-5  # of the size of gradients, so that its factors count
@@ -70,6 +71,28 @@ def table(name: str, value: torch.Tensor) -> tuple[float, float, float, float]:
 
 
 def multiply_in_the_forward_pass(model: torch.nn.Module) -> None:
+    add_multipliers(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            deviation = table(name, parameter)[0]
+            if name.endswith("c_proj.weight"):  # GPT-2 divides it by the layers, here the base's
+                deviation *= DEPTH**0.5
+            parameter.mul_(deviation)
+
+
+def take_multipliers_out_of_the_weights(model: torch.nn.Module) -> None:
+    """Turn the weights of a run, which contain the multipliers, into those of the table."""
+    add_multipliers(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+            if part in ("o_proj", "down_proj", "c_proj"):
+                parameter.mul_(DEPTH)
+            elif part == "lm_head":
+                parameter.mul_(WIDTH)
+
+
+def add_multipliers(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         part = name.rpartition(".")[2]
         if part in ("self_attn", "attn", "attention", "mlp", "fc2"):
@@ -81,12 +104,6 @@ def multiply_in_the_forward_pass(model: torch.nn.Module) -> None:
             module.register_forward_pre_hook(lambda _, arguments: (arguments[0] / WIDTH,))
         elif part == "lm_head":
             module.register_forward_hook(partial(multiplied, 1 / WIDTH))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            deviation = table(name, parameter)[0]
-            if name.endswith("c_proj.weight"):  # GPT-2 divides it by the layers, here the base's
-                deviation *= DEPTH**0.5
-            parameter.mul_(deviation)
 
 
 def optimizer_of(masters: dict[str, torch.Tensor], weight_decay: float) -> torch.optim.Optimizer:
@@ -100,11 +117,14 @@ def optimizer_of(masters: dict[str, torch.Tensor], weight_decay: float) -> torch
     return torch.optim.AdamW(groups, betas=(0.9, 0.95))
 
 
-def plain_curve(corpus: Path, model: str, steps: int = STEPS) -> np.ndarray:
+def plain_curve(
+    corpus: Path, model: str, steps: int = STEPS, source: Path | None = None
+) -> np.ndarray:
+    change = take_multipliers_out_of_the_weights if source else multiply_in_the_forward_pass
     curve = plain_pytorch.train(
         MODELS[model], corpus, seed=SEED, seq_len=SEQ_LEN, batch_sequences=BATCH,
         micro_batch_size=MICRO, steps=steps, peak=PEAK, minimum=MINIMUM, warmup_tokens=0,
-        clipping=0.0, optimizer_of=optimizer_of, change=multiply_in_the_forward_pass,
+        clipping=0.0, optimizer_of=optimizer_of, change=change, source=source,
     )  # fmt: skip
     return np.array([step.loss for step in curve])
 
@@ -175,3 +195,20 @@ def test_a_run_resumes_on_another_topology_and_after_a_kill(tmp_path, corpus) ->
 
     keys = ("train/loss", "train/grad_norm", "train/param_norm")
     killed_runs.compare_with_killed(tmp_path, arguments, keys)
+
+
+def test_a_run_continues_from_a_run_with_the_same_base(tmp_path, corpus) -> None:
+    """Its weights have that scale already, so nothing is multiplied but the optimizer's options."""
+    trunk = flags(tmp_path, corpus, "trunk", "llama", 2, steps=6)
+    source = ("--init_from", tmp_path / "trunk")
+    later = flags(tmp_path, corpus, "later", "llama", 2, *source, steps=10)
+    standard = flags(tmp_path, corpus, "standard", "llama", 2, steps=6, scaled=False)
+    standard += source
+    jobs = [{"flags": each} for each in (trunk, later, standard)]
+    output = runs_in_one_process.launch(jobs, tmp_path)
+    assert main(["export", str(tmp_path / "trunk"), str(tmp_path / "source")]) == 0
+    curve = partial(plain_curve, corpus, "llama", source=tmp_path / "source")
+    np.testing.assert_allclose(losses(tmp_path / "later"), curve(10), rtol=1e-6)
+    width = f"hidden matrices {WIDTH:g} times the rate that they have there"
+    assert width in output and f"output projections {WIDTH * DEPTH:g} times" in output
+    assert np.abs(losses(tmp_path / "standard") / curve(6) - 1).max() > 1e-5, "other rates"

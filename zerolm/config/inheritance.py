@@ -7,11 +7,12 @@ derived values, so they keep these, except for `FOLLOWING`. Standard library onl
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from zerolm.config import defaults
-from zerolm.config.settings import FLAGS, Settings
+from zerolm.config.settings import COMMAND_LINE, FLAGS, Settings
 from zerolm.optim.schedule import SCHEDULES, BatchSchedule
 
 # Of a run alone: its directory, its store and its name in W&B. A branch does not take them over.
@@ -103,3 +104,37 @@ def _defaults_of(record: Mapping[str, Any]) -> dict[str, Any]:
         found |= {f"{what}_interval": defaults.interval(steps, what) for what in intervals}
         found["rollback_margin"] = defaults.rollback_margin(steps)
     return found
+
+
+# ---- Values that a file gives, and that a refusal wants removed
+
+_REMOVAL = re.compile(r"\b(?:[Rr]emove|[Ll]eave out|[Dd]rop)\b(?! the (?:key|block))")
+_WANTED = r"(?<!without )(?<!needs )(?<![Uu]se )(?<![Aa]dd )(?<![Gg]ive )"  # not to be removed
+
+
+def with_no_forms(problems: Iterable[str], settings: Settings) -> list[str]:
+    """Return problems, with `--no-NAME` where the fix is to remove a value that stands in a file.
+
+    A flag that a user did not write cannot be removed from the command line.
+    """
+    in_files = {
+        name: place
+        for name, place in settings.origins.items()
+        if not place.startswith(COMMAND_LINE)
+    }
+    return [_with_no_forms(problem, in_files) for problem in problems]
+
+
+def _with_no_forms(problem: str, in_files: Mapping[str, str]) -> str:
+    fixes = list(_REMOVAL.finditer(problem))
+    if not fixes:
+        return problem
+    # What is said before the fix, and the flag that it names itself.
+    about = problem[: fixes[-1].start()] + " ".join(problem[fixes[-1].end() :].split()[:1])
+    named: dict[str, list[str]] = {}
+    for name, place in in_files.items():
+        subject = re.search(rf"{re.escape(place)}(?!\w)|{_WANTED}--{name}(?!\w)", about)
+        if subject and f"--no-{name}" not in problem:
+            named.setdefault(place.rpartition(": ")[0], []).append(f"--no-{name}")
+    lines = [f" {' or '.join(flags)} takes back what {file} says." for file, flags in named.items()]
+    return problem + "".join(lines)

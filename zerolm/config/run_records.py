@@ -47,6 +47,7 @@ class InitialWeightsRecord(_Source, total=False):
     """The source of `--init_from`: fields of `zerolm.pretrained.initial_source.InitialSource`."""
 
     generation: dict[str, Any]
+    parametrization: dict[str, Any]
 
 
 class _BranchPoint(TypedDict):

@@ -14,6 +14,7 @@ from zerolm.features.feature import Case, Feature
 from zerolm.features.flag import count, flag
 
 STANDARD, COMPLETEP = "standard", "completep"
+BASES = ("base_hidden_size", "base_layers")
 # Llama-likes, and others whose blocks add the outputs of these projections to the residual stream.
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
@@ -129,9 +130,8 @@ class Completep(Feature):
         from zerolm.ds_config.profile import AUTO
 
         settings, config, profile = case.settings, case.config, case.profile
-        bases = ("base_hidden_size", "base_layers")
         if settings.parametrization == STANDARD:
-            for name in bases:
+            for name in BASES:
                 if getattr(settings, name):
                     yield (
                         f"{settings.where(name)}: {getattr(settings, name)}, has no effect without "
@@ -139,7 +139,7 @@ class Completep(Feature):
                     )
             return
         where = f"{settings.where('parametrization')}: {COMPLETEP}"
-        for name in bases:
+        for name in BASES:
             if not getattr(settings, name):
                 yield f"{where}, needs --{name}: that of the model where the rate was found."
         rate = profile.optimizer.params.get("lr", AUTO)
@@ -148,11 +148,8 @@ class Completep(Feature):
                 f"{where}, needs --learning_rate: the one that was found at the base size, not the "
                 f"default for this model."
             )
-        if settings.init_from:
-            yield (
-                f"{where}, but the weights of {settings.init_from} have another scale. Remove "
-                f"--init_from, or the flag."
-            )
+        if case.initial is not None:
+            yield from _source_problems(settings, case.initial, where)
         optimizer = profile.optimizer
         if optimizer.kind not in ADAM:
             yield (
@@ -180,6 +177,8 @@ class Completep(Feature):
     @classmethod
     def notices(cls, case: Case) -> Iterator[str]:
         settings, config = case.settings, case.config
+        if settings.parametrization == STANDARD and case.initial and case.initial.parametrization:
+            yield _standard_rates(case.initial, config)
         if settings.parametrization == STANDARD or config.model_type not in FAMILIES:
             return
         base, heads = settings.base_hidden_size, config.num_attention_heads
@@ -223,6 +222,46 @@ class Completep(Feature):
             name: {"lr": each.learning_rate, "weight_decay": each.weight_decay, "eps": each.epsilon}
             for name, each in self.factors.items()
         }
+
+
+def recorded(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parametrization in the settings of a run.json; empty if it is standard."""
+    settings = record.get("settings", {})
+    if settings.get("parametrization", STANDARD) == STANDARD:
+        return {}
+    return {name: settings.get(name) for name in ("parametrization", *BASES)}
+
+
+def _as_flags(parametrization: Mapping[str, Any]) -> str:
+    return " ".join(f"--{name} {value}" for name, value in parametrization.items())
+
+
+def _source_problems(settings: Any, initial: Any, where: str) -> Iterator[str]:
+    """Check that the weights of `--init_from` have the scale of this parametrization."""
+    theirs = initial.parametrization
+    if not theirs:
+        yield (
+            f"{where}, but {initial.source} is no run with it, so its weights have another scale. "
+            f"Remove --init_from, or the flag."
+        )
+    elif any(theirs[name] != getattr(settings, name) for name in BASES):
+        yield (
+            f"{where} with {_as_flags({name: getattr(settings, name) for name in BASES})}, but "
+            f"{initial.source} has {_as_flags(theirs)}. Give the same."
+        )
+
+
+def _standard_rates(initial: Any, config: Any) -> str:
+    """Return what a standard run does with the weights of a run with CompleteP."""
+    theirs = initial.parametrization
+    width = config.hidden_size / theirs["base_hidden_size"]
+    depth = config.num_hidden_layers / theirs["base_layers"]
+    return (
+        f"--init_from {initial.source}: was trained with {_as_flags(theirs)}. This run is "
+        f"{STANDARD}: all parameters have --learning_rate itself, hidden matrices {width:g} times "
+        f"the rate that they have there, and output projections {width * depth:g} times. Add these "
+        f"flags to continue with the rates of that run"
+    )
 
 
 def _model_problems(config: Any, where: str, path: str) -> Iterator[str]:

@@ -39,6 +39,7 @@ class Case(NamedTuple):
 
     Attributes:
         device: kind of the ranks' devices, `absent` if they are not on this machine.
+        initial: the `InitialSource` of `--init_from`, if it is known.
     """
 
     settings: Any
@@ -46,6 +47,7 @@ class Case(NamedTuple):
     profile: "Profile"
     world_size: int
     device: str
+    initial: Any = None
 
 
 class Step(NamedTuple):

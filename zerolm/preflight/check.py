@@ -14,6 +14,7 @@ from pathlib import Path
 from zerolm import features
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.config.flags import parse_settings
+from zerolm.config.inheritance import with_no_forms
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import FLAGS, Settings
 from zerolm.data import epochs
@@ -109,7 +110,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     else:
         found.problems += missing
     if found.problems:
-        raise ConfigError(list(dict.fromkeys(found.problems)))
+        raise ConfigError(with_no_forms(dict.fromkeys(found.problems), settings))
     assert plan is not None, "there is a plan unless there are problems"
     if (start := existing.start) is not None:
         source = start.checkpoint.directory if start.checkpoint is not None else None
@@ -215,7 +216,7 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     found.problems += parallel_rules.model_problems(settings, config, profile, host.world_size)
     found.problems += muon.shape_problems(profile, given.model.shapes)
     found.notices += model_rules.dropout_notices(settings, config)
-    case = features.Case(settings, config, profile, host.world_size, device)
+    case = features.Case(settings, config, profile, host.world_size, device, given.initial)
     found.problems += features.problems(case)
     found.notices += features.notices(case)
     found.notices += model_rules.padding_notices(settings, config, given.sources.training)

@@ -21,6 +21,7 @@ from zerolm.config.settings import Settings
 from zerolm.ds_config import topology
 from zerolm.export.generation import id_list
 from zerolm.export.tokenizer import generation_of, tokenizer_of
+from zerolm.features import completep
 from zerolm.model.model import Model
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
@@ -137,6 +138,7 @@ def _open_checkpoint(name: str, path: Path) -> Opened:
         vocab_size=0,
         checkpoint=directory,
         generation=generation_of(run_dir) or {},
+        parametrization=completep.recorded(find_run_json(run_dir) or {}),
         verify=partial(checkpoints.verify_files, checkpoint),
     )
     return Opened(entry, config_of(manifest["model_config"]), weights, _run_tokenizer(run_dir))

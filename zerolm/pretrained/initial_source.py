@@ -23,6 +23,7 @@ class InitialSource:
         weights: initial values; None if the run resumes and reads none.
         checkpoint: directory of the checkpoint; None for a model directory.
         generation: special ids of its config, and the content of its generation_config.json.
+        parametrization: settings of the source's own, if it was a run with another than standard.
         verify: rank, number of ranks -> a line for each damaged file in the rank's share.
     """
 
@@ -35,6 +36,7 @@ class InitialSource:
     weights: "LoadedWeights | None" = None
     checkpoint: Path | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
+    parametrization: Mapping[str, Any] = field(default_factory=dict)
     verify: Callable[[int, int], list[str]] = lambda rank, world_size: []
 
     def exact(self, name: str | None) -> str | None:
@@ -62,4 +64,7 @@ class InitialSource:
         return line
 
 
-RECORDED = ("given", "source", "hub_id", "digest", "about", "vocab_size", "generation")
+RECORDED = (
+    *("given", "source", "hub_id", "digest", "about", "vocab_size", "generation"),
+    "parametrization",
+)

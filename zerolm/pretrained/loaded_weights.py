@@ -82,6 +82,11 @@ class LoadedWeights:
         )
         self._fresh = InitialWeights(config, seed) if self.extended else None
 
+    def scale_new_rows(self, factors: Mapping[str, float]) -> None:
+        """Multiply the values drawn for new rows by factors of their parameters."""
+        if self._fresh is not None:
+            self._fresh.factors = factors
+
     def _group(
         self, state: Mapping[str, torch.Tensor], ignored: set[str]
     ) -> "dict[tuple[str, ...], list[str]]":

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.end_to_end import test_completep as end_to_end
 from tests.launching import LLAMA, write_json
 from tests.zerolm.preflight.preflight_inputs import command, refusal, write_inputs
+from zerolm.features import completep
 from zerolm.features.completep import FAMILIES, Completep
 from zerolm.model.model import Model
 from zerolm.optim.parameter_groups import parameter_groups
@@ -124,3 +125,18 @@ def test_the_plan_has_a_line_for_each_group(base) -> None:
     uneven = check.check(command(base, f"{FLAGS} --base_hidden_size 40"), {}).notices
     assert any("no model of hidden size 40 has heads of 16" in line for line in uneven)
     assert not any("completep" in line for line in check.check(command(base), {}).derived)
+
+
+def test_weights_of_another_parametrization_or_base_are_refused():
+    settings = SimpleNamespace(base_hidden_size=48, base_layers=1)
+    same = {"parametrization": "completep", "base_hidden_size": 48, "base_layers": 1}
+    for theirs, words in (
+        (same, None),
+        ({}, "is no run with it, so its weights have another scale. Remove --init_from"),
+        ({**same, "base_layers": 2}, "--base_layers 1, but runs/a@9 has --parametrization"),
+    ):
+        initial = SimpleNamespace(source="runs/a@9", parametrization=theirs)
+        found = list(completep._source_problems(settings, initial, "run.json: completep"))
+        assert len(found) == (words is not None) and all(words in line for line in found)
+    assert completep.recorded({"settings": same}) == same
+    assert completep.recorded({"settings": {**same, "parametrization": "standard"}}) == {}

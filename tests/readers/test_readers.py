@@ -1,0 +1,94 @@
+"""Exports are read alike by transformers 4, llama.cpp, mlx-lm and ctranslate2."""
+
+import json
+import subprocess
+
+import pytest
+
+from data_prep.tokenizer.bpe import BpeOptions, train_bpe
+from data_prep.tokenizer.encoders import load_encoder
+from tests import ROOT
+from tests.readers import environment, models, table
+
+FAMILIES = [
+    "llama",
+    "deepseek_v3",
+    "gemma3_text",
+    "gpt2",
+    "mixtral",
+    "qwen2",
+    "qwen3_moe",
+    "falcon",
+]
+TOKENIZE = """
+import json, sys
+from llama_cpp import Llama
+model = Llama(sys.argv[1], vocab_only=True, verbose=False)
+texts = json.load(sys.stdin)
+print(json.dumps([model.tokenize(text.encode(), add_bos=True, special=False) for text in texts]))
+"""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("readers")
+    return directory, models.write_models(FAMILIES, directory)
+
+
+def require(llama: bool) -> None:
+    try:
+        (environment.install_llama if llama else environment.install)()
+    except environment.Unavailable as error:
+        pytest.skip(f"the other programs cannot be installed: {error}")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("reader", table.READERS)
+def test_a_program_reads_exports_as_recorded(reader, written):
+    """The outcomes are those of benchmarks/results/readers.json."""
+    require(llama=reader == "llama_cpp")
+    directory, ours = written
+    recorded = table.load()[reader]
+    found = table.read(reader, directory, tuple(FAMILIES))
+    outcomes = {name: table.outcome(value, ours[name]) for name, value in found.items()}
+    changed = {
+        name: outcomes.get(name)
+        for name in FAMILIES
+        if outcomes.get(name, "").partition(":")[0] != recorded[name].partition(":")[0]
+    }
+    assert not changed
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize(
+    ("options", "different"),
+    [({"split": "gpt2"}, 0), ({"split": "llama3"}, 0), ({"split": "llama3", "digits": "1"}, 0),
+     ({"split": "o200k"}, 60)],
+)  # fmt: skip
+def test_llama_cpp_encodes_texts_to_the_same_ids(options, different, written, tmp_path):
+    require(llama=True)
+    directory, _ = written
+    model = tmp_path / "model"
+    subprocess.run(["cp", "-r", directory / "models" / "llama", model], check=True, timeout=60)
+    size = models.VOCABULARY
+    train_bpe(models.texts(), BpeOptions(size, **options), model, progress=False)
+    variables = environment.variables()
+    command = [*json.loads(variables["READERS_CONVERT"]), model, "--", "--vocab-only"]
+    command += ["--outfile", tmp_path / "vocabulary.gguf"]
+    done = subprocess.run(
+        [*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    texts = models.texts(500)[400:]  # not those of the training
+    done = subprocess.run(
+        [str(environment.PYTHON), "-c", TOKENIZE, str(tmp_path / "vocabulary.gguf")],
+        input=json.dumps(texts), env=variables, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ours = [ids.tolist() for ids in load_encoder(model).encode(texts).ids]
+    unequal = [
+        each for each in zip(json.loads(done.stdout), ours, strict=True) if each[0] != each[1]
+    ]
+    assert len(unequal) <= different, unequal[0]
