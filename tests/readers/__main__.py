@@ -8,7 +8,6 @@ The programs are installed in `.cache/readers` first; llama.cpp is built from so
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -19,7 +18,9 @@ from tests.readers.limits import LIMITS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="for the models; made again")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="for the models; those that are there are kept"
+    )
     parser.add_argument("--readers", default=",".join(table.READERS))
     parser.add_argument("--families", help="separated by commas; all of docs/models.md by default")
     parser.add_argument(
@@ -31,8 +32,7 @@ def main() -> None:
     if (output / "ours.pt").exists():
         ours = torch.load(output / "ours.pt", weights_only=True)
     else:
-        shutil.rmtree(output, ignore_errors=True)
-        output.mkdir(parents=True)
+        output.mkdir(parents=True, exist_ok=True)
         ours = models.write_models(names, output)
         torch.save(ours, output / "ours.pt")
     results = table.load()

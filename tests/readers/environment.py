@@ -77,12 +77,13 @@ def install_llama() -> None:
 
 def variables() -> dict[str, str]:
     """Return the environment variables of a process that reads models."""
-    convert = [sys.executable, "-m", "data_prep", "gguf"]
+    convert = [str(PYTHON), "-m", "data_prep", "gguf"]
     convert += [str(SOURCE / "vendor/llama.cpp/convert_hf_to_gguf.py")]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return kept | {
-        "PYTHONPATH": str(SOURCE), "LLAMA_CPP_LIB_PATH": str(LIBRARY), "OMP_NUM_THREADS": "1",
-        "READERS_ROOT": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": f"{SOURCE}:{ROOT}", "LLAMA_CPP_LIB_PATH": str(LIBRARY),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
         "READERS_CONVERT": json.dumps(convert),
     }  # fmt: skip
 

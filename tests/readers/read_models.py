@@ -59,7 +59,9 @@ def ctranslate2(directory, ids):
         # A tokenizer without BOS gives null there, which the library does not load.
         config = Path(scratch, "model", "config.json")
         values = json.loads(config.read_text())
-        config.write_text(json.dumps({k: "" if v is None else v for k, v in values.items()}))
+        config.write_text(
+            json.dumps({k: v or "" if k.endswith("_token") else v for k, v in values.items()})
+        )
         generator = ctranslate2.Generator(f"{scratch}/model", compute_type="float32")
         logits = np.array(generator.forward_batch([ids]))[0].tolist()
         found = list(ids)
