@@ -54,7 +54,7 @@ def test_a_program_reads_exports_as_recorded(reader, written):
     outcomes = {name: table.outcome(value, ours[name]) for name, value in found.items()}
     changed = {
         name: outcomes.get(name)
-        for name in FAMILIES
+        for name in set(FAMILIES) & recorded.keys()
         if outcomes.get(name, "").partition(":")[0] != recorded[name].partition(":")[0]
     }
     assert not changed
