@@ -58,6 +58,8 @@ def refused(draw: Draw) -> bool:
         experts in ("global_router_loss", "router_z_loss") and model == "deepseek_v3",
         experts == "balance_rate" and model != "deepseek_v3",
         "compile" in on and (experts != "plain" or draw["recompute"] == "selective"),
+        # torch 2.13 declares a variable twice in its C++ for two biases with one gradient.
+        "compile" in on and model == "gpt_neox" and draw["precision"] == "bf16",
         "qk_clip" in on and ("compile" in on or model not in UNBOUNDED_LOGITS),
         "completep" in on and (model not in SCALABLE or optimizer != "adamw"),
         "fp8" in on and (draw["precision"] == "fp32" or model == "gpt2"),
