@@ -49,6 +49,8 @@ SEEN = 1e-4
 NO_GRADIENT = 1e-6
 HIGH_LOSS = 3.0  # times log(vocabulary), the loss of equal probabilities
 OTHERWISE = "Correct the config.json, or use another model_type"
+# What a kernel of another package says of tensors on a CPU; it says nothing of the model.
+NEEDS_DEVICE = re.compile(r"is_cuda|triton|cpu tensor|cuda|hip\b|nvidia|device type", re.IGNORECASE)
 SHAPES = re.compile("broadcast|must match|cannot be multiplied|invalid for input of size")
 NUMBER = re.compile(r"\.\d+(?=\.)")
 
@@ -140,6 +142,8 @@ def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["Pretrai
                 _compute(copy.config, tokens)
             except Exception as caught:
                 error = error or caught
+                if NEEDS_DEVICE.search(str(caught)):
+                    continue
                 last = copy.same_widths and tokens == seq_len
                 if last or _is_computable(observed_model.without_noise(copy.config), tokens):
                     raise _NotComputableError(reason(caught)) from caught
@@ -147,7 +151,8 @@ def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["Pretrai
             if not copy.same_widths and (wrong := _shape_error(config, tokens)):
                 raise _NotComputableError(reason(wrong)) from wrong
             return copy.config, tokens
-    if wrong := _shape_error(config, seq_len, error):
+    known = error if error is None or not NEEDS_DEVICE.search(str(error)) else None
+    if wrong := _shape_error(config, seq_len, known):
         raise _NotComputableError(reason(wrong)) from wrong
     assert error is not None, "there is a small copy"
     raise error
@@ -264,7 +269,7 @@ def _sights(config: "PretrainedConfig", tokens: int) -> "Sights":
 
 
 def _blindness(sights: "Sights") -> list[str]:
-    """Return how a model is not causal, the kernels of which this holds first."""
+    """Return how a model is not causal, with the kernels by which."""
     texts: dict[str, list[str]] = {}
     for kernel, seen in sights.items():
         text, *others = map(_fault, seen)

@@ -8,6 +8,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from logging import CRITICAL, getLogger
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ FEW_ROWS = 4
 MANY_ROWS = 32
 STEPS = 3
 RATE = 1e-3  # of AdamW in these steps
+EXPORTING = "is_torchdynamo_exporting"  # transformers asks it whether to use torch's operators
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ def _loss(model: Any, tokens: int, seed: int) -> torch.Tensor:
 
 
 def _logits(model: Any, ids: torch.Tensor, seed: int) -> torch.Tensor:
-    torch.manual_seed(seed)  # the same dropout and the same sampled experts in each call
+    # The same dropout and sampled experts in each call; generators of GPUs stay as they are.
+    torch.default_generator.manual_seed(seed)
     logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
 
@@ -177,14 +180,24 @@ def _vocabulary(model: Any) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Use one thread, keep torch's generator as it is, and silence transformers."""
+    """Use one thread and torch's own operators, keep torch's generator, and silence transformers.
+
+    transformers calls the kernels of causal-conv1d, flash-linear-attention and mamba-ssm, where
+    these are installed, for tensors on a CPU too, which they refuse; not while a model is exported.
+    """
     import warnings
 
+    from transformers.integrations import hub_kernels
     from transformers.utils import logging
 
     level, threads = logging.get_verbosity(), torch.get_num_threads()
+    fake_tensors = getLogger("torch._subclasses.fake_tensor")  # prints a trace of what it raises
+    known, exporting = fake_tensors.level, getattr(hub_kernels, EXPORTING, None)
     logging.set_verbosity_error()
     torch.set_num_threads(1)
+    fake_tensors.setLevel(CRITICAL)
+    if exporting is not None:  # transformers 5.23
+        setattr(hub_kernels, EXPORTING, lambda: True)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -192,3 +205,6 @@ def quiet() -> Iterator[None]:
     finally:
         logging.set_verbosity(level)
         torch.set_num_threads(threads)
+        fake_tensors.setLevel(known)
+        if exporting is not None:
+            setattr(hub_kernels, EXPORTING, exporting)

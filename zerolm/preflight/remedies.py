@@ -3,10 +3,10 @@
 A fault is any test of a config; which keys can cause it is not known here.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from zerolm.preflight.small_copy import AT_MOST, DEPTHS, GROUPED_HEADS
@@ -14,7 +14,7 @@ from zerolm.preflight.small_copy import AT_MOST, DEPTHS, GROUPED_HEADS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SECONDS = 3.0
+MAX_CANDIDATES = 24  # each may take a second
 MAX_KEYS = 2
 SIZES = frozenset({*AT_MOST, *DEPTHS, *GROUPED_HEADS, "tie_word_embeddings", "use_cache", "dtype"})
 SMALL = 4  # a count up to which one more is tried
@@ -32,15 +32,16 @@ class Remedy:
 def remedies(
     config: "PretrainedConfig", is_right: Callable[["PretrainedConfig"], bool]
 ) -> tuple[Remedy, ...]:
-    """Return keys each of which alone ends a fault, in limited time.
+    """Return keys each of which alone ends a fault, of a limited number of candidates.
+
+    The same on every rank, whatever its speed.
 
     Args:
         is_right: whether a changed config does not have the fault; any error means that it has.
     """
     found: list[Remedy] = []
-    end = time.process_time() + SECONDS
-    for remedy in _candidates(config):
-        if time.process_time() > end or len(found) == MAX_KEYS:
+    for remedy in islice(_candidates(config), MAX_CANDIDATES):
+        if len(found) == MAX_KEYS:
             break
         if any(remedy.key == known.key for known in found):
             continue

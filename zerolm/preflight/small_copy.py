@@ -80,8 +80,8 @@ DEPTHS = (
     *("decoder_layers", "num_decoder_layers"),
 )
 GROUPS_OF_EXPERTS = ("n_group", "num_expert_group")
-FEW_VALUES = 2_000_000  # a copy of at most so many parameters keeps its widths
-MANY_LAYERS = 100  # a copy of all layers has at most so many
+FEW_VALUES = 2_000_000  # a copy of at most this many parameters keeps its widths
+MANY_LAYERS = 100  # most layers of a copy that has all of them
 IN_A_LAYER = re.compile(r"(.*?\.)(\d+)\.(.*)")
 
 
@@ -123,7 +123,7 @@ def shallow_config(config: "PretrainedConfig", shapes: Shapes) -> "PretrainedCon
 
 
 def small_copies(config: "PretrainedConfig", shapes: Shapes) -> Iterator[Copy]:
-    """Yield configs for copies, of which the first that can be computed is as good as any."""
+    """Yield configs for copies, the best one first."""
     small = shallow_config(config, shapes)
     if num_values(config, small, shapes) <= FEW_VALUES:
         yield Copy(small, same_widths=True)
@@ -199,6 +199,27 @@ def _reduce(part: "PretrainedConfig", experts_per_token: int) -> None:
         few += -few % groups
         if type(experts) is int and experts > few:
             _set(part, key, few)
+    _reduce_dependent(part, given)
+
+
+def _reduce_dependent(part: "PretrainedConfig", given: Mapping[str, Any]) -> None:
+    """Change the sizes that follow from those which have been reduced."""
+    now = vars(part)
+    rotary = given.get("qk_rope_head_dim")
+    if rotary and given.get("head_dim") == rotary:  # the same in multi-head latent attention
+        _set(part, "head_dim", now["qk_rope_head_dim"])
+    if {"expand", "num_heads", "head_dim", "hidden_size"} <= given.keys():  # Mamba-2
+        _set(part, "num_heads", int(now["expand"] * now["hidden_size"]) // now["head_dim"])
+    rope, before = now.get("rope_parameters"), _head_dim(given)
+    for key in ("short_factor", "long_factor"):  # of longrope, one for each pair of dimensions
+        if isinstance(rope, dict) and before and isinstance(rope.get(key), list):
+            rope[key] = rope[key][: max(1, len(rope[key]) * _head_dim(now) // before)]
+
+
+def _head_dim(values: Mapping[str, Any]) -> int:
+    width, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    usual = width // heads if _is_count(width) and _is_count(heads) else 0
+    return values.get("head_dim") or usual
 
 
 def _is_count(value: Any) -> TypeGuard[int]:

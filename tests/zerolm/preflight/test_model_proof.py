@@ -1,6 +1,10 @@
 """Models that are legal JSON, but no causal language models, compared with transformers alone."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -213,7 +217,72 @@ def test_families_are_proven_or_refused(tmp_path):
     assert unproven <= {"reformer"}
 
 
-# Large configs: what the small copies keep
+# Large configs, with the sizes of published files
+
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+MLA = {
+    "hidden_size": 7168, "moe_intermediate_size": 2048, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "n_routed_experts": 256, "n_group": 8, "topk_group": 4,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "vocab_size": 129280, "num_hidden_layers": 61, "rope_scaling": YARN,
+    "norm_topk_prob": True,
+}  # fmt: skip
+LONGROPE = {
+    "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "pad_token_id": None,
+    "max_position_embeddings": 131072, "original_max_position_embeddings": 4096,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.1] * 48},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "expected"),
+    [
+        pytest.param("deepseek_v3", MLA, "", marks=pytest.mark.soak),
+        ("deepseek_v3", {**MLA, "num_experts_per_tok": 1}, "num_experts_per_tok: 1, no gradient"),
+        pytest.param("phi3", {**LONGROPE, "sliding_window": 2047}, "", marks=pytest.mark.soak),
+        ("phi3", {**LONGROPE, "sliding_window": 0}, "sliding_window: 0, with sdpa no position"),
+        pytest.param("mamba2", {}, "", marks=pytest.mark.soak),
+    ],
+)
+def test_large_models_are_proven_by_a_narrow_copy(family, values, expected):
+    found = Findings([])
+    model_proof.check(Model.from_config(CONFIG_MAPPING[family](**values)), ONE_ROW, found)
+    lines = [*found.problems, *found.notices]
+    assert (not expected and not lines) or any(expected in line for line in lines), lines
+
+
+STUB = """
+def causal_conv1d_fn(*arguments, **more):
+    raise RuntimeError("Expected x.is_cuda() to be true, but got false.")
+causal_conv1d_update = causal_conv1d_fn
+"""
+PROVE = """
+import json, sys
+from zerolm.common.errors import Findings
+from zerolm.model.model import Model
+from zerolm.preflight import model_proof
+found = Findings([])
+model_proof.check(Model.load(sys.argv[1]), 24, found)
+import causal_conv1d
+print(json.dumps([found.problems, found.notices]))
+"""
+
+
+def test_kernels_that_need_a_gpu_refuse_no_model(tmp_path):
+    """transformers takes those of installed packages for tensors on a CPU, too."""
+    (tmp_path / "causal_conv1d").mkdir()
+    (tmp_path / "causal_conv1d" / "__init__.py").write_text(STUB)
+    config = write_json(tmp_path / "m.json", toy_config("lfm2"))
+    done = subprocess.run(
+        [sys.executable, "-c", PROVE, config], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [[], []]
+
+
+# What the small copies keep
 
 DEEPSEEK = CONFIG_MAPPING["deepseek_v3"]()  # 671B
 GEMMA = CONFIG_MAPPING["gemma3_text"](num_hidden_layers=48, sliding_window=1024)
