@@ -89,7 +89,11 @@ def _read_filters(path: Path) -> Any:
         raise ConfigError(f"--filters {path}: cannot be read as JSON ({why(error)}).") from error
     if isinstance(content, dict):
         content = content.get("clean", {})
-        content = content.get("filters", []) if isinstance(content, dict) else content
+        if isinstance(content, dict) and "filters" not in content:
+            raise ConfigError(
+                f"--filters {path}: has no clean.filters. Give a list of filters, or a recipe."
+            )
+        content = content["filters"] if isinstance(content, dict) else content
     content = resolve_model_paths(path.parent.resolve(), content)
     if wrong := filter_problems(content, f"{path}"):
         raise ConfigError(wrong)

@@ -19,7 +19,6 @@ from data_prep.tasks.progress import Progress
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.files import file_entry, sync_directory, sync_file, write_json
 from zerolm.common.locks import FileLock, LockTaken
-from zerolm.common.records import with_digest
 from zerolm.data.window_text import source_decoder
 from zerolm.shards.reader import Source
 
@@ -136,5 +135,5 @@ def _write(
         "parents": [parent_entry(each) for each in sources],
         **provenance,
     }
-    write_json(directory / PROVENANCE, with_digest(record))
+    write_json(directory / PROVENANCE, record)
     return record

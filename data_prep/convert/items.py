@@ -9,6 +9,7 @@ import numpy as np
 
 from data_prep.shards.documents import PIECE_TOKENS, Documents
 from zerolm.common.errors import ConfigError, RecordError
+from zerolm.common.files import pointer_problem_of
 from zerolm.common.records import read_record
 
 T = TypeVar("T")
@@ -103,6 +104,7 @@ def _join(group: list[np.ndarray]) -> Items:
 
 def read_index(path: Path, kind: type[T]) -> T:
     """Read a JSON file of another program as a `TypedDict`."""
+    check_no_pointer(path)
     try:
         content = read_record(path, kind)
     except RecordError as error:
@@ -116,22 +118,30 @@ def read_index(path: Path, kind: type[T]) -> T:
     return content
 
 
+def check_no_pointer(path: Path) -> Path:
+    """Return a file, which must not be a pointer to one that is not here."""
+    if problem := pointer_problem_of(path):
+        raise ConfigError(f"{path}: {problem}")
+    return path
+
+
 def files_of(path: Path, suffix: str) -> list[Path]:
     """Return a file, or those of a directory with a suffix, in the order of their names."""
     if not path.is_dir():
         if not path.is_file():
             raise ConfigError(f"{path}: no such file or directory. Check the path.")
-        return [path]
+        return [check_no_pointer(path)]
     files = sorted(each for each in path.glob(f"*{suffix}") if not each.name.startswith("."))
     if not files:
         raise ConfigError(f"{path}: holds no {suffix} file. Give a file, or another directory.")
-    return files
+    return [check_no_pointer(file) for file in files]
 
 
 def listed_file(path: Path, size: int | None) -> Path:
     """Return a file that index.json lists, after comparing its size if that is known."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
+    check_no_pointer(path)
     if size is not None and path.stat().st_size != size:
         raise damaged(path, f"has {path.stat().st_size} bytes, index.json says {size}")
     return path

@@ -14,7 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.convert.items import Content, InputFile, Items, ReadOptions, damaged
+from data_prep.convert.items import (
+    Content,
+    InputFile,
+    Items,
+    ReadOptions,
+    check_no_pointer,
+    damaged,
+)
 from data_prep.shards.documents import piece_bounds
 from zerolm.common.errors import ConfigError
 
@@ -41,6 +48,7 @@ def _open(index: Path) -> InputFile:
     for file in (index, binary):
         if not file.is_file():
             raise ConfigError(f"{file}: no such file. Give the prefix of PREFIX.bin and .idx.")
+        check_no_pointer(file)
     size = index.stat().st_size
     with open(index, "rb") as opened:
         header = opened.read(HEADER.size)

@@ -14,8 +14,9 @@ from data_prep.read.parquet import entire_rows
 from data_prep.read.parse import find_text
 from data_prep.read.readers import TEXT_FORMATS
 from data_prep.read.streams import COMPRESSIONS, Stream
-from data_prep.stages.line_ends import PARAGRAPH_END
+from data_prep.stages.line_ends import split_paragraphs
 from zerolm.common.errors import ConfigError, did_you_mean, reason
+from zerolm.common.files import pointer_problem_of
 
 WIKIHOW_MARK = re.compile(r"\[.*?\]")  # in HellaSwag: [header], [title], ...
 MAX_PROBLEMS = 10
@@ -68,6 +69,8 @@ def read_items(argument: str) -> list[Item]:
     path, fields = split_evaluation(argument)
     if not path.is_file():
         raise ConfigError(f"--evaluation {argument}: no such file. Check the path.")
+    if pointer := pointer_problem_of(path):
+        raise ConfigError(f"--evaluation {argument}: {pointer}")
     is_lines = path.suffix == ".json" and lines_suffix(str(path), "text") is not None
     if not (path.name.endswith(SUFFIXES) or is_lines):
         raise ConfigError(
@@ -108,7 +111,7 @@ def _records(path: Path) -> Iterator[tuple[str, Any]]:
         return
     text = _content(path).decode("utf-8-sig")
     if _is_text(path):
-        paragraphs = [part for part in PARAGRAPH_END.split(text)[::2] if part.strip()]
+        paragraphs = [part for part in split_paragraphs(text)[::2] if part.strip()]
         yield from ((f"{path}:{number}", part) for number, part in enumerate(paragraphs, 1))
         return
     for number, line in enumerate(text.split("\n"), 1):

@@ -29,13 +29,13 @@ from data_prep.dedup.arrays import (
 )
 from data_prep.dedup.word_hashes import SECOND_BASE, hash_ngrams, hash_spans, hash_words, mix
 from data_prep.stages.documents import Documents, batch_rows, chosen_batches
-from data_prep.stages.line_ends import LINE_END, PARAGRAPH_END
+from data_prep.stages.line_ends import split_lines, split_paragraphs
 
 PLACE = np.dtype([("hash", "<u8"), ("low", "<u8"), ("position", "<u4"), ("document", "<u4")])
 ANCHOR = np.dtype([("hash", "<u8"), ("position", "<u4"), ("document", "<u4")])
 FOUND = np.dtype([("document", "<u8"), ("position", "<u4")])
 RUN_ENTRIES = 1 << 22  # sorted at a time: 100 MB
-SEPARATORS = {"lines": LINE_END, "paragraphs": PARAGRAPH_END}
+SPLITS = {"lines": split_lines, "paragraphs": split_paragraphs}
 
 
 class Run(NamedTuple):
@@ -119,7 +119,7 @@ class PieceTask:
 
 def split_pieces(text: str, unit: str) -> list[str]:
     """Return the lines or paragraphs of a text, and between each two what separates them."""
-    return SEPARATORS[unit].split(text)
+    return SPLITS[unit](text)
 
 
 def _characters(

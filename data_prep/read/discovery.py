@@ -159,8 +159,8 @@ def _copies_notes(inputs: Sequence[Input]) -> list[str]:
     if not copies:
         return []
     return [
-        f"{len(copies):,} files are there in two compressions, and both are read; the first are "
-        f"{copies[0]}. If they are copies, remove one of them."
+        f"{len(copies):,} file{'s exist' if len(copies) > 1 else ' exists'} in two compressions, "
+        f"and both are read, for example {copies[0]}. Remove one if they have the same content."
     ]
 
 

@@ -8,19 +8,21 @@ import glob
 import io
 import json
 import os
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from data_prep.read.documents import Chunk, InputRules, Problem
 from data_prep.read.encodings import AUTO, UTF8, open_stream
+from data_prep.read.parse import find_text
 from data_prep.read.remote import open_stored
 from data_prep.read.source_code import language_of
 from data_prep.read.streams import COMPRESSIONS, Failure, Stream
 from zerolm.common.errors import ConfigError
-from zerolm.common.files import host_name
+from zerolm.common.files import MAX_POINTER_BYTES, host_name, pointer_problem
 from zerolm.common.provenance import installed_version
 from zerolm.common.records import open_regular
 from zerolm.common.url import is_url
@@ -46,14 +48,6 @@ SHOWN_SUFFIXES = (
 DATASET_CARD = "README.md"  # describes the files beside it
 # Of desktops, archives and network disks.
 JUNK = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "$recycle.bin", "lost+found"}
-# A small text in place of a file that is stored elsewhere: its start, the program, the remedy.
-POINTERS = (
-    (b"version https://git-lfs.github.com/spec/", "Git LFS", "git lfs pull"),
-    (b"version https://hawser.github.com/spec/", "Git LFS", "git lfs pull"),
-    (b"/annex/objects/", "git-annex", "git annex get ."),
-    (b"# xet version ", "Git-Xet", "git xet install && git lfs pull"),
-)
-MAX_POINTER_BYTES = 1024  # the limit of Git LFS
 SNIFFED_BYTES = 1 << 20
 END = -1  # in place of the start of the next chunk: there is none
 
@@ -71,24 +65,33 @@ def _code_suffix(path: str) -> str | None:
 def lines_suffix(path: str, text_field: str) -> str | None:
     """Return the suffix of JSON lines for a `.json` file that has them, else None.
 
-    It has two lines with an object each, or a single one with the text.
+    It has two lines with an object each, or a single one with the text, which is a string.
     """
+    key = text_field.rpartition(".")[2].encode()
     try:
         with open_regular(path) or io.BytesIO() as file:
-            first, second = file.readline(SNIFFED_BYTES), file.readline(SNIFFED_BYTES)
+            lines = (line.removeprefix(codecs.BOM_UTF8).strip() for line in _sniffed(file))
+            first, second = next(filter(None, lines), b""), next(filter(None, lines), b"")
     except OSError:
         return None
-    first = first.removeprefix(codecs.BOM_UTF8).strip()
-    if len(first) >= SNIFFED_BYTES - len(codecs.BOM_UTF8):  # a long document
-        return LINE_FORMATS[0] if first.startswith(b'{"') else None
     try:
         record = json.loads(first)
-    except (ValueError, RecursionError):
-        return None
+    except (ValueError, RecursionError):  # a long document is cut
+        is_text = len(first) > SNIFFED_BYTES // 2 and first.startswith(b'{"')
+        pattern = rb'"' + re.escape(key) + rb'"\s*:\s*"'
+        return LINE_FORMATS[0] if is_text and re.search(pattern, first) else None
     if not isinstance(record, dict):
         return None
-    is_text = bool({text_field, text_field.partition(".")[0]} & record.keys())
-    return LINE_FORMATS[0] if is_text or second.lstrip().startswith(b"{") else None
+    is_text = isinstance(find_text(record, text_field)[1], str)
+    return LINE_FORMATS[0] if is_text or second.startswith(b"{") else None
+
+
+def _sniffed(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the first lines of a file, `SNIFFED_BYTES` of them; the last one may be cut."""
+    left = SNIFFED_BYTES
+    while left > 0 and (line := file.readline(left)):
+        left -= len(line)
+        yield line
 
 
 def pointer_failure(name: str, size_bytes: int | None) -> Failure | None:
@@ -97,14 +100,10 @@ def pointer_failure(name: str, size_bytes: int | None) -> Failure | None:
         return None
     try:
         with open_stored(name) as file:
-            content = file.read(MAX_POINTER_BYTES)
+            detail = pointer_problem(file.read(MAX_POINTER_BYTES))
     except OSError:
         return None  # named when it is read
-    for start, program, command in POINTERS:
-        if content.startswith(start) and content.count(b"\n") < 12:
-            detail = f"is a pointer of {program}, not the file itself. Fetch it: {command}"
-            return Failure("unreadable", detail)
-    return None
+    return Failure("unreadable", detail) if detail else None
 
 
 class FileKinds(NamedTuple):
@@ -135,10 +134,12 @@ class FileKinds(NamedTuple):
 
         Not if the argument itself names it, as the globs `_*/a.txt` and `*.md` do.
         """
-        top, patterns = argument.rstrip("/").split("/"), list[str]()
+        path = argument if is_url(argument) else os.path.normpath(argument)  # without `//`, `./`
+        name = name if is_url(name) else os.path.normpath(name)
+        top, patterns = path.rstrip("/").split("/"), list[str]()
         while top and glob.has_magic("/".join(top)):
             patterns.append(top.pop())
-        return name != argument and any(
+        return name != path and any(
             self.hides(part)
             and not (patterns and part == self.card)
             and not any(each[:1] == part[:1] and fnmatch(part, each) for each in patterns)

@@ -114,13 +114,26 @@ def _validate(column: Any) -> None:
     """Check that no value is outside of the memory of a column; its content may be odd."""
     import pyarrow as pa
 
-    if pa.types.is_struct(column.type):
-        column.validate()
+    column.validate()
+    if isinstance(column, pa.StructArray):
         for number in range(column.type.num_fields):
             _validate(column.field(number))
-    elif pa.types.is_temporal(column.type):
-        column.validate()
-    else:
+    elif isinstance(column, pa.MapArray | pa.ListArray | pa.LargeListArray):
+        is_map, is_large = isinstance(column, pa.MapArray), isinstance(column, pa.LargeListArray)
+        parts = [column.keys, column.items] if is_map else [column.values]
+        lists = pa.LargeListArray if is_large else pa.ListArray
+        lists.from_arrays(column.offsets, pa.nulls(len(parts[0]))).validate(full=True)
+        for part in parts:
+            _validate(part)
+    elif isinstance(column, pa.FixedSizeListArray):
+        _validate(column.values)
+    elif isinstance(column, pa.DictionaryArray):
+        column.indices.validate(full=True)
+        pa.DictionaryArray.from_arrays(column.indices, pa.nulls(len(column.dictionary)))
+        _validate(column.dictionary)
+    elif isinstance(column, pa.ExtensionArray):
+        _validate(column.storage)
+    elif not pa.types.is_temporal(column.type):
         (_as_bytes(column) if is_text_type(column.type) else column).validate(full=True)
 
 
@@ -264,7 +277,8 @@ def _time_text(value: Any) -> str:
         value, zone = value.cast(pa.timestamp(value.type.unit)), "Z"
     text = value.cast(pa.string()).as_py()
     if text.startswith("<"):  # beyond the years that Arrow writes
-        return f"{value.value} {getattr(value.type, 'unit', 'days')} since 1970"
+        unit = "ms" if pa.types.is_date64(value.type) else getattr(value.type, "unit", "days")
+        return f"{value.value} {unit} since 1970"
     return text.replace(" ", "T", 1) + zone
 
 

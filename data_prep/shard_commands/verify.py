@@ -24,8 +24,8 @@ def run(options: argparse.Namespace) -> None:
         problems.lines += damaged
         if manifest is not None and "digest" not in manifest:
             print(
-                f"note: {directory}: its manifest has no digest, as an older release wrote it: "
-                f"what cannot be counted again is not checked",
+                f"note: {directory}: manifest.json was written by an older release, without a "
+                f"digest: only values that can be recounted from the tokens are checked",
                 file=sys.stderr,
             )
         if manifest is not None and not damaged:

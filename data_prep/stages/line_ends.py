@@ -11,8 +11,28 @@ _BLANK = "[^\\S\n\r\v\f\x85\u2028\u2029]*"
 LINE_END = re.compile(f"({_LINE}|\u2029)")
 PARAGRAPH_END = re.compile(f"((?:{_LINE}{_BLANK}(?:{_LINE}|\u2029)|\u2029)\\s*)")
 _OTHER = re.compile("\r\n?|[\v\f\x85\u2028\u2029]")
+_MARKS = "\r\v\f\x85\u2028\u2029"
+# The same in a text whose lines end in LF alone, much faster.
+_LF = re.compile("(\n)")
+_LF_PARAGRAPH_END = re.compile("(\n[^\\S\n]*\n\\s*)")
+
+
+def _has_other_ends(text: str) -> bool:
+    return any(mark in text for mark in _MARKS)
+
+
+def split_lines(text: str) -> list[str]:
+    """Return the lines of a text, and between each two what separates them."""
+    return (LINE_END if _has_other_ends(text) else _LF).split(text)
+
+
+def split_paragraphs(text: str) -> list[str]:
+    """Return the paragraphs of a text, and between each two what separates them."""
+    return (PARAGRAPH_END if _has_other_ends(text) else _LF_PARAGRAPH_END).split(text)
 
 
 def with_line_feeds(text: str) -> str:
     """Return a text whose lines end in LF alone."""
+    if not _has_other_ends(text):
+        return text
     return _OTHER.sub(lambda end: "\n\n" if end[0] == "\u2029" else "\n", text)

@@ -41,9 +41,9 @@ def pre_tokenizer(model: Path) -> str:
         patterns = [split_pattern("gpt2")]
     if len(patterns) != 1 or patterns[0] not in PRE_TOKENIZERS:
         raise ConfigError(
-            f"{path}: pre_tokenizer: {json.dumps(patterns)}, llama.cpp splits no text so. Train "
-            f"the tokenizer with --split gpt2, llama3 or o200k and their digits (or llama3 with "
-            f"--digits 1), or call the converter itself for a published tokenizer."
+            f"{path}: pre_tokenizer: {json.dumps(patterns)}, llama.cpp has no code for this "
+            f"split. Train the tokenizer with --split gpt2, llama3 or o200k and their digits (or "
+            f"llama3 with --digits 1), or call the converter itself for a published tokenizer."
         )
     return PRE_TOKENIZERS[patterns[0]]
 

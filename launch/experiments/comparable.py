@@ -25,32 +25,48 @@ VOCABULARY, VALIDATION, TRAINING = "vocab_size", "validation data", "training da
 
 def meanings(runs: Mapping[str, RunHistory], metrics: Mapping[str, str]) -> dict[str, Meaning]:
     """Return {name: {what: value}} of all that must be equal where final losses are compared."""
-    recorded = all("val_fingerprints" in run.record for run in runs.values())
-    return {name: _meaning(run, metrics[name], recorded) for name, run in runs.items()}
+    evaluated = [run for name, run in runs.items() if not metrics[name].startswith("train/")]
+    has_fingerprints = all(_fingerprints(run) is not None for run in evaluated)
+    return {name: _meaning(run, metrics[name], has_fingerprints) for name, run in runs.items()}
 
 
-def _meaning(run: RunHistory, metric: str, recorded: bool) -> Meaning:
+def _meaning(run: RunHistory, metric: str, has_fingerprints: bool) -> Meaning:
     settings, model = run.settings, run.record.get("model_config") or {}
     found = {name: settings.get(name, STATIC_DEFAULTS.get(name)) for name in SETTINGS}
     found |= {"metric": metric.partition(",")[0], VOCABULARY: model.get("vocab_size")}
     if metric.startswith("train/"):
         found[TRAINING] = run.record.get("data_fingerprint")
-    elif recorded:
-        found[VALIDATION] = sorted(run.record["val_fingerprints"])
     else:
-        found[VALIDATION] = sorted(map(_fingerprint, settings.get("val_data") or []))
+        found[VALIDATION] = sorted((has_fingerprints and _fingerprints(run)) or _paths(run))
     return {name: json.dumps(value) for name, value in found.items()}
 
 
+def _fingerprints(run: RunHistory) -> list[str] | None:
+    """Return the fingerprints of a run's validation data; None if one is not known."""
+    if "val_fingerprints" in run.record:
+        return list(run.record["val_fingerprints"])
+    found = [_fingerprint(path) for path in _paths(run)]
+    return None if None in found else [each for each in found if each is not None]
+
+
+def _paths(run: RunHistory) -> list[str]:
+    """Return the paths of a run's validation data, absolute if it says where it was started."""
+    top = run.record.get("working_directory") or ""
+    return [
+        path.rstrip("/") if is_url(path) else os.path.normpath(os.path.join(top, path))  # noqa: PTH118
+        for path in run.settings.get("val_data") or []
+    ]
+
+
 @cache
-def _fingerprint(path: str) -> str:
-    """Return the fingerprint of local shards; the path, in its shortest form, without them."""
+def _fingerprint(path: str) -> str | None:
+    """Return the fingerprint of local shards; None of others."""
     if is_url(path):
-        return path.rstrip("/")
+        return None
     try:
         return open_source(path).fingerprint
     except ShardError:
-        return os.path.normpath(path)
+        return None
 
 
 def differences(found: Mapping[str, Meaning]) -> dict[str, str]:
@@ -61,7 +77,9 @@ def differences(found: Mapping[str, Meaning]) -> dict[str, str]:
         for name, each in found.items():
             names.setdefault(each.get(what), []).append(name)
         if len(names) > 1:
-            differ[what] = "; ".join(f"{_some(runs)}: {value}" for value, runs in names.items())
+            differ[what] = "; ".join(
+                f"{_some(runs)}: {value or 'none'}" for value, runs in names.items()
+            )
     return differ
 
 

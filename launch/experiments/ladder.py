@@ -184,6 +184,6 @@ def _incomparable(
         metrics[str(target)], compared[str(target)] = found.metric, read_run(target)
     return [
         f"the runs: have different {what}, so their losses cannot be compared ({values}). Give "
-        f"runs with the same."
+        f"runs with the same {what}."
         for what, values in differences(meanings(compared, metrics)).items()
     ]

@@ -34,7 +34,7 @@ class Optimum:
         fitted: the first and the last value of the parabola; None without one.
         points, seeds: number of fitted values, and of losses of the value that has the fewest.
         high: values near the best one of which a run has a loss too high to be fitted.
-        incomplete: {value: number of its runs that gave up or ended without a finite loss}.
+        incomplete: {value: number of its runs that gave up, failed or ended without a finite loss}.
         missing: where values should be added next to the best one; None: beyond the grid.
     """
 
@@ -59,8 +59,8 @@ def find_optimum(
 ) -> Optimum | None:
     """Return the optimum of {value: its losses, one of each seed}; values are positive.
 
-    A value of which a run gave up (`gave_up`: {value: how many}) is not fitted, and is not the
-    best: the losses of its other seeds do not count the one that diverged. None if none is left.
+    A value of which a run gave up or failed (`gave_up`: {value: how many}) is not fitted, and is
+    not the best: the losses of its other seeds do not count that run. None if none is left.
     """
     incomplete = {value: number for value, number in gave_up.items() if number}
     values = sorted({*losses, *incomplete})
@@ -68,8 +68,9 @@ def find_optimum(
     if not means:
         return None
     highest = {value: max(losses[value]) for value in means}
-    bad = [value for value in values
-           if value in incomplete or highest[value] > HIGHEST * min(highest.values())]  # fmt: skip
+    limit = min(highest.values())
+    limit += (HIGHEST - 1) * abs(limit)
+    bad = [value for value in values if value in incomplete or highest[value] > limit]
     best = min((value for value in means if value not in bad), key=means.__getitem__)
     place = values.index(best)
     below = max((value for value in bad if value < best), default=values[0])

@@ -9,7 +9,7 @@ from launch.experiments import comparable
 from launch.experiments.grid import Point
 from launch.experiments.optimum import Optimum, find_optimum
 from zerolm.common.errors import ConfigError
-from zerolm.common.events import DONE, GAVE_UP
+from zerolm.common.events import DONE, FAILED, GAVE_UP
 from zerolm.common.run_files import RunFiles
 from zerolm.common.values import count, parse_number
 from zerolm.report.run_history import RunHistory, read_run
@@ -108,13 +108,13 @@ def _value(result: Result, axis: str | None) -> float:
 def optima(results: Sequence[Result], axis: str | None) -> dict[str, Optimum]:
     """Return {combination of the other settings: the optimum of a setting}; {} without one.
 
-    Runs that gave up, and those that ended without a finite loss, are counted for their values.
+    Runs that gave up, failed, or ended without a finite loss are counted for their values.
     """
     if axis is None:
         return {}
     lost: dict[str, dict[float, int]] = {}
     for result in results:
-        if result.state == GAVE_UP or (result.state == DONE and result.loss is None):
+        if result.state in (GAVE_UP, FAILED) or (result.state == DONE and result.loss is None):
             of_group, value = lost.setdefault(_group(result, axis), {}), _value(result, axis)
             of_group[value] = of_group.get(value, 0) + 1
     each = curves(results, axis)
@@ -162,9 +162,8 @@ def describe(axis: str, optimum: Optimum) -> str:
     """Return the optimum in a sentence, with its uncertainty or why it has none."""
     text = f"best {axis} {optimum.value:.3g}, loss {optimum.loss:.5f}"
     if optimum.parabola is None:
-        text += ", measured; no minimum inside the grid" if optimum.at_edge else (
-            "; fewer than three values, so no parabola was fitted"
-        )  # fmt: skip
+        fewer = "; fewer than three values, so no parabola was fitted"
+        text += ", measured" if optimum.at_edge else fewer
     elif optimum.value == optimum.measured:
         text += ", measured; the parabola has no minimum near it"
     else:
@@ -179,11 +178,15 @@ def describe(axis: str, optimum: Optimum) -> str:
     elif optimum.parabola is not None:
         text += ", no interval with one seed"
     if optimum.at_edge:
-        text += f". It lies at the edge of what can be compared: add values {_places(optimum)}"
+        text += ". The best value has no comparable neighbour on "
+        text += f"{'one side' if len(optimum.missing) == 1 else 'either side'}: "
+        text += f"add values {_places(optimum)}"
     if optimum.high:
         text += f". Not fitted: {_values(optimum.high)}, where a loss is more than 20% higher"
     for value, number in optimum.incomplete.items():
-        text += f". Not compared: {value:.3g}, where {number} of the runs gave up or lost the loss"
+        runs = f"{number} run{'s' * (number > 1)}"
+        text += f". Not compared: {value:.3g}, where {runs} gave up, failed or "
+        text += "ended without a finite loss"
     return f"{text}."
 
 

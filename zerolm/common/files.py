@@ -18,6 +18,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 HASH_CHUNK_BYTES = 1 << 22
+# A small text in place of a file that is stored elsewhere: its first line, the program, the remedy.
+POINTERS = (
+    (rb"version https://git-lfs\.github\.com/spec/.*", "Git LFS", "git lfs pull"),
+    (rb"version https://hawser\.github\.com/spec/.*", "Git LFS", "git lfs pull"),
+    (rb"(\S*\.git/(\S+/)?|/)annex/objects/\S+", "git-annex", "git annex get ."),
+    (rb"# xet version .*", "Git-Xet", "git xet install && git lfs pull"),
+)
+MAX_POINTER_BYTES, MAX_POINTER_LINES = 1024, 12  # the first is the limit of Git LFS
 VISIBLE_SECONDS, VISIBLE_POLL_SECONDS = 75.0, 0.1  # acdirmax of nfs(5) is 60 s
 
 
@@ -34,6 +42,24 @@ def file_entry(path: Path, directory: Path) -> dict[str, Any]:
     """Return what a manifest in a directory lists of a file: its name, size and SHA-256."""
     name = path.relative_to(directory).as_posix()
     return {"file": name, "size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
+
+
+def pointer_problem(content: bytes) -> str:
+    """Return why the content of a file only names one that is not here; empty if it does not."""
+    if len(content) > MAX_POINTER_BYTES or content.count(b"\n") >= MAX_POINTER_LINES:
+        return ""
+    first = content.partition(b"\n")[0].rstrip(b"\r")
+    for pattern, program, command in POINTERS:
+        if re.fullmatch(pattern, first):
+            return f"is a pointer of {program}, not the file itself. Fetch it: {command}"
+    return ""
+
+
+def pointer_problem_of(path: str | Path) -> str:
+    """Return `pointer_problem` of a file; empty if it cannot be read."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return pointer_problem(file.read(MAX_POINTER_BYTES + 1))
+    return ""
 
 
 def sync_directory(path: str | Path) -> None:

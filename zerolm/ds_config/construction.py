@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from zerolm.common.values import shown
+from zerolm.ds_config.precision import CPU_ADAM
 from zerolm.ds_config.profile import AUTO, Profile, block
 from zerolm.ds_config.schema import is_number
 
@@ -39,6 +40,13 @@ def _scatters(profile: Profile) -> bool:
     return profile.zero_stage in (2, 3) and profile.zero.get("reduce_scatter", default) is not False
 
 
+def _offloads_to_other(profile: Profile) -> bool:
+    """Return whether ZeRO-3 offloads an optimizer that is not DeepSpeed's Adam for CPUs."""
+    is_cpu_adam = profile.optimizer.kind in CPU_ADAM
+    is_cpu_adam = is_cpu_adam and not profile.optimizer.params.get("torch_adam")
+    return profile.zero_stage == 3 and profile.optimizer_offload != "none" and not is_cpu_adam
+
+
 def _is(kind: str, accepts: Callable[[Any], bool]) -> Callable[[Profile, Any], bool]:
     """Return whether a value of a kind of scheduler is given, and not accepted."""
     return lambda profile, value: (
@@ -58,6 +66,13 @@ def _is_class(name: Any) -> bool:
         return False
 
 
+def _are_classes(profile: Profile, names: Any) -> bool:
+    """Return whether names are a list; torch_autocast imports them only if it is enabled."""
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        return False
+    return not profile.block("torch_autocast").get("enabled") or all(map(_is_class, names))
+
+
 ASSERTIONS = (
     Assertion(
         "prescale_gradients", lambda profile, value: value is True and _scatters(profile),
@@ -66,7 +81,7 @@ ASSERTIONS = (
     ),
     Assertion(
         "gradient_predivide_factor",
-        lambda profile, value: value not in (MISSING, None, 1) and _scatters(profile),
+        lambda profile, value: is_number(value) and value != 1 and _scatters(profile),
         "needs zero_optimization.reduce_scatter false at stages 2 and 3", "Remove the key",
         "zero/stage_1_and_2.py, zero/stage3.py: gradient_predivide_factor != 1.0 is not yet",
     ),
@@ -76,10 +91,14 @@ ASSERTIONS = (
         "engine.py: The deprecated version of ZeRO Stage 1 is not supported",
     ),
     Assertion(
+        "zero_optimization.offload_optimizer.ratio",
+        lambda profile, value: is_number(value) and value != 1 and _offloads_to_other(profile),
+        "needs Adam or AdamW, and not torch_adam, at stage 3", "Remove the key",
+        "zero/stage3.py: Hybrid Optimizer Only Supports DeepSpeedCPUAdam",
+    ),
+    Assertion(
         "torch_autocast.lower_precision_safe_modules",
-        lambda profile, value: value is not MISSING and not (
-            isinstance(value, list) and all(map(_is_class, value))
-        ),
+        lambda profile, value: value is not MISSING and not _are_classes(profile, value),
         "must be a list of classes that can be imported", 'Write for example ["torch.nn.Linear"]',
         "torch_autocast.py: Failed to import lower precision safe module",
     ),

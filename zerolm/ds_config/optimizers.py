@@ -44,6 +44,7 @@ TORCH_ADAM_PARAMS = (
     "maximize",
     "capturable",
 )
+WARMUP_TYPES = ("log", "linear")
 SCHEDULERS = {
     "WarmupLR": "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
     "WarmupDecayLR": "total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type",
@@ -283,6 +284,11 @@ def scheduler_problems(profile: Profile) -> list[str]:
     if "total_num_steps" in known and "total_num_steps" not in params:
         problems.append(
             f'scheduler.params.total_num_steps: missing, {kind} needs it. Write "auto".'
+        )
+    if "warmup_type" in known and (shape := params.get("warmup_type", "log")) not in WARMUP_TYPES:
+        problems.append(
+            f"scheduler.params.warmup_type: {shown(shape)}, must be log or linear: for others "
+            f"DeepSpeed takes log. Correct it."
         )
     steps = params.get("warmup_num_steps", 1)
     if steps != AUTO and not (is_number(steps) and steps >= 0 and steps == int(steps)):

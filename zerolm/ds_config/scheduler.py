@@ -24,8 +24,10 @@ def rates(block: Mapping[str, Any], learning_rate: float, steps: Sequence[int]) 
     optimizer = torch.optim.AdamW([weights], lr=learning_rate)
     level = logger.level
     logger.setLevel("ERROR")  # it warns that the rate is read before the first step
-    scheduler = getattr(lr_schedules, block["type"])(optimizer, **block.get("params", {}))
-    logger.setLevel(level)
+    try:
+        scheduler = getattr(lr_schedules, block["type"])(optimizer, **block.get("params", {}))
+    finally:
+        logger.setLevel(level)
     found = []
     for step in steps:
         if step > 1:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import pointer_problem_of
 from zerolm.distributed.collectives import gather_objects, sum_over_ranks
 from zerolm.evaluate.likelihood import SINGLE_PROCESS, Ranks
 from zerolm.evaluate.text_coder import TextCoder, max_length
@@ -52,6 +53,8 @@ def read_prompts(path: Path) -> list[str]:
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}). {fix}.") from None
+    if pointer := pointer_problem_of(path):
+        raise ConfigError(f"{path}: {pointer}")
     if path.suffix == ".jsonl":
         for number, line in enumerate(lines):
             try:

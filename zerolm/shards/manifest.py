@@ -3,6 +3,8 @@
 docs/formats.md describes each key. Reads no file but the manifest.
 """
 
+import codecs
+import json
 import re
 import shlex
 from pathlib import Path, PurePath
@@ -98,6 +100,7 @@ def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
             or changed after it was written.
     """
     try:
+        content = content.removeprefix(codecs.BOM_UTF8)
         manifest = orjson.loads(content)
     except ValueError as error:
         raise ShardError(f"{path}: cannot be read as JSON ({error}). Tokenize again.") from error
@@ -118,7 +121,8 @@ def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
         problems = problems or _contradictions(manifest, suspects)
     if problems:
         raise ShardError([f"{path}: {problem} Tokenize again." for problem in problems])
-    if changed := digest_problem(manifest):
+    # orjson reads integers of more than 64 bits as floats; they are rare, and json is slow.
+    if digest_problem(manifest) and (changed := digest_problem(json.loads(content))):
         raise ShardError(f"{path}: {changed}. {_repair(manifest)}")
     return manifest
 

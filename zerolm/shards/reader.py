@@ -292,9 +292,10 @@ class _Counts:
             counted["inner_eos_ids"] = self.eos_ids - self.source.num_documents
         if self.table is not None:
             counted["text_bytes"] = self.text_bytes
+        fix = "Tokenize again." if "digest" in head else "Correct it, or tokenize again."
         return [
             f"{self.source.directory / MANIFEST}: {key}: {head[key]}, but the tokens have {count}. "
-            f"Correct it, or tokenize again."
+            f"{fix}"
             for key, count in counted.items()
             if head.get(key, count) != count
         ]

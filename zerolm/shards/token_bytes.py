@@ -78,8 +78,8 @@ def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
         )
     try:
         backend = load_backend(path)
-        content = orjson.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
-        model, added = content["model"], content["added_tokens"]
+        content = _read(path)
+        model, added = content["model"], content.get("added_tokens") or []
         sizes, starts = _sizes(content, model.get("vocab") or {}, path)
     except ConfigError:
         raise
@@ -118,11 +118,16 @@ def exact_bytes(directory: Path, vocab_size: int) -> np.ndarray | None:
     if table.notice or not (table.counts == table.first).all():
         return None
     if not (directory / TIKTOKEN_FILE).is_file():
-        content = orjson.loads((directory / TOKENIZER_FILE).read_bytes())
-        added = [token for token in content["added_tokens"] if not token["special"]]
-        if content["normalizer"] or added or "ByteLevel" not in _kinds(content["decoder"]):
+        content = _read(directory / TOKENIZER_FILE)
+        added = [token for token in content.get("added_tokens") or [] if not token["special"]]
+        is_byte_level = "ByteLevel" in _kinds(content.get("decoder"))
+        if content.get("normalizer") or added or not is_byte_level:
             return None
     return table.counts
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return orjson.loads(path.read_bytes().removeprefix(codecs.BOM_UTF8))
 
 
 def _table(sizes: dict[int, int], vocab_size: int) -> np.ndarray:
@@ -136,7 +141,7 @@ def _sizes(content: dict[str, Any], vocab: Any, path: Path) -> tuple[dict[int, i
     tokens: dict[str, int] = (
         vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
     )
-    kinds = _kinds(content["decoder"]) | _kinds(content["pre_tokenizer"])
+    kinds = _kinds(content.get("decoder")) | _kinds(content.get("pre_tokenizer"))
     size: Callable[[str], int]
     if "ByteLevel" in kinds:
         space, size = "Ġ", len  # each character stands for a byte
@@ -149,7 +154,7 @@ def _sizes(content: dict[str, Any], vocab: Any, path: Path) -> tuple[dict[int, i
 
         starts = [number for token, number in tokens.items() if not token.startswith(prefix)]
         return {number: size(token) for token, number in tokens.items()}, starts
-    elif "Metaspace" in kinds or WORD_START in str(content["decoder"]):
+    elif "Metaspace" in kinds or WORD_START in str(content.get("decoder")):
         space, fallback = WORD_START, bool(content["model"].get("byte_fallback"))
 
         def size(token: str) -> int:

@@ -26,7 +26,7 @@ EXAMPLES = ("don't", "The 2024", "a  b", "a\n\nb", " e\u0301", "ﬁ", "日本", 
 def without_marks(directory: Path) -> Path:
     """Return a tokenizer directory without byte order marks, which the libraries refuse.
 
-    It is the directory itself, or a copy of its files that is removed when the process ends.
+    It is the directory itself, or one of links and of copies without marks, until the process ends.
     """
     files = [path for path in directory.iterdir() if path.is_file()]
     marked = [path for path in files if path.suffix == ".json" and _starts_with_mark(path)]
@@ -35,9 +35,10 @@ def without_marks(directory: Path) -> Path:
     copy = Path(tempfile.mkdtemp(prefix="zerolm-tokenizer-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     for path in files:
-        content = path.read_bytes()
-        mark = codecs.BOM_UTF8 if path in marked else b""
-        (copy / path.name).write_bytes(content.removeprefix(mark))
+        if path in marked:
+            (copy / path.name).write_bytes(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+        else:
+            (copy / path.name).symlink_to(path.resolve())
     return copy
 
 
@@ -152,9 +153,9 @@ def make_portable(directory: Path) -> None:
     changed = {**config, "tokenizer_class": "PreTrainedTokenizerFast"}
     if isinstance(changed.get("extra_special_tokens"), list):
         changed["additional_special_tokens"] = changed.pop("extra_special_tokens")
-    if (prefix := (content["pre_tokenizer"] or {}).get("add_prefix_space")) is not None:
+    if (prefix := (content.get("pre_tokenizer") or {}).get("add_prefix_space")) is not None:
         changed["add_prefix_space"] = prefix
-    if content["post_processor"] is None:
+    if content.get("post_processor") is None:
         changed = {"add_bos_token": False, "add_eos_token": False, **changed}
     if changed != config:
         write_json(path, changed)

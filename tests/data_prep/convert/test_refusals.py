@@ -12,7 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from data_prep.convert import from_shards
-from data_prep.convert.items import InputFile, Items
+from data_prep.convert.formats import FORMATS
+from data_prep.convert.items import InputFile, Items, ReadOptions
 from data_prep.convert.to_shards import Rules, _Reader
 from data_prep.tokenizer import load
 from tests.data_prep.convert.conversions import convert
@@ -82,6 +83,17 @@ def test_damaged_files_are_named_and_leave_nothing(
     error = capfd.readouterr().err
     assert expected in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["nanogpt", "parquet", "megatron", "mds"])
+def test_a_pointer_to_a_file_elsewhere_holds_no_ids(tmp_path, form):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:7\nsize 1234\n"
+    for name in ("a.bin", "a.idx", "a.parquet", "index.json"):
+        (tmp_path / name).write_text(pointer)
+    given = [tmp_path, *([tmp_path / "a.bin"] if form == "nanogpt" else [])]
+    for path in given:
+        with pytest.raises(ConfigError, match="is a pointer of Git LFS, not the file itself"):
+            FORMATS[form].find(path, ReadOptions())
 
 
 def test_a_file_that_is_rewritten_while_it_is_read_is_refused(tmp_path):

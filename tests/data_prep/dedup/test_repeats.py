@@ -14,6 +14,7 @@ from data_prep.dedup.options import RepeatsOptions
 from data_prep.dedup.repeats import covered_spans, run_repeats
 from data_prep.read.stage_files import read_records, read_stage
 from data_prep.stages.documents import stage_documents
+from data_prep.stages.line_ends import LINE_END, PARAGRAPH_END
 from data_prep.stages.options import parse_options
 from data_prep.tasks.phases import LocalExecutor
 from tests.data_prep.dedup.near_copies import words_of
@@ -215,3 +216,11 @@ def test_a_repeated_line_is_found_whatever_its_end(tmp_path):
     assert kept["d0"] == texts[0]
     for number, end in enumerate(ENDS[1:], 1):
         assert kept[f"d{number}"] == f"start {number}{end}the end {number}"
+
+
+@pytest.mark.parametrize(
+    "text", ["one\n\ntwo\nthree \n \t\n\n four", "", "\n\n", " \n\x1c\na\u3000\n\nb"]
+)
+def test_texts_with_line_feeds_alone_are_split_as_all_others(text):
+    assert split_pieces(text, "lines") == LINE_END.split(text)
+    assert split_pieces(text, "paragraphs") == PARAGRAPH_END.split(text)

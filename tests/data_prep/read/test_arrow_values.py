@@ -11,6 +11,7 @@ import pytest
 from data_prep.__main__ import main
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
+from data_prep.read.parquet import read_batch
 from data_prep.read.work_units import Tally, plan_units, read_batches
 from tests.data_prep.stage_cases import documents_of
 
@@ -31,6 +32,7 @@ COLUMNS = {
     "nanoseconds": (pa.array([1], pa.timestamp("ns")), "1970-01-01T00:00:00.000000001"),
     "date": (pa.array([-1_000_000], pa.date32()), "-0768-02-04"),
     "last date": (pa.array([(1 << 31) - 1], pa.date32()), f"{(1 << 31) - 1} days since 1970"),
+    "milliseconds": (pa.array([1 << 60], pa.date64()), f"{1 << 60} ms since 1970"),
     "time": (pa.array([86399999999999], pa.time64("ns")), "23:59:59.999999999"),
     "duration": (pa.array([(1 << 63) - 1], pa.duration("s")), f"{(1 << 63) - 1} s"),
     "decimal": (pa.array([decimal.Decimal(10) ** 75], pa.decimal256(76)), "1" + "0" * 75),
@@ -43,6 +45,10 @@ COLUMNS = {
     ),
     "twice": (pa.StructArray.from_arrays([FAR, FAR], ["a", "a"]), [["a", FAR_TEXT]] * 2),
     "dictionary": (pa.DictionaryArray.from_arrays(pa.array([0]), FAR), FAR_TEXT),
+    "category": (pa.DictionaryArray.from_arrays(pa.array([0], pa.int32()), BAD_TEXT), r"\xff"),
+    "texts": (pa.ListArray.from_arrays([0, 1], BAD_TEXT), [r"\xff"]),
+    "pair": (pa.FixedSizeListArray.from_arrays(BAD_TEXT, 1), [r"\xff"]),
+    "keys": (pa.MapArray.from_arrays([0, 1], BAD_TEXT, BAD_TEXT), [[r"\xff", r"\xff"]]),
     "runs": (pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), FAR), FAR_TEXT),
     "bytes": (pa.array([b"\xff"], pa.binary_view()), "/w=="),
     "extension": (
@@ -78,6 +84,19 @@ def test_a_value_without_a_python_type_becomes_text_that_says_all(tmp_path, name
         assert record_of(path) == {"text": "a text", "other": expected}
     else:
         assert record_of(path)["other"]  # stored as another type: seconds become milliseconds
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.ListArray.from_arrays(pa.array([0, 9, 2], pa.int32()), pa.array(["a", "b"])),
+        pa.DictionaryArray.from_arrays(pa.array([0, 9]), pa.array(["a"]), safe=False),
+    ],
+    ids=["list", "dictionary"],
+)
+def test_a_place_outside_of_a_column_is_damage(column):
+    with pytest.raises(pa.ArrowException):
+        list(read_batch(pa.record_batch({"other": column}), 0, InputRules(), 1 << 20))
 
 
 def test_one_such_value_does_not_change_those_beside_it(tmp_path):

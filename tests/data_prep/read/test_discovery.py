@@ -168,6 +168,7 @@ def test_code_may_have_names_with_underscores(tmp_path):
 POINTERS = {
     "Git LFS": f"version https://git-lfs.github.com/spec/v1\noid sha256:{7:064}\nsize 12345\n",
     "git-annex": f"/annex/objects/SHA256E-s12345--{7:064}.txt\n",
+    "git-annex.": f"../.git/annex/objects/xX/yY/SHA256E-s1--{7:064}/SHA256E-s1--{7:064}",
     "Git-Xet": "# xet version 0\nfilesize = 12345\nhash = '77'\n",
 }
 
@@ -179,10 +180,14 @@ POINTERS = {
 def test_a_pointer_to_a_file_elsewhere_is_no_document(tmp_path, program, name):
     (tmp_path / name).write_text(POINTERS[program])
     for argument in (tmp_path, tmp_path / name):
-        with pytest.raises(ConfigError, match=f"is a pointer of {program}, not the file itself"):
+        with pytest.raises(
+            ConfigError, match=f"is a pointer of {program.rstrip('.')}, not the file itself"
+        ):
             find_inputs([str(argument)], "text")
     if not name.endswith((".parquet", ".csv", ".arrow")):  # whose columns are looked at first
-        with pytest.raises(ConfigError, match=f"is a pointer of {program}, not the file itself"):
+        with pytest.raises(
+            ConfigError, match=f"is a pointer of {program.rstrip('.')}, not the file itself"
+        ):
             read([f"file://{tmp_path / name}"])
     (found,), _ = find_inputs([str(tmp_path)], "text", skip_bad=True)
     assert found.problem is not None
@@ -227,6 +232,11 @@ def test_a_file_that_is_there_compressed_and_not_is_named(tmp_path):
         ('\ufeff{"text": "a"}\n{"text": "b"}', True),
         ('{"text": "a"}', True),
         ('{"text": "' + "long " * 300_000 + '"}\n{"text": "b"}\n', True),
+        ('{"a": [' + "1, " * 500_000 + '2], "text": "b"}', False),  # beyond what is looked at
+        ('{"a": "' + "long " * 300_000 + '", "b": 1}\n', False),
+        ('\n\n{"text": "a"}', True),
+        ('{"note": 1}\n\n{"text": "b"}\n', True),
+        ('{"text": 7, "vocab": 8}', False),
         ('{"note": 1}\n', False),
         ('{"note": 1}\n{"text": "b"}\n', True),  # which then names its first line
         ('{\n "text": "a"\n}\n', False),
@@ -242,3 +252,11 @@ def test_json_lines_are_read_whatever_their_name(tmp_path, content, is_read):
     assert len(inputs) == 1 + is_read and any("a.json" in note for note in notes) != is_read
     if is_read:
         assert inputs[0].suffix == ".jsonl"
+
+
+def test_a_glob_with_two_slashes_hides_the_same_files(tmp_path):
+    write_files(tmp_path / "e", ["a.txt", "_x.txt"])
+    for glob in ("e/*.txt", "e//*.txt", "./e/*.txt"):
+        inputs, notes = find_inputs([f"{tmp_path}/{glob}"], "text")
+        assert [Path(each.name).name for each in inputs] == ["a.txt"]
+        assert "ignored 1 hidden file" in notes[0], glob

@@ -100,7 +100,7 @@ def test_a_value_of_which_a_seed_diverged_is_not_averaged_over_the_survivor():
     losses[4e-3] = [2.9]  # the luckiest run of all, beside one that gave up
     found = find_optimum(losses, {4e-3: 1})
     assert found.measured == 2e-3 and found.at_edge and found.incomplete == {4e-3: 1}
-    assert "0.004, where 1 of the runs gave up" in describe("learning_rate", found)
+    assert "0.004, where 1 run gave up" in describe("learning_rate", found)
     losses[4e-3] = [2.9, 6.0]  # it blew up, but ended
     ended = find_optimum(losses)
     assert ended.measured == 2e-3 and ended.high == (4e-3, 8e-3) and ended.at_edge
@@ -111,6 +111,11 @@ def test_a_value_of_which_a_seed_diverged_is_not_averaged_over_the_survivor():
 def test_an_optimum_at_the_edge_is_the_last_point_and_says_so(best, edge):
     found = find_optimum({rate: loss * 2 for rate, loss in parabola(RATES, best).items()})
     assert found.at_edge and found.value == edge and found.interval is None
+
+
+def test_losses_below_zero_have_an_optimum():
+    losses = {rate: [values[0] - 4] for rate, values in parabola(RATES).items()}
+    assert find_optimum(losses).measured == find_optimum(parabola(RATES)).measured
 
 
 def test_a_far_outlier_does_not_move_the_optimum():

@@ -10,6 +10,7 @@ from launch.__main__ import main
 from launch.plan.scaling import LossFit
 from tests.launching import LLAMA, write_json, write_shards
 from zerolm.model.model import Model
+from zerolm.shards.reader import open_source
 
 LAW = LossFit("of the test", 1.5, 60.0, 200.0, 0.4, 0.4)
 WIDTHS, TOKENS = (16, 32, 64), (1_000_000, 4_000_000, 16_000_000)
@@ -207,6 +208,22 @@ def test_the_recorded_fingerprints_decide_and_not_the_names(ladder, capsys):
     assert len(predict(capsys, ladder)["runs"]) == 9
     change(ladder / "32-4000000", val_fingerprints=["b" * 64], settings={"val_data": ["copy-1"]})
     assert "have different validation data" in refusal(capsys, ladder)
+
+
+def test_fingerprints_of_old_runs_are_computed_where_they_were_started(ladder, tmp_path, capsys):
+    write_shards(tmp_path / "project" / "val")
+    fingerprint = open_source(tmp_path / "project" / "val").fingerprint
+    old = {"working_directory": str(tmp_path / "project"), "settings": {"val_data": ["val"]}}
+    for run_dir in ladder.iterdir():
+        change(run_dir, val_fingerprints=[fingerprint], settings={"val_data": ["of/another/disk"]})
+    record = ladder / "32-4000000" / "run.json"
+    change(record.parent, **old)
+    content = json.loads(record.read_text())
+    del content["val_fingerprints"]
+    record.write_text(json.dumps(content))
+    assert len(predict(capsys, ladder)["runs"]) == 9
+    change(record.parent, working_directory=str(tmp_path))
+    assert "Give runs with the same validation data." in refusal(capsys, ladder)
 
 
 def test_deepspeeds_schedulers_count_by_whether_they_decay(ladder, capsys):

@@ -209,15 +209,16 @@ def row(rate: str, seed: str, loss: float | None, state: str = "done") -> result
     return results.Result(name, f"grid/{name}", values, state, 100, loss, "eval/loss")
 
 
-def test_runs_that_gave_up_or_lost_their_loss_are_counted_and_their_values_not_compared():
+def test_runs_that_gave_up_failed_or_lost_their_loss_are_counted_and_their_values_not_compared():
     rows = [row("0.001", "0", 3.1), row("0.001", "1", 3.11), row("0.002", "0", 3.0)]
     rows += [row("0.002", "1", 3.01), row("0.004", "0", 2.9), row("0.004", "1", None, "gave up")]
     rows += [row("0.008", "0", None), row("0.008", "1", None, "failed")]
     found = results.optima(rows, "learning_rate")
     text = results.as_text(rows, "learning_rate", found)
-    assert found[""].measured == 2e-3 and found[""].incomplete == {4e-3: 1, 8e-3: 1}
+    assert found[""].measured == 2e-3 and found[""].incomplete == {4e-3: 1, 8e-3: 2}
     assert "8 runs: 5 done, 1 failed, 1 gave up, 1 without a final loss" in text
-    assert "Not compared: 0.004, where 1 of the runs gave up" in text
+    assert "Not compared: 0.004, where 1 run gave up, failed or ended without a finite loss" in text
+    assert "Not compared: 0.008, where 2 runs gave up" in text
     json.dumps(results.as_json(rows, "learning_rate", found))
     assert not results.optima([row("0.001", "0", None, "gave up")], "learning_rate")
 

@@ -23,9 +23,16 @@ def scheduler(kind: str, **params: Any) -> Json:
     return {**zero(1), "scheduler": {"type": kind, "params": params}}
 
 
-def autocast(*modules: str) -> Json:
+def autocast(*modules: str, **more: Any) -> Json:
     block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": [*modules]}
+    block |= more
     return {**zero(1), "torch_autocast": block}
+
+
+def offload(ratio: float, **params: Any) -> Json:
+    profile = zero(3, offload_optimizer={"device": "cpu", "ratio": ratio})
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, **params}}
+    return {**profile, "zero_force_ds_cpu_optimizer": False, "optimizer": optimizer}
 
 
 # {key of an assertion: (JSONs that DeepSpeed refuses, neighbours that it accepts)}
@@ -43,8 +50,14 @@ CASES: dict[str, tuple[list[Json], list[Json]]] = {
     "zero_optimization.legacy_stage1": (
         [zero(1, legacy_stage1=True)], [zero(1, legacy_stage1=False)],
     ),
+    "zero_optimization.offload_optimizer.ratio": (
+        [offload(0.5, torch_adam=True)], [offload(0.5), offload(1.0, torch_adam=True)],
+    ),
     "torch_autocast.lower_precision_safe_modules": (
-        [autocast("nosuch"), autocast("torch.nn.NoSuch")], [autocast("torch.nn.Linear")],
+        [autocast("nosuch"), autocast("torch.nn.NoSuch"),
+         autocast(lower_precision_safe_modules=None),
+         autocast(lower_precision_safe_modules=None, enabled=False)],
+        [autocast("torch.nn.Linear"), autocast("nosuch", enabled=False)],
     ),
     "scheduler.params.cycle_min_lr": (
         [scheduler("OneCycle", cycle_max_lr=1e-3), scheduler("OneCycle", **CYCLE | {
@@ -106,6 +119,18 @@ def built() -> dict[str, list[Any]]:
 
 def test_every_assertion_has_a_case():
     assert {assertion.key for assertion in ASSERTIONS} <= {*CASES}
+
+
+def test_a_wrong_value_is_named_once():
+    (problem,) = found({**zero(2), "gradient_predivide_factor": "2"})
+    assert problem.startswith("ds.json: gradient_predivide_factor: ")
+
+
+@pytest.mark.parametrize("shape", ["exponential", None, ["log"]])
+def test_a_warmup_that_deepspeed_does_not_have_is_refused(shape):
+    (problem,) = found(scheduler("WarmupLR", warmup_type=shape))
+    assert problem.startswith("ds.json: scheduler.params.warmup_type: ")
+    assert found(scheduler("WarmupLR", warmup_type="linear")) == []
 
 
 @pytest.mark.parametrize("key", CASES)

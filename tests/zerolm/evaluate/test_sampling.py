@@ -109,6 +109,9 @@ def test_prompts_are_read_from_lines_or_json_lines(tmp_path) -> None:
         read_prompts(tmp_path / "wrong.jsonl")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_prompts(tmp_path / "none.txt")
+    (tmp_path / "lfs.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:7\n")
+    with pytest.raises(ConfigError, match=r"lfs\.txt: is a pointer of Git LFS"):
+        read_prompts(tmp_path / "lfs.txt")
 
 
 # -------------------------------------------------------------------------------------------------

@@ -84,3 +84,12 @@ def test_a_copy_says_what_a_tokenizer_without_a_post_processor_adds(tmp_path):
         path.write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **given}))
         make_portable(tmp_path)
         assert json.loads(path.read_text()).get("add_bos_token") is expected
+
+
+def test_a_copy_without_keys_that_may_be_missing_is_completed(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(tmp_path / "tokenizer.json"))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": content["model"]}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    make_portable(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["add_bos_token"] is False

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.manifests import write_shard_manifest
 from tests.zerolm.shards.small_shards import EOS, many_shards, write
 from zerolm.common.errors import ShardError
 from zerolm.shards import manifest
@@ -38,6 +39,18 @@ def test_an_invalid_manifest_is_refused(tmp_path, change, named):
     (directory / "manifest.json").write_text(json.dumps({**manifest, **change}))
     with pytest.raises(ShardError, match=named):
         open_source(directory)
+
+
+@pytest.mark.parametrize("number", [1 << 70, -(1 << 64), 7])
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_a_digest_holds_for_integers_of_any_size_and_after_a_mark(tmp_path, number, mark):
+    path = write(tmp_path / "s") / "manifest.json"
+    write_shard_manifest(path.parent, {**json.loads(path.read_text()), "notes": {"seed": number}})
+    path.write_text(mark + path.read_text())
+    open_source(path.parent)
+    path.write_text(path.read_text().replace(f'"seed": {number}', '"seed": 5'))
+    with pytest.raises(ShardError, match="digest: "):
+        open_source(path.parent)
 
 
 def test_a_manifest_cannot_name_files_elsewhere(tmp_path):

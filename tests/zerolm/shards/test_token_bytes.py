@@ -9,7 +9,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from data_prep.tokenizer.encoders import load_encoder
 from tests.texts import paragraphs, write_tokenizer
 from zerolm.common.errors import ConfigError
-from zerolm.shards.token_bytes import PROBES, read_token_bytes
+from zerolm.shards.token_bytes import PROBES, exact_bytes, read_token_bytes
+from zerolm.shards.tokenizer import without_marks
 
 TEXTS = [*paragraphs()[:300], *PROBES, "", "x", "\n", "a\n\n\n   b", "naïve – 雪 🙂"]
 
@@ -149,3 +150,24 @@ def test_a_directory_without_a_usable_tokenizer_is_refused(tmp_path) -> None:
     empty.pre_tokenizer, empty.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     with pytest.raises(ConfigError, match="the vocabulary is empty"):
         read_token_bytes(save(empty, tmp_path), 10)
+
+
+def test_bytes_are_exact_without_keys_that_may_be_missing_and_with_a_mark(tmp_path):
+    byte_level(add_prefix_space=True).save(str(tmp_path / "tokenizer.json"))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    few = {key: content[key] for key in ("model", "pre_tokenizer", "decoder")}
+    few["pre_tokenizer"]["add_prefix_space"] = False
+    (tmp_path / "tokenizer.json").write_text("\ufeff" + json.dumps(few))
+    assert exact_bytes(tmp_path, 400) is not None
+    del few["decoder"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(few))
+    assert exact_bytes(tmp_path, 400) is None
+
+
+def test_only_files_with_a_mark_are_copied(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("\ufeff{}")
+    (tmp_path / "model.safetensors").write_bytes(b"large")
+    copy = without_marks(tmp_path)
+    assert (copy / "tokenizer.json").read_bytes() == b"{}"
+    assert (copy / "model.safetensors").is_symlink()
+    assert (copy / "model.safetensors").read_bytes() == b"large"
