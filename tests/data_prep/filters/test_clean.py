@@ -158,3 +158,13 @@ def test_a_document_emptied_by_filters_is_dropped_with_its_text(tmp_path):
     assert manifest["dropped"] == {"emptied": 1}
     (record,) = read_records(tmp_path / "dropped" / "00000.jsonl.zst")
     assert record["text"] == "no end of a line" and record["dropped_by"] == "emptied"
+
+
+@pytest.mark.parametrize("content", [{"filters": []}, {"clean": {"filter": []}}, {}])
+def test_an_object_without_filters_is_refused(tmp_path, capsys, content):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "f.json").write_text(json.dumps(content))
+    words = ["clean", "--input", tmp_path / "a.txt", "--filters", tmp_path / "f.json"]
+    assert main([*map(str, words), "--output", str(tmp_path / "out")]) == 2
+    assert "f.json: has no clean.filters. Give a list of filters" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -77,6 +77,12 @@ def test_a_manifest_of_an_older_release_has_no_digest_and_is_counted_again(shard
     assert main(["verify", str(shards)]) == 0
     shown = capsys.readouterr()
     assert "by an older release, without a digest" in shown.err and ": complete." in shown.out
+    assert shown.err.count("note: ") == 1
+    manifest["tokenizer"]["fingerprint"] = "0" * 64
+    write(shards, {**manifest, "vocab_size": manifest["vocab_size"] + 1})
+    assert main(["verify", str(shards)]) == 0
+    error = capsys.readouterr().err
+    assert "note: " in error and "tokenizer.fingerprint: 000" in error and "vocab_size: " in error
 
 
 @pytest.mark.parametrize("key", ["text_bytes", "inner_eos_ids"])
@@ -110,7 +116,7 @@ def test_every_command_that_writes_shards_writes_a_digest(corpus, tmp_path, caps
     written = [path for path in tmp_path.rglob("*.json") if "digest" in path.read_text()]
     names = {path.relative_to(tmp_path).as_posix() for path in written}
     assert names >= {f"{each}/manifest.json" for each in ("merged", "shuffled", "back")}
-    assert names >= {"merged/packing-32.json", "mds/_provenance.json"}
+    assert names >= {"merged/packing-32.json"}
     assert len([name for name in names if name.endswith("manifest.json")]) == 5
     for each in (merged, shuffled, back):
         verify(each)
