@@ -263,6 +263,9 @@ def _parquet_failure(error: BaseException) -> Failure:
     if isinstance(error, RowGroupRefused):
         return error.failure
     problem = f"cannot be read as Parquet ({reason(error, named=False)})"
+    if "Invalid UTF8" in str(error):  # pyarrow converts the indices of categories, and checks them
+        fix = "A column of categories has text that is not UTF-8: write it as strings, or remove it"
+        return Failure("damaged", f"{problem}. {fix}.")
     return Failure("damaged", f"{problem}. Restore the file, or remove it.")
 
 

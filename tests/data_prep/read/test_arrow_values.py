@@ -14,6 +14,7 @@ from data_prep.read.documents import InputRules
 from data_prep.read.parquet import read_batch
 from data_prep.read.work_units import Tally, plan_units, read_batches
 from tests.data_prep.stage_cases import documents_of
+from zerolm.common.errors import ConfigError
 
 FAR = pa.array([1 << 60], pa.timestamp("s"))
 FAR_TEXT = f"{1 << 60} s since 1970"
@@ -97,6 +98,14 @@ def test_a_value_without_a_python_type_becomes_text_that_says_all(tmp_path, name
 def test_a_place_outside_of_a_column_is_damage(column):
     with pytest.raises(pa.ArrowException):
         list(read_batch(pa.record_batch({"other": column}), 0, InputRules(), 1 << 20))
+
+
+def test_categories_that_pyarrow_cannot_read_are_no_damage_of_the_file(tmp_path):
+    """It reads those with indices of 32 bits, and checks the text where it converts others."""
+    column = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), BAD_TEXT)
+    pq.write_table(pa.table({"text": ["a text"], "other": column}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="A column of categories has text that is not UTF-8"):
+        record_of(tmp_path / "a.parquet")
 
 
 def test_one_such_value_does_not_change_those_beside_it(tmp_path):
