@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.tokenizer.bpe import split_pattern
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import ConfigError, reason
 from zerolm.common.records import read_json
 
 # Names of llama.cpp (src/llama-vocab.cpp) whose code splits as the pattern does. The ids of texts
@@ -41,9 +41,9 @@ def pre_tokenizer(model: Path) -> str:
         patterns = [split_pattern("gpt2")]
     if len(patterns) != 1 or patterns[0] not in PRE_TOKENIZERS:
         raise ConfigError(
-            f"{path}: pre_tokenizer: {json.dumps(patterns)}, llama.cpp has no code for this "
-            f"split. Train the tokenizer with --split gpt2, llama3 or o200k and their digits (or "
-            f"llama3 with --digits 1), or call the converter itself for a published tokenizer."
+            f"{path}: pre_tokenizer: {json.dumps(patterns)}, llama.cpp has no code for this split. "
+            f"Train the tokenizer with --split gpt2, llama3 or o200k and their digits (or llama3 "
+            f"with --digits 1), or call the converter itself for a published tokenizer."
         )
     return PRE_TOKENIZERS[patterns[0]]
 
@@ -57,8 +57,23 @@ def convert(converter: Path, model: Path, arguments: Sequence[str]) -> None:
         )
     sys.path.insert(0, str(converter.parent))
     sys.argv = [str(converter), str(model), *arguments]
+    try:
+        _run(converter, name)
+    except ImportError as error:  # it imports some packages at its start, and others in main()
+        raise ConfigError(
+            f"{converter}: needs the package {error.name}: {reason(error)}. Install it."
+        ) from None
+
+
+def _run(converter: Path, name: str) -> None:
     namespace = runpy.run_path(str(converter))
     base = sys.modules.get("conversion.base")  # before 2026 the classes were in the script itself
-    owner = getattr(base, "TextModel", None) or namespace.get("TextModel") or namespace["Model"]
+    owner = getattr(base, "TextModel", None) or namespace.get("TextModel")
+    owner = owner or namespace.get("Model")
+    if owner is None or "main" not in namespace:
+        raise ConfigError(
+            f"{converter}: has no class TextModel, so it is not convert_hf_to_gguf.py of "
+            f"llama.cpp. Give that file."
+        )
     owner.get_vocab_base_pre = lambda *_: name
     namespace["main"]()

@@ -108,7 +108,11 @@ def _defaults_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 # ---- Values that a file gives, and that a refusal wants removed
 
-_REMOVAL = re.compile(r"\b(?:[Rr]emove|[Ll]eave out|[Dd]rop)\b(?! the (?:key|block))")
+# Another word after the verb is a key, a block, a file or a row; "one" is of flags and keys.
+_REMOVAL = re.compile(
+    r"\b(?:[Rr]emove|[Ll]eave out|[Dd]rop) "
+    r"(?=(?:\w+, or )?(?:(?:it|one|the flag|this flag|this setting)\b|--[a-z]))"
+)
 _WANTED = r"(?<!without )(?<!needs )(?<![Uu]se )(?<![Aa]dd )(?<![Gg]ive )"  # not to be removed
 
 
@@ -136,5 +140,8 @@ def _with_no_forms(problem: str, in_files: Mapping[str, str]) -> str:
         subject = re.search(rf"{re.escape(place)}(?!\w)|{_WANTED}--{name}(?!\w)", about)
         if subject and f"--no-{name}" not in problem:
             named.setdefault(place.rpartition(": ")[0], []).append(f"--no-{name}")
-    lines = [f" {' or '.join(flags)} takes back what {file} says." for file, flags in named.items()]
+    lines = [
+        f" {' or '.join(flags)} removes the value that {file} gives."
+        for file, flags in named.items()
+    ]
     return problem + "".join(lines)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
-from data_prep.tokenizer.llama_cpp import pre_tokenizer
+from data_prep.tokenizer.llama_cpp import convert, pre_tokenizer
 from tests import ROOT
 from zerolm.common.errors import ConfigError
 
@@ -63,3 +63,22 @@ def test_the_converter_runs_with_the_name(layout, tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == ["llama-bpe", str(tmp_path / "m"), "--outtype", "f32"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("class Other: pass\ndef main(): pass", "other.py: has no class TextModel, so it is not"),
+        ("class TextModel: pass", "other.py: has no class TextModel, so it is not"),
+        ("import no_such_package.part", "other.py: needs the package no_such_package"),
+        ("class TextModel: pass\ndef main(): import absent", "other.py: needs the package absent"),
+    ],
+)
+def test_another_script_is_refused_in_one_line(source, expected, tmp_path, monkeypatch):
+    train_bpe(["some text"] * 9, BpeOptions(260, split="llama3"), tmp_path, progress=False)
+    (tmp_path / "other.py").write_text(source)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(ConfigError) as refused:
+        convert(tmp_path / "other.py", tmp_path, [])
+    assert expected in str(refused.value) and len(refused.value.problems) == 1

@@ -1,4 +1,4 @@
-"""A refusal that asks to remove a value of a file names the flag that takes it back."""
+"""A refusal that asks to remove a value of a file names the flag that does it."""
 
 import json
 
@@ -22,7 +22,7 @@ def settings(tmp_path) -> Settings:
 def hint(settings: Settings, problem: str) -> str:
     (found,) = with_no_forms([problem], settings)
     assert found.startswith(problem)
-    return found.removeprefix(problem).partition(" takes back what ")[0].strip()
+    return found.removeprefix(problem).partition(" removes the value that ")[0].strip()
 
 
 def test_the_subject_and_the_flags_before_the_fix_are_named(settings):
@@ -30,6 +30,9 @@ def test_the_subject_and_the_flags_before_the_fix_are_named(settings):
     assert hint(settings, f"{fp8}: true, needs a GPU. Remove the flag.") == "--no-fp8"
     assert hint(settings, f"{scale}: completep, has another scale. Remove --init_from, or the "
                           "flag.") == "--no-init_from or --no-parametrization"  # fmt: skip
+    assert hint(settings, f"{fp8}: true, not with this. Use bf16, or remove this setting.")
+    assert hint(settings, f"{fp8}: true, contradicts the key. Remove one of them.") == "--no-fp8"
+    assert hint(settings, f"{fp8}: true, needs masters. Remove the_key, or the flag.") == "--no-fp8"
     assert hint(settings, "command line: --compile: not supported together with --fp8. Remove one "
                           "of the flags.") == "--no-fp8"  # fmt: skip
 
@@ -41,6 +44,10 @@ def test_what_was_written_or_is_recommended_is_not(settings):
         "command line: --compile: has no effect without --fp8. Add it, or remove the flag.",
         f"{settings.where('fp8')}: true. Remove it (--no-fp8).",
         "ds.json: fp16.enabled: true, not with --fp8. Remove the block.",
+        "ds.json: torch_autocast.enabled: true, not with --fp8. Remove torch_autocast.",
+        "ds.json: scheduler: sets the rates of --fp8. Remove the scheduler block, and use --x.",
+        "ds.json: fp16.enabled: true, not with --fp8, whose scales drop to 0.",
+        "data: row 7 is not text for --seq_len. Correct it, or remove the row.",
     ):
         assert hint(settings, problem) == ""
 
