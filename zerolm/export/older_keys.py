@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerolm.common.files import write_json
 from zerolm.common.records import read_json
-from zerolm.model.published_keys import published_keys
+from zerolm.model.published_keys import missing_period, published_keys
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,7 +47,8 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
     """Add the older keys to the config.json that `config` wrote.
 
     Returns:
-        A line for each part of the model whose rotary embeddings older keys cannot describe.
+        A line for each part of the model whose rotary embeddings or layers older keys cannot
+        describe.
     """
     path, notices = directory / "config.json", []
     values = _plain_numbers(read_json(path, "the config.json of a model"))
@@ -61,6 +62,11 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
             notices.append(
                 f"{path}: no older keys mean the same as {NEW} of {part.model_type}: readers made "
                 f"for transformers 4 would compute another model"
+            )
+        if key := missing_period(part):
+            notices.append(
+                f"{path}: layer_types of {part.model_type} have no period, so {key} cannot give "
+                f"it: readers of that key would compute another model"
             )
         renamed = {"torch_dtype": "dtype", "num_experts": part.attribute_map.get("num_experts")}
         same = {old: written[new] for old, new in renamed.items() if new in written}

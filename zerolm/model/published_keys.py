@@ -17,6 +17,7 @@ Keys = dict[str, Any]
 # has no weights for them, whatever the file of a published model says.
 NEXT_TOKENS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOWS, LINEAR = "sliding_window_pattern", "full_attention_interval"
 OLDER_KINDS = {FULL: "attention", "linear_attention": "mamba"}
 
 
@@ -26,6 +27,12 @@ def published_keys(config: "PretrainedConfig") -> Keys:
     if find := FAMILIES.get(config.model_type):
         keys |= find(config)
     return keys
+
+
+def missing_period(config: "PretrainedConfig") -> str | None:
+    """Return the key that would give the period of full attention, if the layers have none."""
+    key = PERIODS.get(config.model_type)
+    return None if key is None or key in published_keys(config) else key
 
 
 def _constant(**keys: Any) -> Callable[[Any], Keys]:
@@ -48,18 +55,20 @@ def _period(config: Any) -> int:
 
 def _windows(config: Any) -> Keys:
     period = _period(config)
-    return {"sliding_window_pattern": period} if period else {}
+    return {WINDOWS: period} if period else {}
 
 
 def _linear(config: Any) -> Keys:
     period = _period(config)
-    return {"full_attention_interval": period} if period else {}
+    return {LINEAR: period} if period else {}
 
 
 def _exaone4(config: Any) -> Keys:
     """The period is written as "LLLG"; a model without windows has none."""
-    pattern = "L" * (_period(config) - 1) + "G" if config.sliding_window else None
-    return _head_dim(config) | {"sliding_window_pattern": pattern}
+    if not config.sliding_window:
+        return _head_dim(config) | {WINDOWS: None}
+    pattern = {key: "L" * (period - 1) + "G" for key, period in _windows(config).items()}
+    return _head_dim(config) | pattern
 
 
 def _leading_dense(config: Any) -> Keys:
@@ -145,4 +154,9 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
         "intermediate_size": config.moe_intermediate_size,
     },
 }  # fmt: skip
+# Families of which some readers take the period instead of `layer_types`, and a default without it.
+PERIODS = {
+    **dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "gemma3_text"), WINDOWS),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), LINEAR),
+}
 FAMILIES["gpt-sw3"] = FAMILIES["gpt2"]

@@ -194,6 +194,8 @@ def model_of(opened: Opened, given: Model | None, found: Findings) -> Model | No
     """Return the run's model, from `--model_config` or else from the source."""
     where = opened.entry.source
     if given is None:
+        if opened.tensors is not None and opened.entry.checkpoint is None:
+            found.notices += source_config.router_notices(opened.config, where)
         return Model.from_config(opened.config, where)
     if opened.tensors is None:
         return given

@@ -5,10 +5,12 @@ Choices of training may differ, the vocabulary may grow, and rotary positions ma
 of longer sequences trains the weights for them.
 """
 
+import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolm.common.values import shown
+from zerolm.model.architecture import router_loss_coefficient
 from zerolm.model.published_keys import published_keys
 
 if TYPE_CHECKING:
@@ -96,6 +98,20 @@ def compare(
             )
     positions = compare_positions(config, path, source, f"--init_from {source_path}")
     return Comparison(problems + positions.problems, positions.notices + notices)
+
+
+def router_notices(config: "PretrainedConfig", where: str) -> list[str]:
+    """Return a line if a model directory's config turns off the router loss that its model has."""
+    if getattr(config.get_text_config(), "output_router_logits", None) is not False:
+        return []
+    trained = copy.deepcopy(config)
+    trained.get_text_config().output_router_logits = True
+    if not router_loss_coefficient(trained):
+        return []
+    return [
+        f"--init_from {where}: output_router_logits is false in its config.json, so this run has "
+        f"no router loss. Copy config.json, set the key to true, and give it as --model_config"
+    ]
 
 
 def is_position(key: str) -> bool:

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from zerolm.export.older_keys import add_older_keys
 from zerolm.model.config_file import load_model_config
-from zerolm.model.published_keys import FAMILIES
+from zerolm.model.published_keys import FAMILIES, PERIODS, published_keys
 from zerolm.pretrained.source_config import compare
 
 # From the config.json of published models.
@@ -66,3 +66,18 @@ def test_parts_of_dbrx_have_the_keys_that_version_4_accepts(tmp_path):
     assert values["attn_config"].keys() <= {"attn_pdrop", "clip_qkv", "kv_n_heads", "rope_theta"}
     assert values["ffn_config"]["moe_num_experts"] == 4
     assert not {"id2label", "return_dict"} & values["ffn_config"].keys()
+
+
+@pytest.mark.parametrize(("model_type", "key"), sorted(PERIODS.items()))
+def test_layers_without_a_period_are_named_and_have_no_key_for_it(model_type, key, tmp_path):
+    """Readers take a default period where the key is missing, so the export says so."""
+    other = "linear_attention" if key == "full_attention_interval" else "sliding_attention"
+    full, few = "full_attention", {"num_hidden_layers": 4}
+    regular = CONFIG_MAPPING[model_type](layer_types=[other, full] * 2, **few)
+    regular.save_pretrained(tmp_path)
+    assert not add_older_keys(tmp_path, regular)
+    config = CONFIG_MAPPING[model_type](layer_types=[full, other, other, full], **few)
+    assert key not in published_keys(config)
+    config.save_pretrained(tmp_path)
+    (notice,) = add_older_keys(tmp_path, config)
+    assert f"layer_types of {model_type} have no period, so {key} cannot" in notice

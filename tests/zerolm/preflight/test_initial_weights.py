@@ -60,6 +60,17 @@ def test_the_config_of_the_source_is_used(base) -> None:
     assert any("--init_from model: has no tokenizer" in notice for notice in plan.notices)
 
 
+def test_a_router_loss_that_an_export_turns_off_is_named(base) -> None:
+    save_model(base / "routed", "mixtral")
+    notice = "--init_from routed: output_router_logits is false in its config.json, so this run has"
+    assert any(line.startswith(notice) for line in plan_of("routed").notices)
+    values = json.loads((base / "routed" / "config.json").read_text())
+    on = write_json(base / "on.json", {**values, "output_router_logits": True})
+    assert not any(notice in line for line in plan_of("routed", model_config=on).notices)
+    write_json(base / "routed" / "config.json", {**values, "router_aux_loss_coef": 0.0})
+    assert not any(notice in line for line in plan_of("routed").notices)
+
+
 def test_a_config_that_differs_is_refused_with_keys_and_values(base) -> None:
     values = json.loads((base / "model" / "config.json").read_text())
     write_json(base / "other.json", {**values, "hidden_act": "gelu", "rms_norm_eps": 1e-3})
