@@ -20,6 +20,7 @@ READERS = {
     "mlx": "mlx-lm 0.32.2 (mlx 0.32.4)", "ctranslate2": "ctranslate2 4.8.5",
 }  # fmt: skip
 ALLOWED = 1e-3  # of the largest logit; programs approximate GELU, and sum in another order
+PATH = r"(?<!\S)/(?:[^\s/]+/)+"  # of a machine, before the name of a file
 UNKNOWN = (  # what the programs say of families that they do not have
     "does not recognize", "Transformers does not", "Unrecognized configuration class",
     "No conversion is registered", "not supported",
@@ -60,7 +61,9 @@ def outcome(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """Return "equal", "differs: ...", "refused: ..." or "" for a family that a reader has not."""
     if "refused" in theirs:
         reason = theirs["refused"]
-        return "" if any(each in reason for each in UNKNOWN) else f"refused: {reason[:120]}"
+        if any(each in reason for each in UNKNOWN):
+            return ""
+        return f"refused: {re.sub(PATH, '', reason)[:120]}"
     logits = ours["logits"]
     found = torch.tensor(theirs["logits"])[:, : logits.shape[1]]
     difference = float((found - logits).abs().max() / logits.abs().max())

@@ -9,6 +9,7 @@ from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from data_prep.tokenizer.encoders import load_encoder
 from tests import ROOT
 from tests.readers import environment, models, table
+from tests.readers.limits import LIMITS
 
 FAMILIES = [
     "llama",
@@ -40,6 +41,17 @@ def require(llama: bool) -> None:
         (environment.install_llama if llama else environment.install)()
     except environment.Unavailable as error:
         pytest.skip(f"the other programs cannot be installed: {error}")
+
+
+def test_every_recorded_difference_has_a_reason_and_no_path():
+    for reader, outcomes in table.load().items():
+        for family, text in outcomes.items():
+            assert "/tmp/" not in text and "/home/" not in text
+            if text.startswith(("differs", "refused")):
+                assert f"{reader} {family}" in LIMITS
+    refused = {"refused": "FileNotFoundError: File not found: /a/models/gemma2/tokenizer.model"}
+    expected = "refused: FileNotFoundError: File not found: tokenizer.model"
+    assert table.outcome(refused, {}) == expected
 
 
 @pytest.mark.soak
