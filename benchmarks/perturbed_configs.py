@@ -128,7 +128,9 @@ def small_model(config: dict[str, Any], kept: Key | None) -> Any:
     values = json.loads(json.dumps(values), object_hook=_infinity)
     made = CONFIG_MAPPING[values.pop("model_type")](**values)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(made, dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_config(
+        made, dtype=torch.float32, trust_remote_code=False
+    ).train()
 
 
 def _infinity(part: dict[str, Any]) -> Any:

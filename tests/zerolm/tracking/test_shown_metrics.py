@@ -28,7 +28,7 @@ def test_no_metric_is_in_the_table_twice() -> None:
         ("eval/hellaswag/acc_norm", "eval/hellaswag/acc_norm"),
         ("eval/arc_easy/acc_norm", "eval/<task>/<metric>"),
         ("eval/gsm8k/exact_match_flexible-extract", "eval/<task>/<metric>"),
-        ("eval/lambada/perplexity", None),
+        ("eval/lambada/perplexity", "eval/<task>/word_perplexity"),
         ("train/new", None),
     ],
 )
