@@ -8,7 +8,7 @@ from tests.combinations.runs import write_data
 from tests.combinations.trial import Trial
 from tests.soak_rotation import number_of_commit
 
-TURN, DRAWS = 12, 200  # draws of a turn, of the campaign
+TURN, DRAWS = 8, 200  # draws of a turn, of the campaign
 
 
 @pytest.fixture(scope="module")

@@ -47,8 +47,9 @@ def build_model(
     device: torch.device | str,
     initial: "InitialValues | None" = None,
     factors: Mapping[str, float] = MappingProxyType({}),
+    alone: bool = False,
 ) -> "PreTrainedModel":
-    """Build and initialise a causal LM for training. Every rank must call this.
+    """Build and initialise a causal LM for training. Every rank must call this, unless `alone`.
 
     Args:
         config: stays unchanged; the model gets a copy, with `use_cache` off.
@@ -60,6 +61,7 @@ def build_model(
         attn_implementation: transformers' name, from `zerolm.attention.choice`.
         initial: existing values of all parameters and persistent buffers, instead of random ones.
         factors: {parameter name: factor on its random values}.
+        alone: this rank computes all values itself; not with `zero3_config`.
     """
     weights = initial or InitialWeights(config, seed, factors)
     if zero3_config is not None:
@@ -75,7 +77,7 @@ def build_model(
         model = _construct(config, dtype, attn_implementation)
         torch.nn.Module.to(model, device)
     _cast_parameters(model, dtype)
-    _fill(model, weights, dtype)
+    _fill(model, weights, dtype, alone)
     model.config.use_cache = False
     if getattr(model.config, "rescale_every", 0):
         # RWKV would halve weights in place before each forward pass in evaluation mode, against an
@@ -138,11 +140,12 @@ class InitialValues(Protocol):
     ) -> Iterator[dict[str, torch.Tensor]]: ...
 
 
-def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype) -> None:
+def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype, alone: bool) -> None:
     """Copy the initial values into the parameters; each rank computes a share of the units."""
     parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     parameters |= dict(model.named_buffers())
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    shared = dist.is_initialized() and not alone
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if shared else (0, 1)
     computed = weights.compute_all(range(rank, len(weights.units), world_size), dtype)
     for start in range(0, len(weights.units), world_size):
         wave = weights.units[start : start + world_size]

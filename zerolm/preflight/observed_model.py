@@ -57,7 +57,7 @@ class Beginning:
 
 
 def build(config: "PretrainedConfig", kernel: str) -> Any:
-    """Build a model as a run does, with the initial weights of seed 0."""
+    """Build a model as a run does, with the initial weights of seed 0, on this rank alone."""
     return build_model(
         config,
         seed=0,
@@ -66,6 +66,7 @@ def build(config: "PretrainedConfig", kernel: str) -> Any:
         attn_implementation=kernel,
         gradient_checkpointing="",
         device="cpu",
+        alone=True,
     )
 
 
