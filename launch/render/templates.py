@@ -4,6 +4,7 @@ It starts `python -m launch node` on every node with the same flags of pretrain.
 run that ends with exit code 75. No side effects.
 """
 
+import math
 import shlex
 from dataclasses import dataclass, field
 
@@ -59,7 +60,7 @@ def slurm_script(job: Job) -> str:
     to the ranks of its node, and all ranks save together. With `--requeue` the supervisor requeues
     the job.
     """
-    minutes = int(job.time_seconds // 60)
+    minutes = math.ceil(job.time_seconds / 60)  # Slurm takes 0 as no limit
     # By default Slurm gives a task one core, and the memory of one core.
     own = ("--exclusive", "--cpus-per-", "-c", "--mem")
     shares_nodes = any(option.startswith(own) for option in job.slurm)

@@ -25,6 +25,10 @@ CHECK_SECONDS = 60.0
 MAX_CONCURRENT_CHECKS = 64
 
 
+class TooFewHostsError(ConfigError):
+    """The run needs more hosts than pass their check; later they may."""
+
+
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
     path.write_text("".join(f"{host.name} {host.slots}\n" for host in hosts))
 
@@ -99,7 +103,8 @@ def without_failing_hosts(
         corrupt: hosts that have computed wrong values, which are left out if there are spares.
 
     Raises:
-        ConfigError: fewer hosts than the minimum pass, or variables would not reach the ranks.
+        TooFewHostsError: fewer hosts than the minimum pass.
+        ConfigError: the hostfile cannot be read, or variables would not reach the ranks.
     """
     hostfile = launcher_option(command, "--hostfile") or launcher_option(command, "-H")
     if hostfile is None:
@@ -124,7 +129,7 @@ def without_failing_hosts(
     for name, problem in failed.items():
         log(f"{hostfile}: {name} is left out: {problem}")
     if len(passed) < minimum:
-        raise ConfigError(
+        raise TooFewHostsError(
             f"{hostfile}: {len(passed)} of {len(hosts)} hosts pass the check, the run needs "
             f"{minimum}. Repair the others, add spares, or lower --min_hosts."
         )

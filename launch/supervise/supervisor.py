@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from launch.command.deepspeed_command import run_directory
+from launch.supervise import slurm
 from launch.supervise.attempt import POLL_SECONDS, Attempt, left_behind
 from launch.supervise.config_files import ConfigFiles
-from launch.supervise.hosts import without_failing_hosts
+from launch.supervise.hosts import TooFewHostsError, without_failing_hosts
 from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
 from zerolm.checkpoint import memory
@@ -45,7 +45,6 @@ from zerolm.watchdog import limits
 from zerolm.watchdog.child import Child
 
 IN_USE = "another run is writing to it now"  # part of the refusal of zerolm/train/run_directory.py
-SLURM_SECONDS = 60
 EARLIER_RUN_SECONDS = 1800.0  # for a save of ranks that a killed supervisor has left behind
 FINAL = {
     EXIT_DONE: "done",
@@ -83,15 +82,16 @@ class Supervisor:
         """Supervise the run to its end; return its exit code."""
         for number in processes.stop_signals():
             signal.signal(number, lambda number, frame: self.signals.append(number))
-        code = EXIT_BUG
+        code, may_run_later = EXIT_BUG, False
         try:
             code = self._run()
+            may_run_later = code == EXIT_STOPPED
         except StopRequested:
             self.log(f"stopped on request ({self.stop_reason}): nothing was running")
-            code = EXIT_STOPPED
+            code, may_run_later = EXIT_STOPPED, True
         except ConfigError as error:
             self.log(str(error))
-            code = EXIT_STOPPED if self._requeue() else error.exit_code
+            code, may_run_later = error.exit_code, isinstance(error, TooFewHostsError)
         finally:
             seconds = report_process.FINISH_SECONDS if code == EXIT_BUG else 0.0
             self._guarded("finish the HTML report", self._end_report, seconds)
@@ -100,8 +100,9 @@ class Supervisor:
                 self._guarded("remove copies in memory", memory.remove_copies, self.run_dir)
             if self.created_run_dir:
                 self._guarded("remove the unused run directory", self._remove_unused_run_dir)
-        if code == EXIT_STOPPED and self.stop_reason != "SIGINT":
-            self._requeue()
+        may_run_later &= self.policy.requeue and self.stop_reason != "SIGINT"
+        if may_run_later and self._guarded("requeue the job", slurm.requeue, self.log):
+            return EXIT_STOPPED
         return code
 
     def _run(self) -> int:
@@ -243,20 +244,7 @@ class Supervisor:
             self.html_report.kill()
             self.html_report = None
 
-    # ---- Queue, console, events and run directory
-
-    def _requeue(self) -> bool:
-        job = os.environ.get("SLURM_JOB_ID")
-        if not self.policy.requeue or job is None:
-            return False
-        command = ["scontrol", "requeue", job]
-        try:
-            code = subprocess.run(command, timeout=SLURM_SECONDS, check=False).returncode
-        except (OSError, subprocess.TimeoutExpired) as error:
-            self.log(f"{' '.join(command)} failed: {error}")
-            return False
-        self.log(f"{' '.join(command)}: exit code {code}")
-        return code == 0
+    # ---- Console, events and run directory
 
     def log(self, message: str) -> None:
         with contextlib.suppress(OSError):  # a closed terminal or a full disk

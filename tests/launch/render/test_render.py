@@ -83,6 +83,8 @@ def test_slurm_script_requests_one_task_per_node_a_signal_and_requeueing(script)
     assert options["gpus-per-node"] == "8" and options["partition"] == "gpu"
     assert options["signal"] == "B:USR1@600" and "requeue" in options
     assert int(options["time"]) == 240  # minutes
+    short = rendered("slurm", "--time", "50s", "--save_time", "10s")
+    assert "#SBATCH --time=1\n" in short, "0 is no limit"
     assert "exclusive" in options and options["mem"] == "0"
     shared = rendered("slurm", "--time", "4h", "--slurm=--cpus-per-task=48", "--slurm=--mem=500G")
     assert "--cpus-per-task=48" in shared and "--exclusive" not in shared and "mem=0" not in shared

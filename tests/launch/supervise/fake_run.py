@@ -55,3 +55,17 @@ def write_program(directory: Path, name: str, text: str) -> None:
     path = directory / name
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
+
+
+def fake_slurm(directory: Path, answer: str) -> tuple[dict[str, str], Path]:
+    """Write a `squeue` that runs `answer` after noting its arguments, and a `scontrol`.
+
+    Returns:
+        Variables of a job that finds them, and the file to which `scontrol` appends its arguments.
+    """
+    tools = directory / "tools"
+    tools.mkdir()
+    write_program(tools, "squeue", f'echo "$@" >> {tools}/asked; {answer}')
+    write_program(tools, "scontrol", f'echo "$@" >> {tools}/called')
+    path = f"{tools}:{os.environ['PATH']}"
+    return {"PATH": path, "SLURM_JOB_ID": "4711"}, tools / "called"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.supervise.fake_run import SECONDS, write_program
+from tests.launch.supervise.fake_run import SECONDS, fake_slurm
 from tests.launching import ROOT
 from tests.zerolm.report.run_directories import heartbeat
 from zerolm.common import processes
@@ -131,17 +131,15 @@ def test_a_supervisor_waits_for_the_ranks_of_one_that_was_killed(fake_run) -> No
 
 
 def test_a_slurm_job_is_requeued_if_the_run_is_not_done(fake_run) -> None:
-    tools = fake_run.directory / "tools"
-    tools.mkdir()
-    write_program(tools, "scontrol", f'echo "$@" >> {tools}/called')
-    slurm = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+    slurm, called = fake_slurm(fake_run.directory, "echo RUNNING 0 None")
     assert fake_run.supervise("stopped done", **slurm)[0] == 75
-    assert not (tools / "called").exists(), "only with --requeue"
+    assert not called.exists(), "only with --requeue"
     assert fake_run.supervise("stopped done", "--requeue", **slurm)[0] == 0
-    assert not (tools / "called").exists(), "it is done"
+    assert not called.exists(), "it is done"
     (fake_run.run_dir / "starts").unlink()
-    assert fake_run.supervise("stopped", "--requeue", **slurm)[0] == 75
-    assert (tools / "called").read_text() == "requeue 4711\n"
+    code, output = fake_run.supervise("stopped", "--requeue", **slurm)
+    assert code == 75 and "supervise: job 4711 is requeued\n" in output
+    assert called.read_text() == "requeue 4711\n"
 
 
 def test_a_report_that_hangs_delays_neither_a_restart_nor_the_end(fake_run) -> None:
