@@ -9,7 +9,7 @@ import inspect
 import math
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from data_prep.filters.custom_filters import CUSTOM
 from zerolm.common.errors import did_you_mean
@@ -127,8 +127,9 @@ def _expected_type(value: Any, parameter: inspect.Parameter) -> str:
     """Return which type a value should have; empty if it has that type, or any will do."""
     default = parameter.default
     if default is parameter.empty:
-        fits = not isinstance(parameter.annotation, type) or isinstance(value, parameter.annotation)
-        return "" if fits else f"it is of type {parameter.annotation.__name__}"
+        kind = get_origin(parameter.annotation) or parameter.annotation
+        fits = not isinstance(kind, type) or isinstance(value, kind)
+        return "" if fits else f"it is of type {kind.__name__}"
     if default is None or (value is None and type(None) in get_args(parameter.annotation)):
         return ""
     if isinstance(default, bool) or isinstance(value, bool):

@@ -36,6 +36,8 @@ def written(config, directory) -> dict:
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_an_export_has_the_keys_and_reads_back_the_same(model_type, tmp_path):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("transformers is older than the family")
     config = CONFIG_MAPPING[model_type]()
     values = written(config, tmp_path)
     missing = FAMILIES[model_type](config).keys() - values.keys()

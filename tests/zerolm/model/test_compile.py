@@ -4,6 +4,8 @@ import sys
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -41,6 +43,8 @@ FAMILIES = {
     [*((family, False) for family in FAMILIES), ("llama", True), ("mixtral", True)],
 )
 def test_one_graph_serves_all_blocks_and_keeps_gradients(family, checkpointing, monkeypatch):
+    if family == "mixtral" and Version(transformers.__version__) < Version("5.23"):
+        pytest.skip("the grouped products of older transformers break the graph on a CPU")
     compiled = torch.compile
     # Its tracing and its graphs of the backward pass, without code that takes long to compile.
     monkeypatch.setattr(torch, "compile", lambda call: compiled(call, backend="aot_eager"))

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from tests.model_families.toy_configs import toy_config
 from tests.zerolm.model.test_architecture import LLAMA
@@ -292,6 +292,8 @@ def test_a_whole_number_is_accepted_for_a_float(tmp_path, refusal):
 
 @pytest.mark.parametrize("model_type", ["dots3_note_text", "gemma4_text", "phimoe"])
 def test_what_transformers_writes_is_read_back(tmp_path, model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("transformers is older than the family")
     config = AutoConfig.for_model(model_type)
     read, notices = load(tmp_path, json.loads(config.to_json_string()))
     assert read.to_dict() == config.to_dict() and notices == []

@@ -89,7 +89,8 @@ def counted_flops_per_token(config, seq_len, checkpointing=False):
     experts = {"experts_implementation": "eager"} if routed else {}
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **experts)
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        old_method = model.gradient_checkpointing_enable  # renamed between 5.17 and 5.23
+        getattr(model, "activation_checkpointing_enable", old_method)({"use_reentrant": False})
     ids = torch.randint(0, config.vocab_size, (2, seq_len))
     # With early stop, the last product of a block whose output nobody needs is not recomputed.
     with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
