@@ -13,11 +13,12 @@ training loop, and `build_engine` builds the model and hands it to DeepSpeed.
 import os
 import sys
 
-from zerolm.common import machine
+from zerolm.common import machine, ranks
 from zerolm.config import flags
 
 if __name__ == "__main__":
     flags.answer(sys.argv[1:])  # --help and --version need not wait for the imports
+    ranks.adopt(os.environ)
     machine.share_cores(os.environ)
 
 import logging

@@ -82,7 +82,8 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
         problems.append(
             f"environment: LOCAL_RANK: {local_rank}, but this host has {count} {kind} device(s). "
             f"Start at most {count} rank(s) on it: deepspeed --num_gpus {count}, or correct the "
-            f"slots in the hostfile."
+            f"slots in the hostfile. With srun give the devices to the nodes: --gpus-per-node, not "
+            f"--gpus-per-task."
         )
         return Device(kind, None, True)
     try:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zerolm.common import machine, processes
+from zerolm.common import machine, processes, ranks
 from zerolm.common.command_line import flush_output
 from zerolm.common.errors import ConfigError
 from zerolm.distributed import collectives
@@ -37,11 +37,8 @@ _stores: list[Any] = []  # the TCP store shared by all ranks, then one prefix of
 
 def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
     """Return (rank, local rank, world size) from the launcher's environment variables."""
-    return (
-        int(environment.get("RANK", 0)),
-        int(environment.get("LOCAL_RANK", 0)),
-        int(environment.get("WORLD_SIZE", 1)),
-    )
+    found = ranks.of_environment(environment)
+    return found.rank, found.local_rank, found.size
 
 
 # -------------------------------------------------------------------------------------------------

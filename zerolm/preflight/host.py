@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolm.common import machine
+from zerolm.common import machine, ranks
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.common.run_files import RunFiles, checkpoint_directories
 from zerolm.common.values import shown_bytes
@@ -75,27 +75,13 @@ def detect(
         except ConfigError as error:
             found.problems += error.problems
     if not settings.check:
-        found.problems += slurm_problems(environment)
+        found.problems += ranks.problems(environment)
     _clear_build_locks(environment, settings.check, found)
     _check_shared_resources(environment, found)
     world_size = int(environment.get("WORLD_SIZE", 1))
     problem = limits.file_limit_problem(world_size, device.is_gpu)
     found.problems += [problem] if problem else []
     return Host(world_size, device)
-
-
-def slurm_problems(environment: Mapping[str, str]) -> list[str]:
-    """Return the problem if srun has started several processes that are not the ranks of a run."""
-    tasks = environment.get("SLURM_STEP_NUM_TASKS", environment.get("SLURM_NTASKS", "1"))
-    if not tasks.isdigit() or int(tasks) < 2 or "RANK" in environment:
-        return []
-    return [
-        f"environment: SLURM_NTASKS: {tasks}, but RANK and WORLD_SIZE are not set: each of the "
-        f"{tasks} tasks would train alone, in the same --run_dir. Start one task per node, which "
-        f"starts its ranks: `srun --ntasks-per-node=1 python -m launch node --nodes N "
-        f"--devices_per_node D --master_addr HOST -- pretrain.py ...`, as in the job file that "
-        f"`python -m launch render slurm` writes. For a run of one process, use srun --ntasks=1."
-    ]
 
 
 def _clear_build_locks(environment: Mapping[str, str], is_check: bool, found: Findings) -> None:

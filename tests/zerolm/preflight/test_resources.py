@@ -36,15 +36,6 @@ def test_too_little_shared_memory_for_the_ranks_of_a_host_is_reported():
     assert problem is not None and "64 MiB free, 8 rank(s) need about 1 GiB" in problem
 
 
-def test_tasks_of_srun_without_ranks_are_refused_with_the_command_to_use():
-    job = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}
-    (problem,) = host.slurm_problems(job)
-    assert "SLURM_NTASKS: 8" in problem and "python -m launch node" in problem
-    assert host.slurm_problems({**job, "SLURM_STEP_NUM_TASKS": "1"}) == [], "srun --ntasks=1"
-    assert host.slurm_problems({**job, "RANK": "0", "WORLD_SIZE": "8"}) == []
-    assert host.slurm_problems({"SLURM_NTASKS": "1"}) == host.slurm_problems({}) == []
-
-
 def test_run_is_refused_if_its_port_is_in_use(tmp_path):
     words = ["--data", write_shards(tmp_path / "counting", 40), "--run_dir", tmp_path / "run"]
     words += ["--model_config", write_json(tmp_path / "model.json", LLAMA)]

@@ -1,0 +1,175 @@
+"""Which rank this process is, by the variables of what has started it.
+
+DeepSpeed's launcher and torchrun set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+`mpirun` and `srun` have names of their own, also below DeepSpeed's launchers openmpi, mvapich and
+slurm, which add nothing. A rank that did not know them would train alone, beside the others.
+"""
+
+import re
+import subprocess
+from collections.abc import Mapping, MutableMapping
+from typing import NamedTuple
+
+HOST_SECONDS = 30.0
+DEFAULT_PORT = 29500  # deepspeed/launcher/constants.py, and torchrun's
+# Ports of jobs that may share a host; below Linux's ephemeral ports, which start at 32768.
+FIRST_PORT, NUM_PORTS = 20000, 10000
+TASKS_OF_NODES = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+class Starter(NamedTuple):
+    """A program that starts ranks, with the names of its variables.
+
+    Attributes:
+        identity: a number of the job, the same on all ranks.
+    """
+
+    name: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    identity: str = ""
+
+
+SLURM = Starter(
+    "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_JOB_ID",
+)  # fmt: skip
+# The first whose variables are complete: mpirun starts its daemons by srun, and srun has PMI too.
+STARTERS = (
+    *(
+        Starter(name, *(f"{prefix}_COMM_WORLD_{part}" for part in parts), identity)
+        for name, prefix, identity in (
+            ("Open MPI", "OMPI", "OMPI_MCA_ess_base_jobid"),
+            ("MVAPICH", "MV2", ""),
+        )
+        for parts in [("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    ),
+    Starter("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Starter("Cray PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
+    SLURM,
+)
+
+
+class Ranks(NamedTuple):
+    """A rank among all ranks, and among those of its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+def of_environment(environment: Mapping[str, str]) -> Ranks:
+    """Return which rank this is; a process that nothing has numbered is the only one."""
+    if "RANK" not in environment and (found := _started(environment)):
+        return found[1]
+    local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")
+    return Ranks(
+        int(environment.get("RANK", 0)),
+        int(environment.get("WORLD_SIZE", 1)),
+        int(environment.get("LOCAL_RANK", 0)),
+        max(1, int(local)) if local.isdigit() else 1,
+    )
+
+
+def adopt(environment: MutableMapping[str, str]) -> None:
+    """Set the variables of DeepSpeed's launcher for a rank of `mpirun` or `srun`.
+
+    Call before anything reads them. What is missing then is one of the `problems`.
+    """
+    if "RANK" in environment or not (found := _started(environment)):
+        return
+    starter, ranks = found
+    environment.update(
+        RANK=str(ranks.rank), WORLD_SIZE=str(ranks.size), LOCAL_RANK=str(ranks.local_rank),
+        LOCAL_WORLD_SIZE=str(ranks.local_size),
+    )  # fmt: skip
+    address = "127.0.0.1" if ranks.local_size == ranks.size else None
+    if address is None and starter is SLURM:
+        address = _first_host(environment.get("SLURM_STEP_NODELIST", ""))
+    if address is not None:
+        environment.setdefault("MASTER_ADDR", address)
+    job = environment.get(starter.identity, "")
+    port = FIRST_PORT + int(job) % NUM_PORTS if job.isdigit() else DEFAULT_PORT
+    environment.setdefault("MASTER_PORT", str(port))
+
+
+def problems(environment: Mapping[str, str]) -> list[str]:
+    """Return why this process cannot be one of the ranks that were started, after `adopt`."""
+    found = _started(environment)
+    if found is None:
+        return _unnumbered(environment)
+    starter, ranks = found
+    if environment.get("RANK") != str(ranks.rank) or ranks.size == 1:
+        return []  # of a launcher below it
+    lines = []
+    if ranks.size % ranks.local_size:
+        lines.append(
+            f"environment: {starter.size}: {ranks.size} ranks, {ranks.local_size} of them on this "
+            f"host. Start as many on each host."
+        )
+    if "MASTER_ADDR" not in environment:
+        how = "-x MASTER_ADDR=HOST -x MASTER_PORT=29500" if starter.name == "Open MPI" else ""
+        lines.append(
+            f"environment: MASTER_ADDR is not set, and {starter.name} does not say which host has "
+            f"rank 0. Set it for all ranks{how and f', as in mpirun {how}'} (deepspeed: "
+            f"--launcher_args '{how or '-genv MASTER_ADDR HOST'}')."
+        )
+    if starter is SLURM and ranks.rank == 0 and environment.get("SLURM_NODEID", "0") != "0":
+        lines.append(
+            f"environment: SLURM_NODEID: {environment['SLURM_NODEID']}, but rank 0 must be on the "
+            f"first host of the list. Use srun --distribution=block."
+        )
+    return lines
+
+
+def _unnumbered(environment: Mapping[str, str]) -> list[str]:
+    """Return the problem if there seem to be other processes, whose numbers are not known."""
+    if "RANK" in environment:
+        return []
+    for size in [*(starter.size for starter in STARTERS), "SLURM_NTASKS"]:
+        number = environment.get(size, "")
+        if number.isdigit() and int(number) > 1:
+            return [
+                f"environment: {size}: {number}, but nothing says which of these this process is: "
+                f"each would train alone, in the same --run_dir. Start them with `srun python "
+                f"pretrain.py ...`, with mpirun, or with the job file of `python -m launch render "
+                f"slurm`; for a run of one process ask for one task."
+            ]
+    return []
+
+
+def _started(environment: Mapping[str, str]) -> tuple[Starter, Ranks] | None:
+    """Return the starter whose variables are complete, and what they say."""
+    for starter in STARTERS:
+        values = [environment.get(name, "") for name in starter[1:4]]
+        local_size = environment.get(starter.local_size, "")
+        if starter is SLURM:
+            local_size = _tasks_of_node(local_size, environment.get("SLURM_NODEID", ""))
+        if all(value.isdigit() for value in (*values, local_size)) and local_size != "0":
+            rank, size, local_rank = map(int, values)
+            return starter, Ranks(rank, size, local_rank, int(local_size))
+    return None
+
+
+def _tasks_of_node(tasks: str, node: str) -> str:
+    """Return the number of tasks of a node; `tasks` is such as "2(x3),1"."""
+    counts: list[str] = []
+    for part in tasks.split(","):
+        if match := TASKS_OF_NODES.fullmatch(part):
+            counts += [match[1]] * int(match[2] or 1)
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else ""
+
+
+def _first_host(nodes: str) -> str | None:
+    """Return the first host of a list as Slurm writes it, such as "node[1-3]"."""
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True,
+            timeout=HOST_SECONDS, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(shown.stdout.split()), None)
