@@ -5,7 +5,7 @@ python -m launch.command.hosts HOSTFILE NUM_NODES [flags]    # prints the proble
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ HOST_LINE = re.compile(  # "-x" is an option of ssh
 )
 # deepspeed/launcher/multinode_runner.py 0.19.8: only an argument with a space gets double quotes.
 CHANGED_ARGUMENT = re.compile(r"[^\w@%+=:,./^!~#-]|^[~#]|^$|%[hun%]")
+MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
+CHOOSE_PARTS = ("num_nodes", "num_gpus", "include", "exclude")
 CHANGED_IN_QUOTES = re.compile(r"""[$`]|\\([\\"]|$)|%[hun%]""")
 
 
@@ -108,6 +110,20 @@ def used_slots(
     if not used:
         raise ConfigError(f"command line: {flag} {value}: no device is left. Name fewer.")
     return used
+
+
+def mpi_problems(launcher: str, given: Collection[str]) -> list[str]:
+    """Return the flags that DeepSpeed's runners for MPI answer with a traceback.
+
+    Args:
+        given: names of the flags of DeepSpeed's launcher.
+    """
+    return [
+        f"command line: --{name}: DeepSpeed's --launcher {launcher} starts on all hosts and slots "
+        f"of the hostfile, and refuses to choose. Give a --hostfile with those to use instead."
+        for name in CHOOSE_PARTS
+        if launcher in MPI_LAUNCHERS and name in given
+    ]
 
 
 def ssh_problems(arguments: Sequence[str], launcher: str = "pdsh") -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.command.hosts import ssh_problems, used_hosts
+from launch.command.hosts import mpi_problems, read_hostfile, ssh_problems, used_hosts
 from zerolm.common import processes
 from zerolm.common.command_line import count
 from zerolm.common.errors import ConfigError
@@ -143,6 +143,7 @@ def deepspeed_command(argv: Sequence[str]) -> list[str]:
     launcher, flags = split_flags(argv)
     if not any(flag.startswith(("--log_level", "--quiet")) for flag in launcher):
         launcher.append("--log_level=error")
+    launcher = _with_address(launcher)
     return [sys.executable, "-m", "deepspeed.launcher.runner", *launcher, str(SCRIPT), *flags]
 
 
@@ -175,19 +176,34 @@ def _hostfile(launcher: Sequence[str]) -> str:
     return given.get("hostfile", default)
 
 
+def _with_address(launcher: Sequence[str]) -> list[str]:
+    """Return the launcher's flags so that `mpirun` tells all ranks where they meet."""
+    given = dict(flag[2:].partition("=")[::2] for flag in launcher)
+    own = given.get("launcher_args", "")
+    if given.get("launcher", "").lower() != "openmpi" or "MASTER_ADDR" in own:
+        return list(launcher)
+    address = given.get("master_addr") or read_hostfile(Path(_hostfile(launcher)))[0].name
+    port = given.get("master_port", str(DEFAULT_PORT))
+    kept = [flag for flag in launcher if not flag.startswith("--launcher_args=")]
+    meeting = f"-x MASTER_ADDR={address} -x MASTER_PORT={port}"
+    return [*kept, f"--launcher_args={f'{own} {meeting}'.strip()}"]
+
+
 def _host_problems(launcher: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Return why a launch on the hosts of a hostfile would not do what its arguments say."""
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
-    hostfile = _hostfile(launcher)
+    hostfile, runner = _hostfile(launcher), given.get("launcher", "pdsh").lower()
     if not hostfile:
         return []
+    if problems := mpi_problems(runner, given):
+        return problems
     try:
         several = used_hosts(hostfile, given.get("num_nodes")) > 1
     except ConfigError as error:
         return error.problems
     if "no_ssh" in given or not several or "@" not in given.get("include", "@"):
         return []
-    return ssh_problems(flags, given.get("launcher", "pdsh").lower())
+    return ssh_problems(flags, runner)
 
 
 def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:

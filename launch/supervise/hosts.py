@@ -4,6 +4,7 @@ DeepSpeed starts on the first `--num_nodes` hosts of a hostfile; further hosts a
 """
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -17,12 +18,20 @@ from launch.command.deepspeed_command import (
     pretrain_flags,
     with_launcher_option,
 )
-from launch.command.hosts import Host, read_hostfile, ssh_problems
+from launch.command.hosts import (
+    CHOOSE_PARTS,
+    MPI_LAUNCHERS,
+    Host,
+    mpi_problems,
+    read_hostfile,
+    ssh_problems,
+)
 from zerolm.common.errors import ConfigError
 from zerolm.common.run_files import RunFiles
 
 CHECK_SECONDS = 60.0
 MAX_CONCURRENT_CHECKS = 64
+MPI_ADDRESS = re.compile(r"\bMASTER_ADDR=(\S+)")  # in the arguments of mpirun
 
 
 class TooFewHostsError(ConfigError):
@@ -111,10 +120,13 @@ def without_failing_hosts(
         return command
     hosts = read_hostfile(Path(hostfile))
     requested = int(launcher_option(command, "--num_nodes") or len(hosts))
+    launcher = (launcher_option(command, "--launcher") or "pdsh").lower()
+    given = [name for name in CHOOSE_PARTS if launcher_option(command, f"--{name}")]
+    problems = mpi_problems(launcher, given)
     if requested > 1 and "--no_ssh" not in command:
-        launcher = launcher_option(command, "--launcher") or "pdsh"
-        if problems := ssh_problems(pretrain_flags(command), launcher):
-            raise ConfigError(problems)
+        problems += ssh_problems(pretrain_flags(command), launcher)
+    if problems:
+        raise ConfigError(problems)
     ssh_port = launcher_option(command, "--ssh_port")
     passed, failed = check_hosts(hosts, host_check or default_check(), ssh_port)
     minimum = min_hosts or requested
@@ -136,10 +148,14 @@ def without_failing_hosts(
     used = passed[:requested]
     log(f"hosts: {', '.join(host.name for host in used)}")
     written = RunFiles(run_dir).hostfile
-    write_hostfile(written, passed)
+    write_hostfile(written, used if launcher in MPI_LAUNCHERS else passed)
     for name in ("--hostfile", "-H"):
         command = with_launcher_option(command, name, str(written))
     command = with_launcher_option(command, "--num_nodes", str(len(used)))
     if launcher_option(command, "--master_addr") in failed:
         command = with_launcher_option(command, "--master_addr", used[0].name)
+    arguments = launcher_option(command, "--launcher_args") or ""
+    if (given_address := MPI_ADDRESS.search(arguments)) and given_address[1] in failed:
+        changed = MPI_ADDRESS.sub(f"MASTER_ADDR={used[0].name}", arguments)
+        command = with_launcher_option(command, "--launcher_args", changed)
     return command

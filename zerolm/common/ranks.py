@@ -32,24 +32,22 @@ class Starter(NamedTuple):
     identity: str = ""
 
 
+OPEN_MPI = Starter(
+    "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid",
+)  # fmt: skip
+MVAPICH = Starter(
+    "MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)  # fmt: skip
+MPICH = Starter("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+CRAY = Starter("Cray PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
 SLURM = Starter(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_JOB_ID",
 )  # fmt: skip
 # The first whose variables are complete: mpirun starts its daemons by srun, and srun has PMI too.
-STARTERS = (
-    *(
-        Starter(name, *(f"{prefix}_COMM_WORLD_{part}" for part in parts), identity)
-        for name, prefix, identity in (
-            ("Open MPI", "OMPI", "OMPI_MCA_ess_base_jobid"),
-            ("MVAPICH", "MV2", ""),
-        )
-        for parts in [("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
-    ),
-    Starter("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Starter("Cray PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-    SLURM,
-)
+STARTERS = (OPEN_MPI, MVAPICH, MPICH, CRAY, SLURM)
 
 
 class Ranks(NamedTuple):
@@ -82,9 +80,10 @@ def adopt(environment: MutableMapping[str, str]) -> None:
     if "RANK" in environment or not (found := _started(environment)):
         return
     starter, ranks = found
+    node, nodes = ranks.rank // ranks.local_size, ranks.size // ranks.local_size
     environment.update(
         RANK=str(ranks.rank), WORLD_SIZE=str(ranks.size), LOCAL_RANK=str(ranks.local_rank),
-        LOCAL_WORLD_SIZE=str(ranks.local_size),
+        LOCAL_SIZE=str(ranks.local_size), CROSS_RANK=str(node), CROSS_SIZE=str(nodes),
     )  # fmt: skip
     address = "127.0.0.1" if ranks.local_size == ranks.size else None
     if address is None and starter is SLURM:
@@ -111,11 +110,12 @@ def problems(environment: Mapping[str, str]) -> list[str]:
             f"host. Start as many on each host."
         )
     if "MASTER_ADDR" not in environment:
-        how = "-x MASTER_ADDR=HOST -x MASTER_PORT=29500" if starter.name == "Open MPI" else ""
+        how = "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"
+        if starter is OPEN_MPI:
+            how = "-x MASTER_ADDR=HOST -x MASTER_PORT=29500"
         lines.append(
             f"environment: MASTER_ADDR is not set, and {starter.name} does not say which host has "
-            f"rank 0. Set it for all ranks{how and f', as in mpirun {how}'} (deepspeed: "
-            f"--launcher_args '{how or '-genv MASTER_ADDR HOST'}')."
+            f"rank 0. Set it for all ranks: mpirun {how} (deepspeed: --launcher_args '{how}')."
         )
     if starter is SLURM and ranks.rank == 0 and environment.get("SLURM_NODEID", "0") != "0":
         lines.append(

@@ -24,7 +24,15 @@ from zerolm.common.errors import EXIT_BUG
 from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked
 from zerolm.distributed import collectives
-from zerolm.watchdog import flight_recorder, hang_detection, liveness, progress, stacks, verdict
+from zerolm.watchdog import (
+    flight_recorder,
+    hang_detection,
+    liveness,
+    progress,
+    silence,
+    stacks,
+    verdict,
+)
 from zerolm.watchdog.heartbeats import Heartbeats, interval_seconds
 
 POLL_SECONDS = 0.5  # between two checks of the processes on this machine
@@ -36,6 +44,8 @@ SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspende
 EXIT_DELAY_SECONDS = 3.0  # at most, until the launcher, which polls every second, sees a dead rank
 ORPHAN_SECONDS = 2.0  # for the main thread to handle the signal that has ended the launcher
 DIAGNOSIS_SECONDS = 8.0  # an error of a collective waits for the thread to find its cause
+CEASED_BEATS = 3  # heartbeats that a rank of another host must have missed by then
+FOLLOW_SECONDS = 4.0  # further time, for the rank that has looked for those
 TEARDOWN_SECONDS = 30.0  # for the interpreter to exit after an error
 RUNNER_GONE = "deepspeed has ended"
 GOOD_ENDINGS = ("done", "stopped", "gave up")
@@ -97,16 +107,42 @@ class Watchdog:
         """
         if self.stacks is not None:
             self.stacks.exit_after(TEARDOWN_SECONDS)
-        if liveness.raised_in_collective(error) and self.heartbeats.token is not None:
-            time.sleep(DIAGNOSIS_SECONDS)  # the thread ends this process if it finds the cause
         causes = [error, error.__cause__] if error.__cause__ else [error]
         lines = [f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes]
         reason = "; ".join(line.rstrip(". ") for line in lines)
+        if liveness.raised_in_collective(error) and self.heartbeats.token is not None:
+            if silent := self._wait_for_cause():
+                noticed = f" (rank {self.rank} on {self.heartbeats.host}: {reason})"
+                lost = silence.accounts(silent, self.peers, self.heartbeats.machine)
+                self._end_run({rank: why + noticed for rank, why in lost.items()}, "rank_lost")
+            if peers := silence.named_peers(str(error), self.peers):
+                reason += f"; {peers}, and no rank is silent: look at the network between them"
         with self._lock:
             if self.stacks is not None:
                 self.stacks.write("its error", masked("".join(traceback.format_exception(error))))
             self._publish({self.rank: f"ended: {reason}"}, "rank_lost", reason)
             self.heartbeats.mark_ended(reason)
+
+    def _wait_for_cause(self) -> dict[int, float]:
+        """Wait for the thread to end this process, if it finds why a collective has failed here.
+
+        Returns:
+            {rank of another machine: seconds without a heartbeat} of those that have ceased.
+        """
+        beat = self.heartbeats.seconds
+        deadline = time.monotonic() + max(DIAGNOSIS_SECONDS, (CEASED_BEATS + 1) * beat)
+        remote = [
+            rank for rank, peer in self.peers.items()
+            if self._leads_machine and peer["machine"] != self.heartbeats.machine
+        ]  # fmt: skip
+        ages = silence.Ages(self.heartbeats.read, self.files.heartbeat)
+        quiet = ages.look(remote)
+        while time.monotonic() < deadline:
+            time.sleep(beat / 2)
+            quiet = ages.look(remote)
+        if not self._leads_machine:
+            time.sleep(FOLLOW_SECONDS)
+        return {rank: seconds for rank, seconds in quiet.items() if seconds > CEASED_BEATS * beat}
 
     def close(self, reason: str) -> None:
         """Stop watching, because the run has ended for one of the `GOOD_ENDINGS`."""
@@ -242,6 +278,7 @@ class Watchdog:
             silent: seconds without a new heartbeat after which a rank is lost.
         """
         now = time.monotonic()
+        lost: dict[int, float] = {}
         if now - self.heartbeats.written_at > 2 * self.heartbeats.seconds:
             return  # where this rank cannot write, others may not be able to either
         for rank in self.peers if self.rank == 0 else [0]:
@@ -254,9 +291,13 @@ class Watchdog:
             quiet = now - self._seen[rank][1]
             heartbeat = self.heartbeats.read(rank) if quiet > silent else None
             if heartbeat is not None and heartbeat["state"] == "running":
-                states = map(liveness.why_silent, self._local_processes([rank]))
-                reason = f"has been silent for {quiet:.0f} s"
-                self._end_run({rank: ", ".join([reason, *filter(None, states)])}, "hang")
+                lost[rank] = quiet
+        blamed = silence.accounts(lost, self.peers, self.heartbeats.machine)
+        for rank in blamed:
+            for state in map(liveness.why_silent, self._local_processes([rank])):
+                blamed[rank] += f", {state}" if state else ""
+        if blamed:
+            self._end_run(blamed, "hang")
 
     def _follow_requests(self) -> None:
         """Stop if a file asks for it; exit if another rank has written a verdict."""

@@ -48,7 +48,7 @@ def test_a_rank_of_another_starter_gets_the_variables_of_a_launcher(
     assert ranks.of_environment(variables) == (3, 4, 1, 2), "before they are adopted, too"
     environment = dict(variables)
     ranks.adopt(environment)
-    adopted = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    adopted = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     assert environment.items() >= {**adopted, "MASTER_PORT": str(port)}.items()
     assert environment.get("MASTER_ADDR") == address
     assert ranks.of_environment(environment) == (3, 4, 1, 2)

@@ -1,0 +1,1 @@
+"""Several hosts on one machine, with ssh and Slurm between them, and what goes wrong there."""

@@ -1,0 +1,96 @@
+"""Which ranks of other hosts have ceased: their heartbeats do not change any more.
+
+The error of a collective is a symptom: it names the host of the rank that raises it, while the
+cause is a rank on another host that was killed, or a host that has failed. Clocks of different
+hosts are never compared.
+"""
+
+import re
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from zerolm.watchdog.progress import Heartbeat
+
+ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
+MAX_NAMED = 8
+Peers = Mapping[int, Mapping[str, Any]]  # identities of the other ranks
+
+
+class Ages:
+    """How long the heartbeats of other ranks have been the same, while this object has looked.
+
+    Args:
+        read: returns the heartbeat of a rank. It opens the file, whose attributes alone may be a
+            minute old on a network file system.
+        path: returns the file, which a rank only touches while the disk is full.
+    """
+
+    def __init__(self, read: Callable[[int], Heartbeat | None], path: Callable[[int], Path]):
+        self._read, self._path = read, path
+        self._seen: dict[int, tuple[object, float]] = {}  # (times of the file, when they were new)
+
+    def look(self, ranks: Iterable[int]) -> dict[int, float]:
+        """Return {rank: seconds without a new heartbeat} of the ranks that have not ended."""
+        now = time.monotonic()
+        quiet = {}
+        for rank in ranks:
+            beat = self._read(rank)
+            if beat is None or beat["state"] != "running":
+                continue
+            with suppress(OSError):
+                times = beat["monotonic"], self._path(rank).stat().st_mtime_ns
+                if self._seen.get(rank, (None,))[0] != times:
+                    self._seen[rank] = (times, now)
+            if rank not in self._seen:
+                continue
+            quiet[rank] = now - self._seen[rank][1]
+        return quiet
+
+
+def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[int, str]:
+    """Return {silent rank: what is known of it}, from its seconds without a heartbeat.
+
+    Args:
+        machine: this rank's own, which works.
+    """
+    found = {}
+    for rank, seconds in silent.items():
+        peer = peers[rank]
+        others = [each for each in peers if peers[each]["machine"] == peer["machine"]]
+        found[rank] = f"has been silent for {seconds:.0f} s"
+        if peer["machine"] != machine and set(others) <= silent.keys():
+            found[rank] += (
+                f", as {'all ranks' if len(others) > 1 else 'the only rank'} on {peer['host']}: "
+                f"the host has failed or is cut off, or its processes were killed or suspended"
+            )
+    return found
+
+
+def named_peers(error: str, peers: Peers) -> str:
+    """Return whose addresses the error of a collective has, as a clause; may be empty."""
+    addresses = set(ADDRESS.findall(error))
+    hosts: dict[str, list[int]] = {}
+    for rank, peer in peers.items():
+        hosts.setdefault(peer["host"], []).append(rank)
+    clauses = [
+        f"{', '.join(sorted(known))} is {host} (rank {_numbers(ranks)})"
+        for host, ranks in hosts.items()
+        if addresses and (known := addresses & _addresses(host))
+    ]
+    return "; ".join(clauses)
+
+
+def _numbers(ranks: Collection[int]) -> str:
+    more = f" ... ({len(ranks)} ranks)" if len(ranks) > MAX_NAMED else ""
+    return ", ".join(map(str, sorted(ranks)[:MAX_NAMED])) + more
+
+
+def _addresses(host: str) -> set[str]:
+    with suppress(OSError):
+        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        return {str(address[0]) for *_, address in found}
+    return set()
