@@ -128,9 +128,15 @@ def small_model(config: dict[str, Any], kept: Key | None) -> Any:
     values = json.loads(json.dumps(values), object_hook=_infinity)
     made = CONFIG_MAPPING[values.pop("model_type")](**values)
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(
-        made, dtype=torch.float32, trust_remote_code=False
-    ).train()
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)
+    for module in model.modules():  # transformers leaves the row of the padding token empty
+        if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+            with torch.no_grad():
+                row, std = module.weight[module.padding_idx], float(module.weight.std())
+                row.add_(
+                    torch.randn(row.shape, generator=torch.Generator().manual_seed(0)), alpha=std
+                )
+    return model.train()
 
 
 def _infinity(part: dict[str, Any]) -> Any:

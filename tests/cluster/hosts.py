@@ -219,9 +219,7 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(
-    directory: Path, num_hosts: int, visible: Sequence[Path] = ()
-) -> Iterator[Cluster]:
+def cluster(directory: Path, num_hosts: int, visible: Sequence[Path] = ()) -> Iterator[Cluster]:
     with Cluster(directory, num_hosts, visible) as made:
         yield made
 
@@ -247,7 +245,7 @@ def _child(pid: int) -> int | None:
 
 
 def _namespace(pid: int, kind: str = "net") -> str:
-    return os.readlink(f"/proc/{pid}/ns/{kind}")
+    return str(Path(f"/proc/{pid}/ns/{kind}").readlink())
 
 
 def _wait_for_namespace(pid: int) -> None:

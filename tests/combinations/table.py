@@ -22,6 +22,7 @@ def shown(entry: Entry) -> str:
         if value != "off"
     )
     result = f"refused: {entry['refused']}" if "refused" in entry else "equal"
+    result = "not compiled" if "not_compiled" in entry else result
     figures = [f"{name} {entry[key]:.0e}" for name, key in DIFFERENCES.items() if key in entry]
     lines = [f"\n    {line}" for line in entry["problems"]]
     return (
@@ -38,20 +39,20 @@ DIFFERENCES = {
 
 
 def summary(entries: Sequence[Entry]) -> str:
-    trained = [entry for entry in entries if "refused" not in entry]
+    trained, failed = _trained(entries), sum("not_compiled" in entry for entry in entries)
+    refused = sum("refused" in entry for entry in entries)
     found, wanted = coverage(entry["draw"] for entry in trained)
     different = [entry["number"] for entry in entries if entry["problems"]]
     return (
-        f"{len(entries)} draws: {len(trained)} trained, {len(entries) - len(trained)} refused by "
-        f"the run and by --check alike; {found} of {wanted} pairs of values "
-        f"({found / wanted:.1%}); "
-        f"with differences: {different or 'none'}"
+        f"{len(entries)} draws: {len(trained)} trained, {refused} refused by the run and by "
+        f"--check alike, {failed} not compiled by torch (its C++ for bf16 on a CPU); {found} of "
+        f"{wanted} pairs of values ({found / wanted:.1%}); with differences: {different or 'none'}"
     )
 
 
 def rendered(entries: Sequence[Entry]) -> str:
     """Render the log as Markdown."""
-    trained = [entry for entry in entries if "refused" not in entry]
+    trained = _trained(entries)
     commits = list(dict.fromkeys((entry["commit"] or "?")[:8] for entry in entries))
     machines = sorted({entry["machine"] for entry in entries})
     days = sorted({entry["date"][:10] for entry in entries})
@@ -75,6 +76,10 @@ def rendered(entries: Sequence[Entry]) -> str:
     lines += ["", "## Differences", ""]
     found = [f"- draw {each['number']}: {line}" for each in entries for line in each["problems"]]
     return "\n".join([*lines, *(found or ["None."])]) + "\n"
+
+
+def _trained(entries: Sequence[Entry]) -> list[Entry]:
+    return [entry for entry in entries if not {"refused", "not_compiled"} & entry.keys()]
 
 
 def _differences(name: str, key: str, entries: Sequence[Entry]) -> list[str]:

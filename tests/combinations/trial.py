@@ -25,6 +25,7 @@ SKIPPED_STEP, KILLED_STEP, SAVED_STEP = 3, 5, 4
 # to their neighbour now and then; fp8 and compiled products round at other places.
 LOSS = {"fp32": 2e-5, "bf16": 4e-3}
 WEIGHTS = {"fp32": 1e-4, "bf16": 1e-2}
+CPP_ERROR = "CppCompileError"  # of torch 2.13 for bf16 on a CPU: it declares a variable twice
 OTHER_TOPOLOGIES = 4  # tries to find one that is not refused
 
 
@@ -49,6 +50,8 @@ class Trial:
         code, output = self.train("straight", self.topology)
         if code == 2:
             entry |= self.refusal(output)
+        elif CPP_ERROR in output:
+            entry["not_compiled"] = last_error(output)
         elif code:
             self.problems.append(f"straight: exit code {code}: {last_error(output)}")
         else:
@@ -64,7 +67,8 @@ class Trial:
         if self.problems:
             return entry
         (self.directory / "moved-ledger").mkdir()
-        shutil.copytree(self.directory / "killed", self.directory / "moved")
+        for part in ("", "-once"):  # with the faults that have happened
+            shutil.copytree(self.directory / f"killed{part}", self.directory / f"moved{part}")
         self.resume_on_same_topology()
         if not self.problems:
             entry |= self.resume_elsewhere()

@@ -66,7 +66,7 @@ def meta_model(
             )
     except Exception as error:  # of any type: the classes do not validate all values
         problem = reason(error)
-        if isinstance(error, KeyError) and (keys := _keys_with(config.to_dict(), error.args[0])):
+        if isinstance(error, KeyError) and (keys := keys_with(config.to_dict(), error.args[0])):
             problem = f"{' and '.join(keys)}: {error} is not known"
         raise ConfigError(
             f"model config: a {config.model_type!r} model cannot be built from these values "
@@ -104,12 +104,12 @@ def has_padding_position(config: "PretrainedConfig") -> bool:
     )
 
 
-def _keys_with(values: Mapping[str, Any], wanted: Any) -> list[str]:
+def keys_with(values: Mapping[str, Any], wanted: Any) -> list[str]:
     """Return the keys that have a value; a.b for a key in a nested object."""
     found = []
     for key, value in values.items():
         if isinstance(value, dict):
-            found += [f"{key}.{inner}" for inner in _keys_with(value, wanted)]
+            found += [f"{key}.{inner}" for inner in keys_with(value, wanted)]
         elif type(value) is type(wanted) and value == wanted:
             found.append(key)
     return found

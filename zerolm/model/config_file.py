@@ -26,8 +26,11 @@ WHAT = (
     "model_configs/ has some"
 )
 
-LAYERS = re.compile(r"(layers?|blocks|depth)$")  # ends of keys that count them
-MAX_LAYERS = 10_000
+MAX_LAYERS, MAX_SIZE = 10_000, 100_000_000  # to build more takes hours and all memory
+LIMITS = (  # by the ends of keys
+    (re.compile(r"(layers?|blocks|depth)$"), MAX_LAYERS),
+    (re.compile(r"(size|dim|heads?|experts?|model|embd|inner|rank|state|kernel)$"), MAX_SIZE),
+)
 
 # Of the causal language models of transformers, those that cannot be trained on text alone.
 UNSUITABLE = {
@@ -65,7 +68,7 @@ def load_model_config(
             del values[key]
     if written is not None:
         written |= values
-    if problems := _layer_problems(str(file), values):
+    if problems := _size_problems(str(file), values):
         raise ConfigError(problems)
     config_class = _config_class(file, values)
     config, problems = _construct(file, config_class, values)
@@ -99,14 +102,15 @@ def _drop_padding_outside(file: Path, config: "PretrainedConfig", notices: list[
         part.pad_token_id = None
 
 
-def _layer_problems(where: str, values: dict[str, Any]) -> list[str]:
-    """Refuse numbers of layers that would take hours and all memory to build."""
+def _size_problems(where: str, values: dict[str, Any]) -> list[str]:
     problems = []
     for key, value in values.items():
         if isinstance(value, dict):
-            problems += _layer_problems(f"{where}: {key}", value)
-        elif type(value) is int and value > MAX_LAYERS and LAYERS.search(key):
-            problems.append(f"{where}: {key}: {value}, must be at most {MAX_LAYERS:,}.")
+            problems += _size_problems(f"{where}: {key}", value)
+        elif type(value) is int:
+            limits = [limit for name, limit in LIMITS if name.search(key)]
+            if limits and value > limits[0]:
+                problems.append(f"{where}: {key}: {value}, must be at most {limits[0]:,}.")
     return problems
 
 
@@ -241,9 +245,10 @@ def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
                 f"{file}: num_key_value_heads: {groups}, must divide num_attention_heads, {heads}."
             )
     experts, active = num_experts(config)
-    if experts and active and active > experts:
+    if experts and active and not 1 <= active <= experts:
         problems.append(
-            f"{file}: num_experts_per_tok: {active}, but there are only {experts} experts."
+            f"{file}: num_experts_per_tok: {active}, must be from 1 to {experts}, the number of "
+            f"experts."
         )
     return problems
 

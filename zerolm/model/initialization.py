@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerolm.common.errors import ConfigError, reason
 from zerolm.common.machine import cores_of_rank
 from zerolm.model.architecture import constructor_values, meta_model
 
@@ -51,7 +52,7 @@ class InitialWeights:
             tied weight appears only under the name of its source.
 
     Raises:
-        ConfigError: the class gives a parameter no initial value.
+        ConfigError: the class gives a parameter no initial value, or its code for that fails.
     """
 
     def __init__(
@@ -68,7 +69,13 @@ class InitialWeights:
             model = meta_model(config)
         self._modules = dict(model.named_modules())
         self._initializers = _initializers(model)
-        self._writes = _find_writes(model, self._initializers)
+        try:
+            self._writes = _find_writes(model, self._initializers)
+        except Exception as error:  # of any type: the classes do not validate all values
+            raise ConfigError(
+                f"model config: the weights of a {config.model_type!r} model cannot be initialized "
+                f"from these values ({reason(error)}). Correct the config.json."
+            ) from error
         written = set().union(*self._writes.values())
         unwritten = [name for name, _ in model.named_parameters() if name not in written]
         # Constants, such as the slopes of Apertus' activation, and the projections of GPT-1.

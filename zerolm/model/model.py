@@ -13,11 +13,12 @@ from zerolm.model import config_keys
 from zerolm.model.architecture import (
     causal_lm_class,
     has_padding_position,
+    keys_with,
     num_active_parameters,
     num_parameters,
     parameter_shapes,
 )
-from zerolm.model.config_file import load_model_config
+from zerolm.model.config_file import MAX_SIZE, load_model_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,6 +54,8 @@ class Model:
         except ConfigError as error:
             lines = [line.replace("model config", path, 1) for line in error.problems]
             raise ConfigError(lines) from error
+        if problems := _size_problems(path, config, shapes):
+            raise ConfigError(problems)
         if unused := config_keys.unused_keys(config, written, read, causal_lm_class(config)):
             notices.append(
                 f"{path}: keys of parts that this model does not have, or that no code reads, have "
@@ -85,6 +88,21 @@ class Model:
     @property
     def max_positions(self) -> int | None:
         return max_positions(self.config)
+
+
+def _size_problems(
+    path: str, config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Refuse tables of positions or tokens that no machine could hold."""
+    for name, shape in shapes.items():
+        size = max(shape, default=0)
+        if size > MAX_SIZE:
+            keys = " and ".join(keys_with(config.to_dict(), size)) or "its sizes"
+            return [
+                f"{path}: {keys}: {name} would have the shape {list(shape)}, at most {MAX_SIZE:,} "
+                f"in each dimension are supported. Correct the config.json."
+            ]
+    return []
 
 
 def hidden_size(config: "PretrainedConfig") -> int | None:

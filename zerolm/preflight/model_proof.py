@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zerolm.common.errors import Findings, RecordError, reason
+from zerolm.common.errors import ConfigError, Findings, RecordError, reason
 from zerolm.common.provenance import installed_version
 from zerolm.common.values import shown
 from zerolm.config.run_records import find_run_json
@@ -120,7 +120,7 @@ def _prove(key: ConfigKey, seq_len: int) -> tuple[Finding, ...]:
             keys = remedies(key.config, is_computable)
             return (Finding(f"the model cannot be computed ({error})", keys=keys),)
         except Exception as error:  # of any type: the classes do not validate all values
-            why = f"a small copy of it cannot be computed ({reason(error)})"
+            why = f"a small copy of it cannot be computed ({_cause(error)})"
             return (Finding(f"the model is not proven to be causal: {why}", refuses=False),)
 
 
@@ -146,16 +146,22 @@ def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["Pretrai
                     continue
                 last = copy.same_widths and tokens == seq_len
                 if last or _is_computable(observed_model.without_noise(copy.config), tokens):
-                    raise _NotComputableError(reason(caught)) from caught
+                    raise _NotComputableError(_cause(caught)) from caught
                 continue
             if not copy.same_widths and (wrong := _shape_error(config, tokens)):
-                raise _NotComputableError(reason(wrong)) from wrong
+                raise _NotComputableError(_cause(wrong)) from wrong
             return copy.config, tokens
     known = error if error is None or not NEEDS_DEVICE.search(str(error)) else None
     if wrong := _shape_error(config, seq_len, known):
-        raise _NotComputableError(reason(wrong)) from wrong
+        raise _NotComputableError(_cause(wrong)) from wrong
     assert error is not None, "there is a small copy"
     raise error
+
+
+def _cause(error: Exception) -> str:
+    """Return what the code of transformers has raised."""
+    inner = error.__cause__
+    return reason(inner if isinstance(error, ConfigError) and inner is not None else error)
 
 
 def _compute(config: "PretrainedConfig", tokens: int) -> None:

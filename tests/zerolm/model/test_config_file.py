@@ -11,6 +11,7 @@ from tests.model_families.toy_configs import toy_config
 from tests.zerolm.model.test_architecture import LLAMA
 from zerolm.common.errors import ConfigError
 from zerolm.model.config_file import load_model_config
+from zerolm.model.initialization import InitialWeights
 from zerolm.model.model import Model
 
 
@@ -98,7 +99,7 @@ def test_all_problems_are_reported_at_once(refusal):
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers: 0, must be at least 1"),
         ({**LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000, must be at most"),
         ({**LLAMA, "rms_norm_eps": -1.0}, "rms_norm_eps: -1.0, must not be negative"),
-        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "there are only 8 experts"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "must be from 1 to 8"),
     ],
 )
 def test_unusable_configs_are_refused(refusal, content, complaint):
@@ -313,3 +314,41 @@ def test_keys_about_the_form_of_outputs_do_not_reach_the_model(tmp_path):
     config, notices = load(tmp_path, {**LLAMA, **form})
     assert config.to_dict() == load(tmp_path, LLAMA)[0].to_dict()
     assert all(f"{key}: ignored" in notice for key, notice in zip(form, notices, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"hidden_size": 10**9}, "hidden_size: 1000000000, must be at most 100,000,000"),
+        ({"head_dim": 10**9}, "head_dim: 1000000000, must be at most 100,000,000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000, must be at most 10,000"),
+        (
+            {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": -1},
+            "num_experts_per_tok: -1, must be from 1 to 8",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_sizes_that_would_take_all_memory_are_refused_before_the_model_is_built(
+    refusal, values, text
+):
+    assert any(text in line for line in refusal(LLAMA | values))
+
+
+def test_a_table_without_a_usual_key_is_refused_by_its_shape(tmp_path):
+    path = tmp_path / "config.json"
+    bert = {"model_type": "bert", "is_decoder": True, "hidden_size": 64, "intermediate_size": 64}
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 10**9}
+    path.write_text(json.dumps(bert | sizes))
+    with pytest.raises(ConfigError, match=r"max_position_embeddings: .* the shape .1000000000, 64"):
+        Model.load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "key", "value"),
+    [("rwkv", "attention_hidden_size", 0), ("mamba2", "time_step_max", 0.0)],
+)
+def test_values_that_break_the_initialization_are_refused(model_type, key, value):
+    config = AutoConfig.for_model(model_type, num_hidden_layers=1, **{key: value})
+    with pytest.raises(ConfigError, match=f"weights of a '{model_type}' model cannot be initial"):
+        InitialWeights(config, seed=0)
