@@ -7,7 +7,7 @@ killed. The events that the run itself logged during this launch decide.
 import contextlib
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -18,7 +18,8 @@ from zerolm.watchdog.progress import Heartbeat
 
 RUNNER_GONE = "deepspeed has ended"  # reason of a stop, as zerolm/watchdog/watchdog.py logs it
 FINAL_EVENTS = {"done": EXIT_DONE, "stopped": EXIT_STOPPED, "gave_up": EXIT_GAVE_UP}
-RETURN_CODE = re.compile(r"exits with return code = (-?\d+)")
+# With several hosts pdsh writes their name before each line.
+RETURN_CODE = re.compile(r"(?:^(?P<host>\S+): )?.*exits with return code = (?P<code>-?\d+)")
 ERROR_LINE = re.compile(r"(Error\b|Exception\b|refused|watchdog:|FAULT |pretrain\.py: |[Kk]illed)")
 MAX_ERROR_LINES = 8
 
@@ -110,11 +111,15 @@ def classify(
     output = list(output)
     if kill_reason:
         outcome.reasons.append(kill_reason)
-    codes = [match.group(1) for match in map(RETURN_CODE.search, output) if match]
-    rank_exit = shown_code(int(codes[-1])) if codes else None
+    codes = {
+        match["host"] and _short(match["host"]): shown_code(int(match["code"]))
+        for match in map(RETURN_CODE.match, output)
+        if match
+    }
+    rank_exit = list(codes.values())[-1] if codes else None
     for event in events:
         if event["event"] in ("rank_lost", "hang", "launcher_lost"):
-            _add_event(outcome, event, rank_exit)
+            _add_event(outcome, event, codes)
         elif event["event"] == "corrupted" and not mismatch(event, _Corrupted):
             outcome.reasons.append(event["reason"])
             outcome.corrupt_hosts += [place["host"] for place in event["places"]]
@@ -158,8 +163,12 @@ def _refusal(output: Sequence[str]) -> list[str]:
     return [" ".join(output[n : n + 2]) for n in first][-1:]
 
 
-def _add_event(outcome: Outcome, event: dict[str, Any], rank_exit: str | None) -> None:
-    """Add the reasons that an event of the watchdog gives."""
+def _add_event(outcome: Outcome, event: dict[str, Any], codes: Mapping[str | None, str]) -> None:
+    """Add the reasons that an event of the watchdog gives.
+
+    Args:
+        codes: {host: how a rank of it ended}, as the launchers report it; None: of this host.
+    """
     if event["event"] == "launcher_lost":
         outcome.reasons.append(f"the node launcher on {event.get('host')} is gone")
         return
@@ -171,6 +180,7 @@ def _add_event(outcome: Outcome, event: dict[str, Any], rank_exit: str | None) -
     for rank in event["ranks"]:
         outcome.sequences = rank["sequences"] if rank["step"] == event["step"] else None
         reason = rank["reason"]
+        rank_exit = codes.get(_short(rank["host"]), codes.get(None))
         if event["event"] == "rank_lost" and event["ended"] is None and rank_exit is not None:
             reason += f" (the launcher reported {rank_exit})"
         stacks = f"; stacks: {rank['stacks']}" if rank["stacks"] else ""
@@ -178,6 +188,10 @@ def _add_event(outcome: Outcome, event: dict[str, Any], rank_exit: str | None) -
             f"rank {rank['rank']} on {rank['host']} (pid {rank['pid']}) {reason}, "
             f"in step {outcome.step}{stacks}"
         )
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0]
 
 
 def shown_code(code: int) -> str:

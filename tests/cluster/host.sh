@@ -29,7 +29,7 @@ mount -t tmpfs tmpfs /run
 mkdir -p /run/sshd /run/munge
 mount --bind "$cluster/hosts" /etc/hosts
 mount --bind "$cluster/ssh" /etc/ssh
-[[ ! -d $cluster/slurm ]] || mount --bind "$cluster/slurm" /etc/slurm
+mount --bind "$cluster/slurm" /etc/slurm
 
 for _ in {1..200}; do
     ip link show eth0 &>/dev/null && break

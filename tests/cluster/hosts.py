@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import ROOT
+from tests.cluster import slurm
 
 PACKAGES = "openssh-server pdsh openmpi-bin slurmctld slurmd slurm-client munge iproute2 iptables"
 PROGRAMS = (
@@ -31,13 +32,20 @@ PR_SET_PDEATHSIG = 1
 
 def missing() -> str:
     """Return why there can be no cluster here; an empty text if there can."""
-    os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
+    if "/usr/sbin" not in os.environ["PATH"].split(os.pathsep):
+        os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
     if os.getuid() != 0:
         return "a cluster of namespaces needs root"
     if absent := [name for name in PROGRAMS if shutil.which(name) is None]:
         return f"{', '.join(absent)} not found: apt-get install {PACKAGES}"
-    probe = subprocess.run(["unshare", *NAMESPACES, "--fork", "true"], capture_output=True)
-    return "" if probe.returncode == 0 else "namespaces are not allowed here"
+    if not Path("/etc/slurm").is_dir():
+        return "/etc/slurm is missing, which the packages make"
+    script = "ip link add br0 type bridge && ip link add a type veth && mount -t tmpfs tmpfs /mnt"
+    probe = subprocess.run(
+        ["unshare", *NAMESPACES, "--fork", "sh", "-c", script], capture_output=True, text=True,
+        timeout=30, check=False,
+    )  # fmt: skip
+    return f"namespaces do not work here: {probe.stderr.strip()}" if probe.returncode else ""
 
 
 class Cluster:
@@ -201,6 +209,7 @@ class Cluster:
         for name in ("ssh_host_ed25519_key", "user"):
             key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(ssh / name)]
             subprocess.run(key, check=True, timeout=30)
+        slurm.write_config(self.directory / "slurm", self.addresses)
         public = (ssh / "ssh_host_ed25519_key.pub").read_text()
         known = (f"{name},{at} {public}" for name, at in self.addresses.items())
         (ssh / "known_hosts").write_text("".join(known))

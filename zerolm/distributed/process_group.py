@@ -16,10 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zerolm.common import machine, processes, ranks
+from zerolm.common import machine, processes
 from zerolm.common.command_line import flush_output
 from zerolm.common.errors import ConfigError
-from zerolm.distributed import collectives
+from zerolm.distributed import collectives, ranks
 
 REFUSAL_DELAY_SECONDS = 20
 # torch's own timeout for a process group; rank 0 may first download a run to restore.

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from zerolm.common import machine, ranks
+from zerolm.common import machine
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.common.run_files import RunFiles, checkpoint_directories
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
+from zerolm.distributed import ranks
 from zerolm.distributed.deepspeed_env import deepspeed_env_files
 from zerolm.distributed.device import (
     ABSENT_DEVICE,

@@ -124,6 +124,26 @@ def test_a_failure_is_in_the_last_step_that_any_rank_has_reported() -> None:
     assert classify(-9, [], [], [], None, [], last_logged=11).step is None, "of an earlier launch"
 
 
+def test_the_code_of_a_lost_rank_is_that_of_its_own_host() -> None:
+    """pdsh writes the name of the host before the lines of its launcher."""
+    lost = {
+        "rank": 1, "host": "node2.cluster", "pid": 470, "reason": "has been silent for 8 s",
+        "step": 52, "sequences": None, "stacks": None,
+    }  # fmt: skip
+    event = {"event": "rank_lost", "step": 62, "ended": None, "ranks": [lost]}
+    output = [
+        "node2: [ERROR] [launch.py:259:sigkill_handler] [...] exits with return code = -9",
+        "node1: [ERROR] [launch.py:259:sigkill_handler] [...] exits with return code = 1",
+    ]
+    (reason,) = classify(1, [event], [], output, None, []).reasons
+    assert reason == (
+        "rank 1 on node2.cluster (pid 470) has been silent for 8 s (the launcher reported "
+        "SIGKILL), in step 62"
+    )
+    (reason,) = classify(1, [event], [], output[1:], None, []).reasons
+    assert "launcher" not in reason, "that of node2 reported nothing"
+
+
 def test_a_killed_runner_is_blamed_and_not_the_ranks_that_saved() -> None:
     """The node launcher still reports the exit code of the ranks, which have stopped."""
     events = [{"event": "stopped", "step": 380, "reason": "deepspeed has ended"}]

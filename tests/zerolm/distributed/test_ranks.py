@@ -3,7 +3,8 @@
 import pytest
 
 from tests.launch.supervise.fake_run import write_program
-from zerolm.common import machine, ranks
+from zerolm.common import machine
+from zerolm.distributed import ranks
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
