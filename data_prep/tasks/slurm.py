@@ -153,18 +153,22 @@ def _job_name(job_ids: Sequence[str], task_index: int, options: Json) -> str:
 def _lost_task_lines(logs: Path, name: str) -> list[str]:
     """Return Slurm's state of a lost task's job, and the end of its log."""
     lines = []
+    without_log = "it never started, or the log was removed"
     if shutil.which("sacct") is not None:
         try:
             columns = "State,ExitCode,NodeList"
-            states = _output("sacct", "-n", "-X", "-P", "-j", name, "-o", columns).split()
-            lines += [f"Slurm job {name}: {'|'.join(states)} (state, exit code, node)"]
+            states = _output("sacct", "-n", "-X", "-P", "-j", name, "-o", columns).splitlines()
+            lines += [f"Slurm job {name}: {state} (state, exit code, node)" for state in states]
+            if states:  # a state may be "CANCELLED by 1000"
+                has_run = not states[-1].endswith("|None assigned")
+                without_log = "it could not be written there" if has_run else "it never started"
         except (OSError, subprocess.SubprocessError):  # a cluster without accounting
             pass
     log = logs / "slurm_logs" / f"{name}.out"
     try:
         end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
     except OSError:
-        return [*lines, f"Slurm job {name} has no log {log}: it never started, or was removed"]
+        return [*lines, f"Slurm job {name} has no log {log}: {without_log}"]
     return [*lines, f"the end of {log}:", *(f"    {line}" for line in end)]
 
 

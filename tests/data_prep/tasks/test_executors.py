@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from data_prep.read.discovery import find_inputs
+from data_prep.tasks import slurm as slurm_tasks
 from data_prep.tasks.executors import RayExecutor, make_executor
 from data_prep.tasks.phases import (
     Executor,
@@ -67,6 +68,22 @@ COMMANDS = {
     "sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE, "sacct": SACCT,
     "scancel": SCANCEL,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ("CANCELLED by 0|0:0|node1", "it could not be written there"),
+        ("CANCELLED by 0|0:0|None assigned", "it never started"),
+        ("", "it never started, or the log was removed"),
+    ],
+)
+def test_a_state_of_several_words_is_one_column(row, why, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm_tasks.shutil, "which", lambda name: name)
+    monkeypatch.setattr(slurm_tasks, "_output", lambda *command: row and f"{row}\n")
+    *states, line = slurm_tasks._lost_task_lines(tmp_path, "7_1")
+    assert states == ([f"Slurm job 7_1: {row} (state, exit code, node)"] if row else [])
+    assert line.endswith(f": {why}")
 
 
 @pytest.fixture
