@@ -28,6 +28,8 @@ SKIPPED_STEP, KILLED_STEP, SAVED_STEP = 3, 5, 4
 LOSS = {"fp32": 2e-5, "bf16": 4e-3}
 WEIGHTS = {"fp32": 1e-4, "bf16": 1e-2}
 CPP_ERROR = "CppCompileError"  # of torch 2.13 for bf16 on a CPU: it declares a variable twice
+# DeepSpeed's Lion for CPUs sets this key, which it never reads, when its state is loaded.
+ADDED_BY_LION = "amsgrad: 0x0.0p+0, expected absent"
 OTHER_TOPOLOGIES = 4  # tries to find one that is not refused
 
 
@@ -95,12 +97,13 @@ class Trial:
         ledger, once = (self.directory / f"{name}-{each}" for each in ("ledger", "once"))
         for directory in (ledger, once):
             directory.mkdir(parents=True, exist_ok=True)
-        return {
+        variables = {
             "ZEROLM_LEDGER": str(ledger),
-            "FAULT_ONCE": str(once),
             "FAULT": ",".join(self.faults()),
             "TORCHINDUCTOR_CACHE_DIR": str(self.base / "inductor"),
         }
+        # A rollback goes around the window. A skipped step is skipped again if it is done again.
+        return variables | ({"FAULT_ONCE": str(once)} if self.draw["between"] == "rollback" else {})
 
     def faults(self) -> Iterator[str]:
         if self.draw["between"] in FAULTS:
@@ -144,7 +147,10 @@ class Trial:
         checked = run_ranks(
             1, *arguments, "--check", "--world_size", self.topology.ranks, timeout=SECONDS
         )
-        lines = [refusals(text) for text in (output, checked.stdout)]
+        lines = [
+            refusals(text.replace(f"/{name}.ds.json", "/ds.json"))
+            for name, text in (("straight", output), ("check", checked.stdout))
+        ]
         if checked.returncode != 2 or lines[0] != lines[1]:
             self.problems.append(f"--check: {checked.returncode}: {lines[1]}, the run: {lines[0]}")
         return {"refused": lines[0]}
@@ -163,7 +169,12 @@ class Trial:
             comparison.digest(self.directory / name, self.directory / f"{name}-ledger")
             for name in ("killed", "straight")
         )
-        self.problems += [f"resume: {each}" for each in comparison.differences(found, expected)[:9]]
+        differences = [
+            line
+            for line in comparison.differences(found, expected)
+            if not line.endswith(ADDED_BY_LION)
+        ]
+        self.problems += [f"resume: {each}" for each in differences[:9]]
 
     def resume_elsewhere(self) -> dict[str, Any]:
         """Resume on another topology; require the same curve and weights, within rounding."""

@@ -169,7 +169,12 @@ def _with_routers(block: Any, recorders: list[tuple[Any, Any]]) -> Any:
 
 
 def _store_output(module: Any, args: Any, output: Any) -> None:
-    module._stored_output = output
+    # Views: torch 2.13 does not take an output of an autograd function, as DeepSpeed's product with
+    # gathered weights is, out of the graph of a checkpointed region.
+    if isinstance(output, tuple):
+        module._stored_output = tuple(each.view(each.shape) for each in output)
+    else:
+        module._stored_output = output.view(output.shape)
 
 
 def graph_break_notice() -> str | None:
