@@ -284,7 +284,9 @@ def update(
     updates = norms_by_block(names, changes)
     return {
         "param_norms": weights,
-        "update_ratios": {block: updates[block] / weights[block] for block in weights},
+        "update_ratios": {
+            block: updates[block] / norm if norm else math.inf for block, norm in weights.items()
+        },
         "attention": clipped,
     }
 
