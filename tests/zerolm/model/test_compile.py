@@ -42,9 +42,16 @@ FAMILIES = {
     ("family", "checkpointing"),
     [*((family, False) for family in FAMILIES), ("llama", True), ("mixtral", True)],
 )
-def test_one_graph_serves_all_blocks_and_keeps_gradients(family, checkpointing, monkeypatch):
+@pytest.mark.parametrize("product", ["torch", "zero3"])
+def test_one_graph_serves_all_blocks_and_keeps_gradients(
+    family, checkpointing, product, monkeypatch
+):
     if family == "mixtral" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("the grouped products of older transformers break the graph on a CPU")
+    if product == "zero3":  # an autograd function, as zero.Init installs it
+        from deepspeed.runtime.zero import linear
+
+        monkeypatch.setattr(torch.nn.functional, "linear", linear.zero3_linear_wrap)
     compiled = torch.compile
     # Its tracing and its graphs of the backward pass, without code that takes long to compile.
     monkeypatch.setattr(torch, "compile", lambda call: compiled(call, backend="aot_eager"))
