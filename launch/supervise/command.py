@@ -53,6 +53,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "used (default: import torch and deepspeed with this Python)",
     )  # fmt: skip
     add(
+        "--host_check_timeout", type=duration, default=default.host_check_timeout,
+        metavar="DURATION",
+        help="time for that command, which is tried twice (default: 60s)",
+    )  # fmt: skip
+    add(
         "--requeue", action="store_true",
         help="in a Slurm job: requeue the job if the run stopped before it was done, or too few "
         "hosts are left",

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from launch.command.deepspeed_command import (
     launcher_option,
@@ -29,9 +30,15 @@ from launch.command.hosts import (
 from zerolm.common.errors import ConfigError
 from zerolm.common.run_files import RunFiles
 
-CHECK_SECONDS = 60.0
 MAX_CONCURRENT_CHECKS = 64
 MPI_ADDRESS = re.compile(r"\bMASTER_ADDR=(\S+)")  # in the arguments of mpirun
+
+
+class HostCheck(NamedTuple):
+    """A shell command that fails on a host that must not be used, and how long it may take."""
+
+    command: str
+    seconds: float
 
 
 class TooFewHostsError(ConfigError):
@@ -64,33 +71,38 @@ def remote_command(host: Host, command: str, ssh_port: str | None = None) -> lis
     return ["ssh", *no_prompt, *port, *pdsh_options, host.name, command]
 
 
-def host_problem(host: Host, command: str, ssh_port: str | None = None) -> str | None:
+def host_problem(host: Host, check: HostCheck, ssh_port: str | None = None) -> str | None:
     """Run a check on a host; return why it failed, None if it passed.
 
-    Args:
-        command: shell command, which fails by a nonzero exit code.
+    One that takes too long is tried again: what it imports is in memory then.
     """
-    try:
-        check = subprocess.run(
-            remote_command(host, command, ssh_port), stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, errors="replace", timeout=CHECK_SECONDS, check=False,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"no answer in {CHECK_SECONDS:.0f} s"
-    except OSError as error:
-        return str(error)
-    if check.returncode == 0:
-        return None
-    output = (check.stderr.strip() or check.stdout.strip()).splitlines()
-    return f"exit code {check.returncode}" + (f": {output[-1]}" if output else "")
+    line = remote_command(host, check.command, ssh_port)
+    for _ in range(2):
+        try:
+            done = subprocess.run(
+                line, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                timeout=check.seconds, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            continue
+        except OSError as error:
+            return str(error)
+        if done.returncode == 0:
+            return None
+        output = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return f"exit code {done.returncode}" + (f": {output[-1]}" if output else "")
+    return (
+        f"`{check.command}` did not end in {check.seconds:g} s, twice. Give it more time with "
+        f"--host_check_timeout, or a faster --host_check"
+    )
 
 
 def check_hosts(
-    hosts: Sequence[Host], command: str, ssh_port: str | None = None
+    hosts: Sequence[Host], check: HostCheck, ssh_port: str | None = None
 ) -> tuple[list[Host], dict[str, str]]:
     """Check hosts concurrently; return (hosts that passed, in order; {name: problem} of others)."""
     with ThreadPoolExecutor(MAX_CONCURRENT_CHECKS) as pool:
-        problems = list(pool.map(lambda host: host_problem(host, command, ssh_port), hosts))
+        problems = list(pool.map(lambda host: host_problem(host, check, ssh_port), hosts))
     pairs = list(zip(hosts, problems, strict=True))
     passed = [host for host, problem in pairs if problem is None]
     return passed, {host.name: problem for host, problem in pairs if problem is not None}
@@ -100,7 +112,7 @@ def without_failing_hosts(
     command: list[str],
     run_dir: Path,
     min_hosts: int | None,
-    host_check: str | None,
+    check: HostCheck,
     log: Callable[[str], None],
     corrupt: Collection[str] = (),
 ) -> list[str]:
@@ -128,7 +140,7 @@ def without_failing_hosts(
     if problems:
         raise ConfigError(problems)
     ssh_port = launcher_option(command, "--ssh_port")
-    passed, failed = check_hosts(hosts, host_check or default_check(), ssh_port)
+    passed, failed = check_hosts(hosts, check, ssh_port)
     minimum = min_hosts or requested
     short = {name.partition(".")[0] for name in corrupt}
     wrong = [host for host in passed if host.name.partition(".")[0] in short]

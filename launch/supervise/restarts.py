@@ -25,6 +25,7 @@ class Policy:
         deadline: seconds from the start of the supervisor after which the run is asked to stop.
         min_hosts: minimum number of hosts to start on; None: as many as the command requests.
         host_check: shell command that fails on a host that must not be used; None: the default.
+        host_check_timeout: seconds that the check may take, tried twice.
         requeue: requeue the Slurm job if the run stopped before it was done.
     """
 
@@ -35,6 +36,7 @@ class Policy:
     deadline: float | None = None
     min_hosts: int | None = None
     host_check: str | None = None
+    host_check_timeout: float = 60.0
     requeue: bool = False
 
 

@@ -21,7 +21,12 @@ from launch.command.deepspeed_command import run_directory
 from launch.supervise import slurm
 from launch.supervise.attempt import POLL_SECONDS, Attempt, left_behind
 from launch.supervise.config_files import ConfigFiles
-from launch.supervise.hosts import TooFewHostsError, without_failing_hosts
+from launch.supervise.hosts import (
+    HostCheck,
+    TooFewHostsError,
+    default_check,
+    without_failing_hosts,
+)
 from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
 from zerolm.checkpoint import memory
@@ -115,7 +120,7 @@ class Supervisor:
                     self.configs.pinned(self.command),
                     self.run_dir,
                     policy.min_hosts,
-                    policy.host_check,
+                    HostCheck(policy.host_check or default_check(), policy.host_check_timeout),
                     self.log,
                     self.corrupt_hosts,
                 )

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from launch.command.hosts import Host
+from launch.supervise.hosts import HostCheck, host_problem
 from tests.launch.supervise.fake_run import SECONDS, write_program
 from tests.launching import ROOT
 
@@ -52,3 +54,14 @@ def test_a_host_that_fails_its_check_is_left_out(fake_run) -> None:
     (fake_run.run_dir / "starts").unlink()
     code, output = supervise("--backoff", "0.02s", plan="corrupt done")
     assert code == 0 and "step 7: a bit flipped" in output and "hosts: node3, node4" in output
+
+
+def test_a_check_that_is_slow_the_first_time_passes_the_second(tmp_path) -> None:
+    """Imports from a network file system."""
+    seen = tmp_path / "seen"
+    host = Host("localhost", "slots=1")
+    slow = HostCheck(f"test -f {seen} || {{ touch {seen}; sleep 30; }}", 1.0)
+    assert host_problem(host, slow) is None
+    problem = host_problem(host, HostCheck("sleep 30", 0.2))
+    assert problem is not None and problem.startswith("`sleep 30` did not end in 0.2 s, twice.")
+    assert "--host_check_timeout" in problem
