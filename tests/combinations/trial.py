@@ -56,7 +56,7 @@ class Trial:
         if code == 2:
             entry |= self.refusal(output)
         elif CPP_ERROR in output:
-            entry["not_compiled"] = last_error(output)
+            entry["not_compiled"] = CPP_ERROR
         elif code:
             self.problems.append(f"straight: exit code {code}: {last_error(output)}")
         else:
@@ -149,7 +149,7 @@ class Trial:
             1, *arguments, "--check", "--world_size", self.topology.ranks, timeout=SECONDS
         )
         lines = [
-            refusals(text.replace(f"/{name}.ds.json", "/ds.json"))
+            refusals(text.replace(f"{self.directory}/", "").replace(f"{name}.ds.json", "ds.json"))
             for name, text in (("straight", output), ("check", checked.stdout))
         ]
         if checked.returncode != 2 or lines[0] != lines[1]:
