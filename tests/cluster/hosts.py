@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,17 @@ def missing() -> str:
     """Return why there can be no cluster here; an empty text if there can."""
     if "/usr/sbin" not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
+    if "ZEROLM_CLUSTER" not in os.environ:
+        return "set ZEROLM_CLUSTER=1 to run it: minutes, and not yet tried on slow machines"
     if os.getuid() != 0:
         return "a cluster of namespaces needs root"
     if absent := [name for name in PROGRAMS if shutil.which(name) is None]:
         return f"{', '.join(absent)} not found: apt-get install {PACKAGES}"
     if not Path("/etc/slurm").is_dir():
         return "/etc/slurm is missing, which the packages make"
-    script = "ip link add br0 type bridge && ip link add a type veth && mount -t tmpfs tmpfs /mnt"
+    script = (
+        "ip link add br0 type bridge && ip link add probe0 type veth && mount -t tmpfs tmpfs /mnt"
+    )
     probe = subprocess.run(
         ["unshare", *NAMESPACES, "--fork", "sh", "-c", script], capture_output=True, text=True,
         timeout=30, check=False,
@@ -225,12 +229,6 @@ class Cluster:
             "PasswordAuthentication no\nPermitRootLogin yes\nStrictModes no\nUsePAM no\n"
             "MaxStartups 100\nUseDNS no\n"
         )
-
-
-@contextlib.contextmanager
-def cluster(directory: Path, num_hosts: int, visible: Sequence[Path] = ()) -> Iterator[Cluster]:
-    with Cluster(directory, num_hosts, visible) as made:
-        yield made
 
 
 def _start(
