@@ -171,7 +171,9 @@ def test_a_run_killed_during_a_spike_responds_the_same_after_resuming(
     spikes = ",".join([*SPIKE[:2], on_both_ranks(38, "inf")])
     policy = [*ROLLBACK, "--rollback_after", 5, "--cooldown_steps", 4]
     digests = []
-    for name, launches in (("reference", [""]), ("killed", [",step.end:0:31:kill", ""])):
+    published = [f"step.begin:*:{step}:sleep=1" for step in (31, 32)]  # the checkpoint of step 30
+    kill = ",".join(["", *published, "step.backward:0:32:kill"])
+    for name, launches in (("reference", [""]), ("killed", [kill, ""])):
         for kill in launches:
             done = run_ranks(
                 2,
@@ -182,8 +184,12 @@ def test_a_run_killed_during_a_spike_responds_the_same_after_resuming(
             assert (done.returncode == 0) == (not kill), done.stdout[-4000:]
         digests.append(digest(tmp_path / name))
     assert differences(digests[1], digests[0]) == []
-    lowered = events(tmp_path / "killed", "cooldown")
-    assert [event["step"] for event in lowered] == [31, 38]
+    steps = [
+        (event["event"], event["step"])
+        for event in events(tmp_path / "killed")
+        if event["event"] in ("cooldown", "resume")
+    ]
+    assert steps == [("cooldown", 31), ("resume", 30), ("cooldown", 31), ("cooldown", 38)]
     rates = [rows(tmp_path / name, "train/learning_rate") for name in ("reference", "killed")]
     assert rates[0] == rates[1]
     assert rates[0][35] < 0.6 * rates[0][36], "the rate is restored after four accepted steps"
