@@ -143,7 +143,7 @@ def deepspeed_command(argv: Sequence[str]) -> list[str]:
     launcher, flags = split_flags(argv)
     if not any(flag.startswith(("--log_level", "--quiet")) for flag in launcher):
         launcher.append("--log_level=error")
-    launcher = _with_address(launcher)
+    launcher = _for_mpirun(launcher)
     return [sys.executable, "-m", "deepspeed.launcher.runner", *launcher, str(SCRIPT), *flags]
 
 
@@ -176,17 +176,23 @@ def _hostfile(launcher: Sequence[str]) -> str:
     return given.get("hostfile", default)
 
 
-def _with_address(launcher: Sequence[str]) -> list[str]:
-    """Return the launcher's flags so that `mpirun` tells all ranks where they meet."""
+def _for_mpirun(launcher: Sequence[str]) -> list[str]:
+    """Return the launcher's flags so that Open MPI's ranks know where they meet.
+
+    And that each keeps all cores: by default, `mpirun` binds a rank and its loader workers to one.
+    """
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
-    own = given.get("launcher_args", "")
-    if given.get("launcher", "").lower() != "openmpi" or "MASTER_ADDR" in own:
+    if given.get("launcher", "").lower() != "openmpi":
         return list(launcher)
-    address = given.get("master_addr") or read_hostfile(Path(_hostfile(launcher)))[0].name
-    port = given.get("master_port", str(DEFAULT_PORT))
+    arguments = given.get("launcher_args", "").split(" ")
+    if not any("MASTER_ADDR" in word for word in arguments):
+        address = given.get("master_addr") or read_hostfile(Path(_hostfile(launcher)))[0].name
+        port = given.get("master_port", str(DEFAULT_PORT))
+        arguments += ["-x", f"MASTER_ADDR={address}", "-x", f"MASTER_PORT={port}"]
+    if not any("-bind-to" in word or "-map-by" in word for word in arguments):
+        arguments += ["--bind-to", "none"]
     kept = [flag for flag in launcher if not flag.startswith("--launcher_args=")]
-    meeting = f"-x MASTER_ADDR={address} -x MASTER_PORT={port}"
-    return [*kept, f"--launcher_args={f'{own} {meeting}'.strip()}"]
+    return [*kept, f"--launcher_args={' '.join(arguments).strip()}"]
 
 
 def _host_problems(launcher: Sequence[str], flags: Sequence[str]) -> list[str]:

@@ -34,8 +34,6 @@ def missing() -> str:
     """Return why there can be no cluster here; an empty text if there can."""
     if "/usr/sbin" not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] += f"{os.pathsep}/usr/sbin{os.pathsep}/sbin"
-    if "ZEROLM_CLUSTER" not in os.environ:
-        return "set ZEROLM_CLUSTER=1 to run it: minutes, and not yet tried on slow machines"
     if os.getuid() != 0:
         return "a cluster of namespaces needs root"
     if absent := [name for name in PROGRAMS if shutil.which(name) is None]:

@@ -106,7 +106,9 @@ def test_a_cancelled_job_ends_and_a_preempted_one_is_requeued_once(cluster):
     def submitted(name: str, *options: str) -> tuple[str, Path]:
         log = output_of(cluster, name)
         job = slurm.submit(script, f"--output={log}", *options)
-        slurm.wait(lambda: log.exists() and log.read_text().count("started") == 2, name)
+        slurm.wait(
+            lambda: log.exists() and log.read_text().splitlines().count("started") == 2, name
+        )
         return job, log
 
     job, log = submitted("cancelled")

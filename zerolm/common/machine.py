@@ -210,8 +210,12 @@ def ranks_of_host(environment: Mapping[str, str]) -> int:
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> int:
-    """Return this rank's share of the cores that its host lets it use."""
-    return max(1, len(os.sched_getaffinity(0)) // ranks_of_host(environment))
+    """Return this rank's share of the cores that it may use; `srun` gives each task its own."""
+    cores = len(os.sched_getaffinity(0))
+    is_task = environment.get("SLURM_NTASKS", "1") == environment.get("WORLD_SIZE")
+    if is_task and environment.get("SLURM_CPUS_PER_TASK") == str(cores):
+        return cores
+    return max(1, cores // ranks_of_host(environment))
 
 
 def share_cores(environment: MutableMapping[str, str]) -> None:

@@ -4,6 +4,7 @@ Must not depend on the model or the data. `launch doctor` uses some of the check
 """
 
 import errno
+import os
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
@@ -113,10 +114,16 @@ def _clear_build_locks(environment: Mapping[str, str], is_check: bool, found: Fi
 
 
 def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> None:
-    """Check the shared memory of this host, and on rank 0 the port for the rendezvous."""
+    """Check the shared memory and cores of this rank, and on rank 0 the port to meet on."""
+    cores, ranks_here = os.cpu_count() or 1, machine.ranks_of_host(environment)
     if (shared := shared_memory()) is not None:
-        problem = shared_memory_problem(shared[0], machine.ranks_of_host(environment))
+        problem = shared_memory_problem(shared[0], ranks_here)
         found.notices += [problem] if problem else []
+    if len(os.sched_getaffinity(0)) == 1 < cores // ranks_here:
+        found.notices.append(
+            f"this rank may use 1 of the host's {cores} cores, for its loader workers too. Start "
+            f"it with `srun --cpus-per-task {cores // ranks_here}` or `mpirun --bind-to none`"
+        )
     port = environment.get("MASTER_PORT", "")
     # With torchrun the port is in use: its agent holds the store.
     own = environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"

@@ -57,6 +57,19 @@ def test_flags_are_split_wherever_they_stand():
         split_flags(["--num_nodes"])
 
 
+def test_open_mpi_is_told_where_ranks_meet_and_not_to_bind_them(tmp_path):
+    (tmp_path / "hosts").write_text("node7 slots=2\nnode8 slots=2\n")
+    flags = ["--launcher", "openmpi", "--hostfile", str(tmp_path / "hosts"), "--launcher_args"]
+    expected = {
+        "--mca a b": "--mca a b -x MASTER_ADDR=node7 -x MASTER_PORT=29500 --bind-to none",
+        "-x MASTER_ADDR=a --bind-to core": "-x MASTER_ADDR=a --bind-to core",
+        "--map-by ppr:1:node:PE=4": "--map-by ppr:1:node:PE=4 -x MASTER_ADDR=node7 "
+        "-x MASTER_PORT=29500",
+    }
+    for own, complete in expected.items():
+        assert f"--launcher_args={complete}" in deepspeed_command([*flags, own])
+
+
 @pytest.mark.parametrize(
     "words", [["zerolm"], ["/opt/bin/zerolm"], ["python", "-m", "zerolm"], ["p", "-m", "launch"]]
 )

@@ -52,6 +52,10 @@ def test_ranks_of_a_host_share_its_cores_unless_the_user_says_otherwise(name, mo
         share_cores(shared)
         ours = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": workers}
         assert shared == {name: ranks} | ours
+    task = {"SLURM_NTASKS": "16", "WORLD_SIZE": "16", "SLURM_CPUS_PER_TASK": "512"}  # its own cores
+    shared = {name: "8", **task}
+    share_cores(shared)
+    assert shared["OMP_NUM_THREADS"] == "512"
     given = {name: "8", "OMP_NUM_THREADS": "7", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
     alone = {"PATH": ""}
     for unchanged in (given, alone):

@@ -36,6 +36,18 @@ def test_too_little_shared_memory_for_the_ranks_of_a_host_is_reported():
     assert problem is not None and "64 MiB free, 8 rank(s) need about 1 GiB" in problem
 
 
+def test_a_rank_that_is_bound_to_one_core_of_several_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    notices = []
+    for bound in (1, 8):
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid, bound=bound: range(bound))
+        found = Findings([])
+        host.detect(Settings(run_dir=str(tmp_path)), ["pretrain.py"], {"LOCAL_SIZE": "8"}, found)
+        notices.append([line for line in found.notices if "cores" in line])
+    told = "this rank may use 1 of the host's 64 cores, for its loader workers too. Start it with"
+    assert notices == [[f"{told} `srun --cpus-per-task 8` or `mpirun --bind-to none`"], []]
+
+
 def test_run_is_refused_if_its_port_is_in_use(tmp_path):
     words = ["--data", write_shards(tmp_path / "counting", 40), "--run_dir", tmp_path / "run"]
     words += ["--model_config", write_json(tmp_path / "model.json", LLAMA)]
