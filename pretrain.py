@@ -21,6 +21,7 @@ if __name__ == "__main__":
     flags.answer(sys.argv[1:])  # --help and --version need not wait for the imports
     ranks.adopt(os.environ)
     machine.share_cores(os.environ)
+    machine.keep_operators(os.environ)
 
 import logging
 import warnings

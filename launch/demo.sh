@@ -17,7 +17,6 @@ export PATH="$PWD/.venv/bin:$PATH"
 
 # One thread per process: enough for such a small model, and reproducible on every machine.
 export OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
-export TORCH_EXTENSIONS_DIR=$PWD/.cache/torch_extensions # where setup.sh builds the CPU's operators
 readonly stopped_on_request=75 # exit code of pretrain.py: saved, start it again to resume
 readonly run_dir=demo/runs/demo
 readonly num_processes=2

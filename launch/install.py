@@ -318,7 +318,7 @@ def requirements_of(extras: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
 
 
 def build_operator() -> None:
-    """Build DeepSpeed's operator for collectives of ranks on CPUs, before a run has to wait for it.
+    """Build DeepSpeed's operator for collectives of ranks on CPUs where runs will look for it.
 
     A killed build leaves a lock, which would make later builds wait.
     """
@@ -329,16 +329,17 @@ def build_operator() -> None:
             "optimizer (apt-get install python3-dev)"
         )
         return
-    extensions = ROOT / ".cache" / "torch_extensions"
-    extensions.mkdir(parents=True, exist_ok=True)
-    for lock in extensions.rglob("lock"):
+    for lock in Path(sys.prefix, "torch_extensions").rglob("lock"):
         lock.unlink()
     code = (
+        "import os\n"
+        "from zerolm.common.machine import keep_operators\n"
+        "keep_operators(os.environ)\n"
         "from deepspeed.accelerator import get_accelerator as get\n"
         "get().create_op_builder('ShareMemCommBuilder').load()"
     )
     path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
-    environment = {"TORCH_EXTENSIONS_DIR": str(extensions), "DS_ACCELERATOR": "cpu", "PATH": path}
+    environment = {"DS_ACCELERATOR": "cpu", "PATH": path}
     command = [sys.executable, "-c", code]
     title = "build DeepSpeed's operator for communication on CPUs"
     if not run_stage(title, command, environment)[0]:

@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -27,7 +28,7 @@ for number, handler in (
 ):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
-extensions = Path(__file__).parent.parent / ".cache" / "torch_extensions"
+extensions = Path(sys.prefix, "torch_extensions")
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(extensions))
 # A rank that is killed while it builds an operator leaves a lock, for which the next run would wait
 # forever. A build takes two minutes; a younger lock may belong to a concurrent run.

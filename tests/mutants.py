@@ -177,7 +177,7 @@ def make_copy(folder: Path) -> Path:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
-    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions")))
     os.environ["PYTHONPATH"] = str(folder)
     os.chdir(folder)
     sys.path = [str(folder), *(each for each in sys.path if each not in ("", str(ROOT)))]

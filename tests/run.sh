@@ -11,10 +11,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh dev
 export PATH="$PWD/.venv/bin:$PATH"
 
-# DeepSpeed's operators are built in a directory of this checkout. A killed build leaves a lock,
-# which would make every rank of every later run wait forever.
-export TORCH_EXTENSIONS_DIR=$PWD/.cache/torch_extensions
-mkdir -p "$TORCH_EXTENSIONS_DIR"
+# A killed build of an operator leaves a lock, which would make every rank of later runs wait.
+export TORCH_EXTENSIONS_DIR=$PWD/.venv/torch_extensions
+mkdir -p "$TORCH_EXTENSIONS_DIR" .cache
 exec 9>.cache/tests.lock
 if ! flock --nonblock 9; then
     echo "tests/run.sh: another test run is using this directory" >&2

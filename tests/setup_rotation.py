@@ -91,10 +91,11 @@ def run(command: list[str], clone: Path, environment: dict[str, str], until: flo
 
 def try_setup(python: str, clone: Path, until: float) -> int | None:
     """Set up in `clone`, and run `COMMANDS` there. Return as `run` does."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    own = ("PYTHON", "TORCH_EXTENSIONS_DIR")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     paths = [path for path in kept["PATH"].split(":") if not path.startswith(str(ROOT))]
     environment = kept | {"PATH": ":".join(paths), "PYTHON": python, "HF_HUB_OFFLINE": "1"}
-    environment |= {"OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": f"{clone}/.cache/extensions"}
+    environment["OMP_NUM_THREADS"] = "1"
     code = run(["bash", "launch/setup.sh", "dev"], clone, environment, until)
     size = sum(file.stat().st_size for file in clone.glob(".venv/**/*") if file.is_file())
     print(f"setup rotation: .venv has {size / 1e9:.1f} GB", flush=True)

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,10 +36,13 @@ CODE_PATTERNS = ("pretrain.py", "zerolm/**/*.py", "launch/**/*.py")
 SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES = 64, 1 << 20
 BUSY_SHARE = 0.05  # share of a device's memory above which another process uses it
 COMMAND_SECONDS = 20.0
+CONNECT_SECONDS = 5.0
+_LISTENERS: list[socket.socket] = []
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     """Answer each line of `requests` until they end. An exception becomes an `error` answer."""
+    machine.keep_operators(os.environ)  # as a rank will
     for line in requests:
         request = json.loads(line)
         try:
@@ -84,14 +88,16 @@ def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
 
 
 def devices(problems: list[str]) -> dict[str, Any]:
-    """Return {kind, count, busy: one line for each device that another process uses}."""
+    """Return {kind, name, count, busy: one line for each device that another process uses}."""
     import deepspeed.accelerator  # on every host: also checks that it can be imported
 
     device = local_device({**os.environ, "LOCAL_RANK": "0"}, problems)
     if not device.is_gpu:
-        return {"kind": "cpu", "count": len(os.sched_getaffinity(0)), "busy": []}
-    count = deepspeed.accelerator.get_accelerator().device_count()
-    return {"kind": device.kind, "count": count, "busy": _busy_devices()}
+        count, busy = len(os.sched_getaffinity(0)), list[str]()
+    else:
+        count = deepspeed.accelerator.get_accelerator().device_count()
+        busy = _busy_devices()
+    return {"kind": device.kind, "name": device.name, "count": count, "busy": busy}
 
 
 def _busy_devices() -> list[str]:
@@ -172,8 +178,7 @@ def operators() -> dict[str, Any]:
     """Return {built: DeepSpeed's compiled operators, missing: what is needed to compile others}."""
     from deepspeed.git_version_info import installed_ops
 
-    cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", "~/.cache/torch_extensions")).expanduser()
-    built = {path.stem for path in [*cache.glob("*/*.so"), *cache.glob("*/*/*.so")]}
+    built = {path.stem for path in machine.built_operators(os.environ)}
     built |= {name for name, installed in installed_ops.items() if installed}
     return {"built": sorted(built), "missing": machine.missing_compilers("cpu")}
 
@@ -241,19 +246,45 @@ def token(run_dir: str, name: str, do: str) -> bool:
     return path.exists() and path.read_text() == name
 
 
-def all_reduce(
-    ranks: int, first: int, world: int, address: str, port: int, seconds: float
+def listen(port: int, stop: bool = False) -> int:
+    """Accept connections to a port, 0 for a free one, until `stop`; return the port."""
+    while _LISTENERS:
+        _LISTENERS.pop().close()
+    if not stop:
+        _LISTENERS.append(socket.create_server(("", port), backlog=1024))
+        port = _LISTENERS[0].getsockname()[1]
+    return port
+
+
+def connect(places: list[tuple[str, int]]) -> list[str]:
+    """Connect to addresses and ports; return why each failed, empty if it did not."""
+
+    def problem(place: tuple[str, int]) -> str:
+        try:
+            socket.create_connection(place, CONNECT_SECONDS).close()
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    with ThreadPoolExecutor(max(1, len(places))) as pool:
+        return list(pool.map(problem, map(tuple, places)))
+
+
+def network(
+    hosts: list[int], number: int, address: str, port: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Run this host's ranks of an all-reduce over all hosts; return the result of each rank.
+    """Run this host's ranks of `network_rank`; return the result of each, or its `error`.
 
     Args:
-        ranks, first: number of ranks on this host, and the global rank of its first one.
-        world: world size.
+        hosts: number of ranks of each host.
+        number: of this host.
         address, port: where rank 0 listens.
         seconds: time limit.
     """
-    command = [sys.executable, "-m", "launch.doctor.all_reduce", "--world", str(world)]
-    command += ["--address", address, "--port", str(port), "--seconds", str(seconds)]
+    command = [sys.executable, "-m", "launch.doctor.network_rank", "--address", address]
+    command += ["--hosts", ",".join(map(str, hosts)), "--port", str(port)]
+    command += ["--seconds", str(seconds)]
+    first, ranks = sum(hosts[:number]), hosts[number]
     workers = [
         subprocess.Popen(
             [*command, "--rank", str(first + local), "--local_rank", str(local)],
@@ -280,5 +311,7 @@ ANSWERS: dict[str, Any] = {
     "clock": time.time,
     "facts": facts,
     "token": token,
-    "all_reduce": all_reduce,
+    "listen": listen,
+    "connect": connect,
+    "network": network,
 }

@@ -9,10 +9,9 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from launch.command.deepspeed_command import SCRIPT, launcher_option, pretrain_f
 from launch.command.environment import environment_problems, forwarded_environment
 from launch.command.hosts import Host, read_hostfile, used_slots
 from launch.command.train import DEFAULT_PORT, add_launcher_flags, run_command
+from launch.doctor import network
 from launch.doctor.checks import run_checks
 from launch.doctor.findings import ALL, OK, RED, Finding, from_problem, merge_hosts, table
 from launch.doctor.host_session import HostError, Session
@@ -28,11 +28,9 @@ from zerolm.common.command_line import count, duration
 from zerolm.common.errors import EXIT_REFUSED
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import masked
-from zerolm.common.values import shown_bytes
 from zerolm.config.flags import add_settings, parse_settings
 from zerolm.watchdog import limits
 
-ALL_REDUCE_SECONDS = 90.0
 CLOSE_SECONDS = 5.0  # for all hosts to end
 DEEP_SECONDS = 12 * 3600.0
 
@@ -114,7 +112,8 @@ class Doctor:
             self.slots = used_slots({host.name: host.num_slots for host in hosts}, **self.selection)
             self.hosts = [host for host in hosts if host.name in self.slots]
         self.num_nodes = int(option("num_nodes") or 0)
-        self.port, self.ssh_port = int(option("master_port") or DEFAULT_PORT), option("ssh_port")
+        self.port, ssh_port = int(option("master_port") or DEFAULT_PORT), option("ssh_port")
+        self.ssh_port = str(ssh_port) if ssh_port else None
         self.master_addr, self.deep = option("master_addr"), arguments.deep
         self.seconds = max(arguments.timeout, DEEP_SECONDS if self.deep else 0.0)
 
@@ -133,12 +132,12 @@ class Doctor:
             cleanup.callback(_close, opened)
             self.sessions = {}
             for host in self.hosts:
-                session = Session(host, self.ssh_port and str(self.ssh_port), forwarded)
+                session = Session(host, self.ssh_port, forwarded)
                 opened.append(session)
                 self.sessions[host.name] = session
             facts, unreachable = self._ask_all(self._facts)
             found += map(_name_a_host, merge_hosts([
-                Finding("reachable", name, RED, problem, _unreachable_fix(problem))
+                Finding("reachable", name, RED, problem, _unreachable_fix(problem, self.ssh_port))
                 for name, problem in unreachable.items()
             ]))  # fmt: skip
             if not facts:
@@ -157,7 +156,7 @@ class Doctor:
                 deep=self.deep,
             )
             found += run_checks(facts, required)
-            found += self._check_shared_directory() + self._check_all_reduce(facts)
+            found += self._check_shared_directory() + self._check_network(facts)
         return found
 
     # ---- One host
@@ -168,8 +167,11 @@ class Doctor:
         facts = session.ask(self.seconds, "facts", flags=self.flags, deep=self.deep, port=self.port)
         return {**facts, "clock": clock}
 
-    def _ask_all(self, ask: Callable[[str], Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        """Ask all hosts concurrently; return ({host: answer}, {host: problem})."""
+    def _ask_all(
+        self, ask: Callable[[str], Any], hosts: Iterable[str] | None = None
+    ) -> tuple[dict[str, Any], dict[str, str]]:
+        """Ask all hosts, or some, concurrently; return ({host: answer}, {host: problem})."""
+        names = list(self.sessions if hosts is None else hosts)
 
         def answer_or_problem(name: str) -> tuple[Any, str | None]:
             try:
@@ -178,8 +180,8 @@ class Doctor:
                 return None, str(error)
 
         answers, problems = {}, {}
-        results = self.pool.map(answer_or_problem, self.sessions)
-        for name, (answer, problem) in zip(self.sessions, results, strict=True):
+        results = self.pool.map(answer_or_problem, names)
+        for name, (answer, problem) in zip(names, results, strict=True):
             if problem is None:
                 answers[name] = answer
             else:
@@ -220,43 +222,23 @@ class Doctor:
         found = [Finding("run_dir", host, RED, text, fix) for host, text in problems.items()]
         return found or [Finding("run_dir", ALL, OK, f"{run_dir}: shared")]
 
-    def _check_all_reduce(self, facts: dict[str, Any]) -> list[Finding]:
-        """Check that an all-reduce over all hosts is correct, and measure its speed."""
+    def _check_network(self, facts: dict[str, Any]) -> list[Finding]:
         ranks = {name: self._num_ranks(name, fact) for name, fact in facts.items()}
-        world_size = sum(ranks.values())
         first, fact = next(iter(facts.items()))
         address = self.master_addr or next(iter(fact["addresses"]), first)
         if len(facts) == 1:
             address = self.master_addr or "127.0.0.1"
-        first_ranks = dict(zip(ranks, accumulate(ranks.values(), initial=0), strict=False))
+        place = network.Place(first, address, fact["free_port"] if fact["port"] else self.port)
 
-        def ask(name: str) -> Any:
-            return self.sessions[name].ask(
-                ALL_REDUCE_SECONDS + 30, "all_reduce", ranks=ranks[name], first=first_ranks[name],
-                world=world_size, address=address, port=fact["free_port"],
-                seconds=ALL_REDUCE_SECONDS,
-            )  # fmt: skip
+        def ask_all(
+            request: str, arguments: Mapping[str, Mapping[str, Any]]
+        ) -> tuple[dict[str, Any], dict[str, str]]:
+            seconds = network.SECONDS + network.GRACE_SECONDS
+            return self._ask_all(
+                lambda name: self.sessions[name].ask(seconds, request, **arguments[name]), arguments
+            )
 
-        results, problems = self._ask_all(ask)
-        for name, of_ranks in results.items():
-            errors = [result["error"] for result in of_ranks if "error" in result]
-            problems |= {name: errors[0]} if errors else {}
-        fix = "name the network in .deepspeed_env (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and "
-        fix += f"open the ports between the hosts to {address}"
-        found = [Finding("all-reduce", name, RED, text, fix) for name, text in problems.items()]
-        found += [
-            Finding("all-reduce", name, RED, "a wrong sum", "test its memory and its network")
-            for name, of_ranks in results.items()
-            if name not in problems and not all(result["correct"] for result in of_ranks)
-        ]
-        if found:
-            return found
-        rate = min(result["bytes_per_second"] for every in results.values() for result in every)
-        size = next(iter(results.values()))[0]["bytes"]
-        text = f"{world_size} ranks, {shown_bytes(size)}: correct, {shown_bytes(rate)}/s"
-        if world_size == 1:
-            text = "1 rank: nothing is sent"
-        return [Finding("all-reduce", ALL, OK, text)]
+        return network.check(facts, ranks, place, ask_all)
 
     def _num_ranks(self, name: str, fact: dict[str, Any]) -> int:
         """Return how many ranks of the all-reduce a host runs."""
@@ -279,9 +261,30 @@ def _close(sessions: Sequence[Session]) -> None:
         session.close(deadline)
 
 
-def _unreachable_fix(problem: str) -> str:
-    if "exit code 255" in problem or "no answer" in problem:  # from ssh itself
-        return "start it; try: ssh -o BatchMode=yes HOST true; or take it out of the hostfile"
+# {what ssh says: how to fix it}; HOST becomes the host's name
+SSH_FIXES = {
+    "Permission denied": "add your key to ~/.ssh/authorized_keys there: ssh-copy-id HOST",
+    "Host key verification failed": "compare its host key with its owner's, then ssh-keygen -R "
+    "HOST and ssh-keyscan HOST >> ~/.ssh/known_hosts",
+    "resolve hostname": "correct its name in the hostfile, or add it to /etc/hosts on every host",
+    "Connection refused": "start its ssh server, or give its port: --ssh_port",
+    "Too many authentication": "name the key in ~/.ssh/config, with IdentitiesOnly yes",
+    "exit code 255": "start it, and open its ssh port",
+    "no answer": "see what it waits for: its disks, a mount, its load",
+}
+
+
+def _unreachable_fix(problem: str, ssh_port: str | None) -> str:
+    port = f"-p {ssh_port} " if ssh_port else ""
+    for said, fix in SSH_FIXES.items():
+        if said in problem:
+            fix = fix.replace("ssh-copy-id ", f"ssh-copy-id {port}")
+            fix = fix.replace("ssh-keyscan ", f"ssh-keyscan {port}")
+            if ssh_port:
+                fix = fix.replace("-R HOST", f"-R '[HOST]:{ssh_port}'")
+            return (
+                f"{fix}; try: ssh {port}-o BatchMode=yes HOST true; or take it out of the hostfile"
+            )
     return (
         f"{Path.cwd()} and {sys.executable} must exist there at the same path: "
         f"bash launch/setup.sh on HOST"

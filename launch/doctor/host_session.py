@@ -116,4 +116,4 @@ class Session:
         code = self.process.wait()
         self.errors.seek(0)
         output = self.errors.read().strip().splitlines()
-        return f"exit code {code}" + (f": {output[-1]}" if output else "")
+        return f"exit code {code}" + (f": {output[-1].rstrip('.')}" if output else "")

@@ -119,9 +119,15 @@ class Cluster:
         first = str(self._first[name])
         return ["nsenter", "-t", first, *namespaces, f"--wd={ROOT}", "--", *map(str, command)]
 
-    def start(self, name: str, command: Sequence[object], **options: Any) -> subprocess.Popen:
+    def start(
+        self,
+        name: str,
+        command: Sequence[object],
+        more: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> subprocess.Popen:
         """Start a command on a host; it ends with the host."""
-        return _start(self.inside(name, command), env=self.environment(), **options)
+        return _start(self.inside(name, command), env=self.environment(**more or {}), **options)
 
     def run(
         self, name: str, *command: object, timeout: float = 60.0, **more: str
@@ -175,7 +181,11 @@ class Cluster:
         self._network("ip", "link", "set", name, "up")
 
     def slow(self, name: str, mbit: float) -> None:
-        """Limit what a host sends and receives."""
+        """Limit what a host sends and receives; 0: not any more."""
+        if not mbit:
+            self._network("tc", "qdisc", "del", "dev", name, "root")
+            self.run(name, "tc", "qdisc", "del", "dev", "eth0", "root")
+            return
         rate = ["rate", f"{mbit}mbit", "burst", "64kb", "latency", "400ms"]
         self._network("tc", "qdisc", "add", "dev", name, "root", "tbf", *rate)
         done = self.run(name, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *rate)
@@ -190,6 +200,12 @@ class Cluster:
     def refuse_ssh(self, name: str) -> None:
         """End the ssh server of a host."""
         done = self.run(name, "sh", "-c", "kill $(cat /run/sshd.pid)")
+        assert done.returncode == 0, done.stderr
+
+    def accept_ssh(self, name: str) -> None:
+        """Start it again."""
+        options = ["-o", f"ListenAddress={self.addresses[name]}", "-o", "PidFile=/run/sshd.pid"]
+        done = self.run(name, "/usr/sbin/sshd", *options)
         assert done.returncode == 0, done.stderr
 
     # ---- Inside

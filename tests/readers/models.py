@@ -43,12 +43,12 @@ def write_models(families: list[str], directory: Path) -> dict[str, Any]:
     (models / "ids.json").write_text(json.dumps(ids))
     computed = {}
     for family in families:
-        if not (models / family).exists():
-            write_one(family, models / family, tokenizer)
         try:
+            if not (models / family).exists():
+                write_one(family, models / family, tokenizer)
             computed[family] = compute(models / family, ids)
-        except ValueError as error:  # reformer takes rows of 32 tokens only
-            print(f"{family}: left out: {error}", flush=True)
+        except Exception as error:  # such as reformer's, which takes rows of 32 tokens only
+            print(f"{family}: left out: {type(error).__name__}: {error}", flush=True)
     return computed
 
 

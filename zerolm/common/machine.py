@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import socket
+import sys
 import sysconfig
 import tempfile
 import time
@@ -78,11 +79,20 @@ def running_builds(environment: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _build_locks(environment: Mapping[str, str]) -> Iterator[tuple[Path, bool]]:
-    """Yield the locks, and whether nothing has been written beside them for long."""
+def built_operators(environment: Mapping[str, str]) -> list[Path]:
+    """Return the libraries of DeepSpeed's operators that a rank with these variables finds."""
+    return _operator_files(environment, "*.so")
+
+
+def _operator_files(environment: Mapping[str, str], pattern: str) -> list[Path]:
     cache = environment.get("XDG_CACHE_HOME", f"{environment.get('HOME', '/nowhere')}/.cache")
     root = Path(environment.get("TORCH_EXTENSIONS_DIR", f"{cache}/torch_extensions"))
-    for lock in sorted([*root.glob("*/lock"), *root.glob("*/*/lock")]):
+    return sorted([*root.glob(f"*/{pattern}"), *root.glob(f"*/*/{pattern}")])
+
+
+def _build_locks(environment: Mapping[str, str]) -> Iterator[tuple[Path, bool]]:
+    """Yield the locks, and whether nothing has been written beside them for long."""
+    for lock in _operator_files(environment, "lock"):
         try:
             newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
         except (OSError, ValueError):  # the build ended meanwhile
@@ -216,6 +226,18 @@ def cores_of_rank(environment: Mapping[str, str]) -> int:
     if is_task and environment.get("SLURM_CPUS_PER_TASK") == str(cores):
         return cores
     return max(1, cores // ranks_of_host(environment))
+
+
+def keep_operators(environment: MutableMapping[str, str]) -> None:
+    """Let torch build DeepSpeed's operators beside this virtual environment's packages.
+
+    Call before torch is imported. torch's own default is one directory for all environments of a
+    user, which would build the same operators again after each other. `TORCH_EXTENSIONS_DIR` stays
+    if it is set, and the default stays outside of virtual environments.
+    """
+    directory = Path(sys.prefix, "torch_extensions")
+    if sys.prefix != sys.base_prefix and os.access(directory.parent, os.W_OK):
+        environment.setdefault("TORCH_EXTENSIONS_DIR", str(directory))
 
 
 def share_cores(environment: MutableMapping[str, str]) -> None:

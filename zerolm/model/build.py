@@ -78,6 +78,7 @@ def build_model(
         torch.nn.Module.to(model, device)
     _cast_parameters(model, dtype)
     _fill(model, weights, dtype, alone)
+    _zero_padding(model)
     model.config.use_cache = False
     if getattr(model.config, "rescale_every", 0):
         # RWKV would halve weights in place before each forward pass in evaluation mode, against an
@@ -121,6 +122,20 @@ def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
             if hasattr(parameter, "ds_tensor"):
                 parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+
+
+def _zero_padding(model: torch.nn.Module) -> None:
+    """Zero what ZeRO-3 adds to the last rank's partitions, which has old contents of the memory.
+
+    It changes no result, but it is in the files of every checkpoint, which would differ by chance.
+    Source: deepspeed/runtime/zero/partition_parameters.py 0.19.8, `_partition_param`.
+    """
+    parameter: Any
+    for parameter in model.parameters():
+        partition = getattr(parameter, "ds_tensor", None)
+        if partition is not None and partition.status.name == "AVAILABLE":
+            used = parameter.ds_numel - torch.distributed.get_rank() * partition.numel()
+            partition.data.view(-1)[max(0, used) :].zero_()
 
 
 def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:

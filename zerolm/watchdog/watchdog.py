@@ -187,7 +187,8 @@ class Watchdog:
             self._builds = machine.running_builds(os.environ)
             if self._builds:
                 names = ", ".join(self._builds)
-                print(f"compiling DeepSpeed's {names}: takes minutes, once per machine", flush=True)
+                text = "takes minutes, once per environment"
+                print(f"compiling DeepSpeed's {names}: {text}", flush=True)
 
     def _check_processes(self) -> None:
         """Check the launcher and the ranks of this machine."""

@@ -1,11 +1,12 @@
 """The doctor's findings: from made-up facts that are changed one at a time, and from this host.
 
-Two real hosts are tested in tests/end_to_end/test_doctor_two_hosts.py.
+Real hosts are tested in tests/cluster/test_doctor.py.
 """
 
 import argparse
 import copy
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -150,10 +151,9 @@ def test_this_host_is_tested_with_the_ranks_that_deepspeed_would_start(
 
         def ask(self, limit, question, **details):
             asked[question] = details
-            result = {"correct": True, "bytes_per_second": 1.0, "bytes": 1}
-            return (
-                [result] if question == "all_reduce" else FACTS | {"addresses": [], "free_port": 1}
-            )
+            times = {"all_reduce": [(1 << 24, 0.1)], "all_gather": [(1 << 24, 0.1)]}
+            result = {"correct": True, "pairs": [], **times}
+            return [result] if question == "network" else FACTS | {"addresses": [], "free_port": 1}
 
     monkeypatch.setattr(doctor, "Session", OnThisHost)
     monkeypatch.setattr(doctor, "DEFAULT_HOSTFILE", "/nowhere")
@@ -161,7 +161,7 @@ def test_this_host_is_tested_with_the_ranks_that_deepspeed_would_start(
     doctor.add_flags(parser)
     command = ["deepspeed", *words, "pretrain.py"]
     found = doctor.Doctor(parser.parse_args([]), command).findings()
-    assert asked["all_reduce"]["ranks"] == asked["all_reduce"]["world"] == expected, found
+    assert asked["network"]["hosts"] == [expected], found
 
 
 @pytest.mark.parametrize(
@@ -247,6 +247,35 @@ def test_hosts_that_do_not_answer_are_named_in_one_line_after_the_timeout(tmp_pa
     assert f"reachable  {', '.join(names)}  RED  no answer in 1 s" in done.stdout
     assert "1 problem(s) to fix" in done.stdout
     assert time.monotonic() - start < 45, "each host was waited for in turn"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("exit code 255: root@a: Permission denied (publickey).", "ssh-copy-id -p 2222 HOST;"),
+        ("exit code 255: Host key verification failed.", "ssh-keygen -R '[HOST]:2222' and "
+         "ssh-keyscan -p 2222 HOST >> ~/.ssh/known_hosts;"),
+        ("exit code 255: ssh: Could not resolve hostname a: Name or service", "/etc/hosts"),
+        ("exit code 255: connect to host a port 22: Connection refused", "start its ssh server"),
+        ("exit code 255: connect to host a port 22: No route to host", "start it, and open its"),
+        ("no answer in 120 s (facts)", "see what it waits for"),
+        ("exit code 127: sh: /x/python: not found", "bash launch/setup.sh on HOST"),
+    ],
+)  # fmt: skip
+def test_what_ssh_says_has_a_fix_of_its_own(said, expected):
+    fix = doctor._unreachable_fix(said, "2222")
+    assert expected in fix
+    assert ("try: ssh -p 2222 -o BatchMode=yes HOST true" in fix) == ("setup.sh" not in fix)
+
+
+def test_a_secret_that_ssh_would_show_is_named_without_its_value(tmp_path) -> None:
+    (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\nWANDB_API_KEY=secret-value\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", "doctor"], cwd=tmp_path, capture_output=True, text=True,
+        timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 2 and "secret-value" not in done.stdout + done.stderr
+    assert f"{tmp_path / '.deepspeed_env'}: WANDB_API_KEY: would be visible on" in done.stdout
 
 
 def test_answers_are_marked_to_tell_them_from_other_output(tmp_path):

@@ -82,5 +82,5 @@ def test_a_start_that_compiles_an_operator_says_so_once(tmp_path, monkeypatch, c
         for _ in range(2):
             Watchdog._name_builds(starting)
         compiler.communicate(b"\n", timeout=20)
-    expected = "compiling DeepSpeed's cpu_adam: takes minutes, once per machine\n"
+    expected = "compiling DeepSpeed's cpu_adam: takes minutes, once per environment\n"
     assert capsys.readouterr().out == expected

@@ -1,0 +1,252 @@
+"""The doctor's check of the network: the run's port, the speed of each host, and what training has.
+
+Each host is compared with the others, by its fastest exchange with any of them, so that one bad
+host of many is named, and not its partners; then each pair of hosts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, merge_hosts
+from launch.plan.hardware import recognize
+from launch.plan.this_machine import NETWORK
+from zerolm.common.values import shown_bytes
+
+SECONDS = 90.0
+GRACE_SECONDS = 30.0  # for imports, and to end processes
+SLOW_SHARE = 0.6  # of the others' bandwidth: one of two adapters is missing
+SLOW_SHARE_OF_CPUS = 0.25  # whose exchanges wait for a core
+SLOW_LATENCY, MIN_LATENCY = 5.0, 1e-3  # times the others', and seconds that are never too long
+MIN_BYTES_PER_SECOND = 60e6  # of a host: half of 1 Gbit/s
+MIN_EXPECTED_SHARE = 0.5  # of what `plan` assumes for the device
+SHOWN_PAIRS, SHOWN_SIZES = 3, 2
+OPEN_PORTS = "open all ports between the hosts: ranks choose theirs (net.ipv4.ip_local_port_range)"
+AskAll = Callable[..., tuple[dict[str, Any], dict[str, str]]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where rank 0 listens: on `host`, at this address and port."""
+
+    host: str
+    address: str
+    port: int
+
+
+def check(
+    facts: Mapping[str, Any], ranks: Mapping[str, int], place: Place, ask_all: AskAll
+) -> list[Finding]:
+    """Let all hosts meet as the ranks of a run will, and measure the network between them.
+
+    Args:
+        facts: {host: what its collector returned}.
+        ranks: {host: number of ranks}.
+        place: with the port of the run if it is free, else any other.
+        ask_all: sends a request to some hosts: (name of the request, {host: arguments}); returns
+            ({host: answer}, {host: problem}).
+    """
+    names = list(facts)
+    if found := _port(names, place, ask_all):
+        return found
+    requests = {
+        name: {"hosts": list(ranks.values()), "number": number, "address": place.address,
+               "port": place.port, "seconds": SECONDS}
+        for number, name in enumerate(names)
+    }  # fmt: skip
+    results, problems = ask_all("network", requests)
+    for name, of_ranks in results.items():
+        errors = [result["error"] for result in of_ranks if "error" in result]
+        problems |= {name: errors[0]} if errors else {}
+    if problems:
+        return _unreachable(facts, ask_all) or _failed(problems, place)
+    wrong = [
+        Finding("all-reduce", name, RED, "a wrong sum", "test its memory and its network")
+        for name, of_ranks in results.items()
+        if not all(result["correct"] for result in of_ranks)
+    ]
+    first = next(iter(facts.values()))["devices"]
+    return wrong or measured(results, ranks, first["kind"], first.get("name", ""))
+
+
+def measured(
+    results: Mapping[str, Sequence[Mapping[str, Any]]],
+    ranks: Mapping[str, int],
+    kind: str,
+    device: str,
+) -> list[Finding]:
+    """Return the findings of measurements without a failure.
+
+    Args:
+        results: {host: what `network_rank.measure` has returned on each of its ranks}.
+        ranks: {host: number of ranks}.
+        kind, device: kind and name of the devices.
+    """
+    world = sum(ranks.values())
+    if world == 1:
+        return [Finding("all-reduce", ALL, OK, "1 rank: nothing is sent")]
+    found = [
+        Finding(name.replace("_", "-"), ALL, OK, f"{world} ranks, {_collective(name, results)}")
+        for name in ("all_reduce", "all_gather")
+    ]
+    if len(ranks) > 1:
+        found = _hosts(_pairs(results), ranks, kind, device) + found
+    return found
+
+
+# ---- Meeting
+
+
+def _port(names: Sequence[str], place: Place, ask_all: AskAll) -> list[Finding]:
+    """Check that every other host reaches the port on which rank 0 will listen."""
+    others = [name for name in names if name != place.host]
+    if not others:
+        return []
+    ask_all("listen", {place.host: {"port": place.port}})
+    answers, problems = ask_all(
+        "connect", {name: {"places": [(place.address, place.port)]} for name in others}
+    )
+    ask_all("listen", {place.host: {"port": place.port, "stop": True}})
+    problems |= {name: answer[0] for name, answer in answers.items() if answer[0]}
+    fix = (
+        "open the port to all hosts (firewall, security group), choose an open one with "
+        "--master_port, or give the address that they reach: --master_addr"
+    )
+    where = f"cannot reach {place.host} at {place.address} port {place.port}, where ranks meet"
+    return merge_hosts([
+        Finding("port", name, RED, f"{where} ({problem})", fix)
+        for name, problem in problems.items()
+    ])  # fmt: skip
+
+
+def _unreachable(facts: Mapping[str, Any], ask_all: AskAll) -> list[Finding]:
+    """Name the hosts that do not reach each other at ports that the system chooses."""
+    ports, _ = ask_all("listen", {name: {"port": 0} for name in facts})
+    addresses = {name: next(iter(fact["addresses"]), name) for name, fact in facts.items()}
+    targets = {
+        name: {other: (addresses[other], port) for other, port in ports.items() if other != name}
+        for name in facts
+    }
+    answers, _ = ask_all(
+        "connect", {name: {"places": list(of.values())} for name, of in targets.items()}
+    )
+    ask_all("listen", {name: {"port": 0, "stop": True} for name in ports})
+    found = []
+    for name, problems in answers.items():
+        failed = [
+            f"{other} ({problem})"
+            for other, problem in zip(targets[name], problems, strict=True) if problem
+        ]  # fmt: skip
+        if failed:
+            text = f"cannot reach {_some(failed)}, at a port that the system chose"
+            found.append(Finding("all-reduce", name, RED, text, OPEN_PORTS))
+    return merge_hosts(found)
+
+
+def _failed(problems: Mapping[str, str], place: Place) -> list[Finding]:
+    fix = "name the network in .deepspeed_env (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and "
+    fix += f"open the ports between the hosts to {place.address}"
+    return merge_hosts([
+        Finding("all-reduce", name, RED, problem, fix) for name, problem in problems.items()
+    ])  # fmt: skip
+
+
+# ---- Speed
+
+
+def _collective(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the sizes, times and bus bandwidths (nccl-tests' definition) of a collective."""
+    every = [result[name] for of_ranks in results.values() for result in of_ranks]
+    world, times = len(every), 2 if name == "all_reduce" else 1
+    shown = []
+    for number, (size, _) in [*enumerate(every[0])][-SHOWN_SIZES:]:
+        seconds = max(of_rank[number][1] for of_rank in every)
+        rate = size * times * (world - 1) / world / seconds
+        shown.append(f"{shown_bytes(size)}: {_shown_seconds(seconds)}, {shown_bytes(rate)}/s")
+    return "correct; " + "; ".join(shown)
+
+
+def _pairs(
+    results: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return {(host, other host): (seconds one way, bytes per second of a device)}."""
+    names = list(results)
+    pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for name, of_ranks in results.items():
+        for result in of_ranks:
+            for other, latency, rate in result["pairs"]:
+                pairs.setdefault((name, names[other]), []).append((latency, rate))
+    return {
+        pair: (median(latency for latency, _ in each), sum(rate for _, rate in each) / len(each))
+        for pair, each in pairs.items()
+    }
+
+
+def _hosts(
+    pairs: Mapping[tuple[str, str], tuple[float, float]],
+    ranks: Mapping[str, int],
+    kind: str,
+    device: str,
+) -> list[Finding]:
+    names = list(ranks)
+    rates = {
+        name: max(rate for (one, _), (_, rate) in pairs.items() if one == name) for name in names
+    }
+    latencies = {
+        name: min(late for (one, _), (late, _) in pairs.items() if one == name) for name in names
+    }
+    found, share = [], SLOW_SHARE_OF_CPUS if kind == "cpu" else SLOW_SHARE
+    for name in names if len(names) > 2 else []:
+        usual = median(rate for other, rate in rates.items() if other != name)
+        late = median(latency for other, latency in latencies.items() if other != name)
+        fix = "test its cable, switch port and driver (ethtool, ibstat), or leave it out"
+        if rates[name] < share * usual:
+            text = f"{shown_bytes(rates[name])}/s per device to any host, the others have"
+            found.append(Finding("network", name, RED, f"{text} {shown_bytes(usual)}/s", fix))
+        elif latencies[name] > max(SLOW_LATENCY * late, MIN_LATENCY):
+            text = f"{_shown_seconds(latencies[name])} for a few bytes to any host, the others"
+            found.append(Finding("network", name, RED, f"{text} {_shown_seconds(late)}", fix))
+    slow = {finding.host for finding in found}
+    links = [
+        f"{one} and {other} ({shown_bytes(rate)}/s per device)"
+        for (one, other), (_, rate) in pairs.items()
+        if one < other and not {one, other} & slow
+        and rate < share * min(rates[one], rates[other])
+    ]  # fmt: skip
+    if links:
+        text = f"slow between {_some(links)}, not to other hosts"
+        found.append(Finding("network", ALL, RED, text, "test the switches between them"))
+    return found or [_speed(rates, max(latencies.values()), ranks, kind, device)]
+
+
+def _speed(
+    rates: Mapping[str, float], latency: float, ranks: Mapping[str, int], kind: str, device: str
+) -> Finding:
+    """Return the line about the network as a whole, in the unit of `plan --inter_node`."""
+    slowest = min(rates, key=lambda name: rates[name])
+    rate, of_host = rates[slowest], rates[slowest] * ranks[slowest]
+    text = f"{shown_bytes(rate)}/s per device between hosts, {_shown_seconds(latency)} for a few "
+    text += f"bytes: zerolm plan --inter_node {rate:.3g}"
+    known = recognize(device)
+    assumed = NETWORK / ranks[slowest] if kind == "cpu" else known.inter_node if known else None
+    if assumed is not None:
+        text += f" (assumed without it: {assumed:.3g})"
+    if of_host < MIN_BYTES_PER_SECOND:
+        fix = f"find out which network it is and why (ethtool), or train on {slowest} alone"
+        return Finding("network", ALL, RED, f"{text}: below half of 1 Gbit/s", fix)
+    if assumed is not None and rate < MIN_EXPECTED_SHARE * assumed:
+        fix = "see which network is used (NCCL_DEBUG=INFO), and what it costs with that plan"
+        return Finding("network", ALL, NOTE, text, fix)
+    return Finding("network", ALL, OK, text)
+
+
+def _shown_seconds(seconds: float) -> str:
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _some(shown: Sequence[str]) -> str:
+    more = f" and {len(shown) - SHOWN_PAIRS} more" if len(shown) > SHOWN_PAIRS else ""
+    return ", ".join(shown[:SHOWN_PAIRS]) + more
