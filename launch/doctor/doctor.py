@@ -33,6 +33,17 @@ from zerolm.watchdog import limits
 
 CLOSE_SECONDS = 5.0  # for all hosts to end
 DEEP_SECONDS = 12 * 3600.0
+# {what ssh says: how to fix it}; HOST becomes the host's name
+SSH_FIXES = {
+    "Permission denied": "add your key to ~/.ssh/authorized_keys there: ssh-copy-id HOST",
+    "Host key verification failed": "compare its host key with its owner's, then ssh-keygen -R "
+    "HOST and ssh-keyscan HOST >> ~/.ssh/known_hosts",
+    "resolve hostname": "correct its name in the hostfile, or add it to /etc/hosts on every host",
+    "Connection refused": "start its ssh server, or give its port: --ssh_port",
+    "Too many authentication": "name the key in ~/.ssh/config, with IdentitiesOnly yes",
+    "exit code 255": "start it, and open its ssh port",
+    "no answer": "see what it waits for: its disks, a mount, its load",
+}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -259,19 +270,6 @@ def _close(sessions: Sequence[Session]) -> None:
     deadline = time.monotonic() + CLOSE_SECONDS
     for session in sessions:
         session.close(deadline)
-
-
-# {what ssh says: how to fix it}; HOST becomes the host's name
-SSH_FIXES = {
-    "Permission denied": "add your key to ~/.ssh/authorized_keys there: ssh-copy-id HOST",
-    "Host key verification failed": "compare its host key with its owner's, then ssh-keygen -R "
-    "HOST and ssh-keyscan HOST >> ~/.ssh/known_hosts",
-    "resolve hostname": "correct its name in the hostfile, or add it to /etc/hosts on every host",
-    "Connection refused": "start its ssh server, or give its port: --ssh_port",
-    "Too many authentication": "name the key in ~/.ssh/config, with IdentitiesOnly yes",
-    "exit code 255": "start it, and open its ssh port",
-    "no answer": "see what it waits for: its disks, a mount, its load",
-}
 
 
 def _unreachable_fix(problem: str, ssh_port: str | None) -> str:

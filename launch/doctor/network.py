@@ -103,7 +103,10 @@ def _port(names: Sequence[str], place: Place, ask_all: AskAll) -> list[Finding]:
     others = [name for name in names if name != place.host]
     if not others:
         return []
-    ask_all("listen", {place.host: {"port": place.port}})
+    _, deaf = ask_all("listen", {place.host: {"port": place.port}})
+    if deaf:
+        fix = "choose another port: --master_port"
+        return [Finding("port", place.host, RED, deaf[place.host], fix)]
     answers, problems = ask_all(
         "connect", {name: {"places": [(place.address, place.port)]} for name in others}
     )

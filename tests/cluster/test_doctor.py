@@ -193,14 +193,18 @@ def test_hosts_without_faults_are_ready_and_faults_of_one_start_are_all_named(
     all_faults = faults(cluster, inputs)
     for name in together:
         make(cluster, all_faults[name], all_faults[name].make)
+    cluster.cut("node3")
     try:
         code, lines = doctor("--num_nodes", 4)
     finally:
+        cluster.connect("node3")
         for name in together:
             make(cluster, all_faults[name], all_faults[name].mend)
-    assert code == 2 and len(red_lines(lines)) == len(together) + 1
-    for name in together:
-        red_line(lines, all_faults[name])
+    assert code == 2 and len(red_lines(lines)) == len(together) + 2
+    down = all_faults["no route"]._replace(host="node3", blamed="node3")
+    blocked = all_faults[together[0]]._replace(blamed="node2")  # node3 is not asked
+    for fault in (down, blocked, *(all_faults[name] for name in together[1:])):
+        red_line(lines, fault)
     assert any("the run needs 4 nodes" in line and "gives 3" in line for line in lines)
 
 

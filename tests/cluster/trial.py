@@ -250,16 +250,14 @@ class Trial:
         ]  # fmt: skip
         save = SAVE * (1 + self.drawn.step // SAVE)
         place = {"rank": self.drawn.victim, "step": self.drawn.step, "save": save}
-        faults = [f"step.begin:*:*:sleep={STEP_SECONDS}", self.kind.fault.format(**place)]
         self.variables = {
-            "FAULT": ",".join(filter(None, faults)), "FAULT_ONCE": str(self.directory / "once"),
+            "FAULT": f"step.begin:*:*:sleep={STEP_SECONDS}",
             "ZEROLM_LEDGER": str(self.directory / "ledger"), "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
-        if not self.kind.fault:
-            del self.variables["FAULT_ONCE"]  # or the sleep would be once
-        elif self.kind.fault:
-            self.variables["FAULT"] = faults[1]
+        if self.kind.fault:
+            once = {"FAULT_ONCE": str(self.directory / "once")}
+            self.variables |= {"FAULT": self.kind.fault.format(**place), **once}
         lines = (f"{name}={value}\n" for name, value in self.variables.items())
         (self.directory / ".deepspeed_env").write_text("".join(lines))
 

@@ -86,7 +86,7 @@ def test_values_of_generation_come_from_the_source_and_ids_from_the_export(tmp_p
     assert unchanged is ours and "left out" in line
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma", "youtu"])
+@pytest.mark.parametrize("family", ["llama", "gemma", "youtu", "xlstm"])
 def test_a_trained_row_of_the_padding_token_is_loaded_as_it_is(family, tmp_path):
     config = AutoConfig.for_model(**toy_config(family) | {"pad_token_id": 2})
     model = AutoModelForCausalLM.from_config(config)

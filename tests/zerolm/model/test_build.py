@@ -1,7 +1,9 @@
 """Models built by 1 and 2 gloo processes, compared with plain torch and transformers."""
 
 import json
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -330,6 +332,19 @@ def test_the_documented_algorithm_gives_the_same_weights(family):
     documented = recipe["initial_model"](family_config(family), SEED, torch.bfloat16)
     built = build_alone(family_config(family), torch.bfloat16)
     assert build.weights_fingerprint(documented) == build.weights_fingerprint(built)
+
+
+@pytest.mark.parametrize(("rank", "kept"), [(0, 4), (1, 3), (2, 0)])
+def test_the_padding_of_partitions_is_zero(rank, kept, monkeypatch):
+    """Of 7 values on ranks with 4 places each; DeepSpeed leaves old memory in the others."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    parameter: Any = torch.nn.Parameter(torch.empty(0))
+    parameter.ds_numel, parameter.ds_tensor = 7, torch.full((4,), 9.0)
+    parameter.ds_tensor.status = types.SimpleNamespace(name="AVAILABLE")
+    model = torch.nn.Module()
+    model.weight = parameter
+    build._zero_padding(model)
+    assert parameter.ds_tensor.tolist() == [9.0] * kept + [0.0] * (4 - kept)
 
 
 def test_an_evaluation_does_not_change_the_weights_of_rwkv():
