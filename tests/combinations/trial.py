@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tests.combinations.runs import STEPS, Topology, flags, other_topologies, to
 from tests.end_to_end.run_digest import newest_checkpoint
 from tests.launching import events, kill_session, rows, run_ranks, start_ranks
 from tests.soak import comparison
-from zerolm.checkpoint.zero_files import Weights
+from zerolm.checkpoint.zero_files import MASTER, Weights
 from zerolm.watchdog.progress import read_heartbeats
 
 SECONDS = 400.0  # of a run
@@ -31,6 +31,8 @@ CPP_ERROR = "CppCompileError"  # of torch 2.13 for bf16 on a CPU: it declares a 
 # DeepSpeed's Lion for CPUs sets this key, which it never reads, when its state is loaded.
 ADDED_BY_LION = "amsgrad: 0x0.0p+0, expected absent"
 SIGNS = 20  # times more for Lion's weights in bf16: each takes the sign of a rounded value
+ROUNDING, CLOSE_TO_0 = 1e-5, 1e-4  # a difference of a value; the share of signs of small values
+ONLY_ON_THE_DEVICE = "optimizer.type: Lion, needs a GPU"  # --check of --world_size cannot know that
 OTHER_TOPOLOGIES = 4  # tries to find one that is not refused
 
 
@@ -152,7 +154,8 @@ class Trial:
             refusals(text.replace(f"{self.directory}/", "").replace(f"{name}.ds.json", "ds.json"))
             for name, text in (("straight", output), ("check", checked.stdout))
         ]
-        if checked.returncode != 2 or lines[0] != lines[1]:
+        expected = [line for line in lines[0] if not line.startswith(ONLY_ON_THE_DEVICE)]
+        if checked.returncode != (2 if expected else 0) or expected != lines[1]:
             self.problems.append(f"--check: {checked.returncode}: {lines[1]}, the run: {lines[0]}")
         return {"refused": lines[0]}
 
@@ -225,8 +228,33 @@ class Trial:
             ours, expected = map(weights_by_zerolm, paths)
         if set(ours) != set(expected):
             return float("inf")
-        differences = [ours[name].detach() - each.detach() for name, each in expected.items()]
-        return norm(differences) / norm([each.detach() for each in expected.values()])
+        differences = {name: ours[name].detach() - each.detach() for name, each in expected.items()}
+        if self.draw["optimizer"] == "lion" and self.draw["precision"] == "fp32":
+            self.forget_signs_of_rounding(differences, paths)
+        return norm(differences.values()) / norm([each.detach() for each in expected.values()])
+
+    def forget_signs_of_rounding(
+        self, differences: dict[str, torch.Tensor], paths: list[Path]
+    ) -> None:
+        """Zero the differences that Lion makes where what it takes the sign of is only rounding.
+
+        That is wherever the momentum is, as that of a key bias. Of other values few are that close
+        to 0 in a step: at most `CLOSE_TO_0`, each changed by at most twice the rates of all steps.
+        """
+        momenta = [weights_by_zerolm(path, "exp_avg") for path in paths]
+        values = sum(each.numel() for each in differences.values())
+        scale = norm(momenta[1].values()) / values**0.5
+        limit = 2.01 * sum(rows(self.directory / "straight", "train/learning_rate").values())
+        close = 0
+        for name in differences.keys() - momenta[0].keys():
+            del differences[name]  # another name of a tied weight
+        for name, difference in differences.items():
+            changed = (difference.abs() > ROUNDING) & (difference.abs() <= limit)
+            rounding = torch.stack([each[name].abs() for each in momenta]).amax(0) < 1e-5 * scale
+            close += int((changed & ~rounding).sum())
+            difference[changed] = 0
+        if close > CLOSE_TO_0 * values:
+            self.problems.append(f"{close} of {values} values of Lion have another sign")
 
     def compare_with_plain(self) -> dict[str, Any]:
         expected = plain.losses(self.draw, self.base)
@@ -244,12 +272,12 @@ def weights_by_deepspeed(path: Path) -> dict[str, torch.Tensor]:
         return get_fp32_state_dict_from_zero_checkpoint(str(path.parent), tag=path.name)
 
 
-def weights_by_zerolm(path: Path) -> dict[str, torch.Tensor]:
-    weights = Weights(path, json.loads((path / "MANIFEST.json").read_text()))
+def weights_by_zerolm(path: Path, state: str = MASTER) -> dict[str, torch.Tensor]:
+    weights = Weights(path, json.loads((path / "MANIFEST.json").read_text()), state=state)
     return {name: weights[name] for name in weights.shapes}
 
 
-def norm(tensors: list[torch.Tensor]) -> float:
+def norm(tensors: Iterable[torch.Tensor]) -> float:
     return float(torch.stack([each.double().norm() for each in tensors]).norm())
 
 

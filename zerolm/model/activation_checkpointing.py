@@ -9,8 +9,6 @@ Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for the idea;
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` for the implementation.
 """
 
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from zerolm.config.settings import SELECTIVE, Recompute
@@ -57,50 +55,6 @@ def checkpoint_kwargs(recompute: Recompute) -> dict[str, Any]:
     """Return the keyword arguments for `torch.utils.checkpoint.checkpoint`."""
     kwargs: dict[str, Any] = {"use_reentrant": False}
     return kwargs | ({"context_fn": _contexts} if recompute == SELECTIVE else {})
-
-
-def fit_zero3_to_selective() -> None:
-    """Change DeepSpeed 0.19.8 for good, so that `selective` is right under ZeRO-3.
-
-    - Its linear function adds biases out of place. It adds them in place to the output of the
-      matmul, which `selective` keeps, inside an autograd function, where torch does not notice
-      that the kept tensor changes; the recomputation would add the bias a second time.
-    - Its hooks gather and release weights unseen by `selective`, which requires that a block runs
-      the same operators in the forward pass and in the recomputation. What the hooks have to run
-      depends on what is gathered already: persistent parameters after a load, prefetched ones,
-      those that an evaluation before the first step has left.
-    """
-    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-
-    LinearFunctionForZeroStage3.forward = staticmethod(_linear)
-    for name in ("pre_sub_module_forward_function", "post_sub_module_forward_function"):
-        hook = getattr(DeepSpeedZeRoOffload, name)
-        if not hasattr(hook, "__wrapped__") or hook.__module__ != __name__:
-            setattr(DeepSpeedZeRoOffload, name, _outside_dispatch_modes(hook))
-
-
-def _outside_dispatch_modes(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook whose operators are not seen by the modes of selective checkpointing."""
-
-    @wraps(hook)
-    def call(*args: Any) -> None:
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        with _disable_current_modes():
-            hook(*args)
-
-    call.__module__ = __name__
-    return call
-
-
-def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    import torch
-
-    if bias is not None and input.dim() == 2:
-        return torch.addmm(bias, input, weight.t())
-    output = input.matmul(weight.t())
-    return output if bias is None else output + bias
 
 
 def _contexts() -> Any:

@@ -15,10 +15,11 @@ import torch
 from torch import distributed as dist
 
 from zerolm.config.settings import Recompute
-from zerolm.model.activation_checkpointing import checkpoint_kwargs, fit_zero3_to_selective
+from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.model.architecture import train_every_row
 from zerolm.model.init_check import InitializationReport, check_initialization, gathered
 from zerolm.model.initialization import InitialWeights
+from zerolm.model.zero3_hooks import fit_zero3_to_recomputation, follow_external_parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -89,8 +90,10 @@ def build_model(
         old_method = model.gradient_checkpointing_enable
         enable = getattr(model, "activation_checkpointing_enable", old_method)
         enable(checkpoint_kwargs(gradient_checkpointing))
-        if zero3_config is not None:
-            fit_zero3_to_selective()
+    if zero3_config is not None:
+        follow_external_parameters()
+        if gradient_checkpointing:
+            fit_zero3_to_recomputation()
     return model.train()
 
 

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.launching import LLAMA
 from zerolm.config.settings import SELECTIVE
-from zerolm.model.activation_checkpointing import checkpoint_kwargs, fit_zero3_to_selective
+from zerolm.model.activation_checkpointing import checkpoint_kwargs
+from zerolm.model.zero3_hooks import fit_zero3_to_recomputation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -31,6 +32,6 @@ def test_under_zero3_selective_checkpointing_adds_biases_once(monkeypatch, dtype
     monkeypatch.setattr(functional, "linear", zero3_linear_wrap)
     monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(forward))
     expected = gradients(False)
-    fit_zero3_to_selective()
+    fit_zero3_to_recomputation()
     for recompute in (False, True, SELECTIVE):
         assert all(map(torch.equal, gradients(recompute), expected)), recompute
