@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 from benchmarks import ROOT, tables
-from benchmarks.gpu.cases import FIRST_CASES, MODELS, TOY_MODELS, cases
+from benchmarks.gpu.cases import FIRST_CASES, MODELS, TOY_MODELS, cases, first_cases
 from benchmarks.gpu.checks import run_checks
 from benchmarks.gpu.run_case import run_with_fitting_batch
 from benchmarks.gpu.table import Figures, read, table, write
@@ -49,8 +49,9 @@ def main() -> None:
     compiled: set[tuple[str, int, str]] = set()  # kinds whose graphs are in torch's cache
     graphs = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", GRAPHS))
     same_machine = graphs.exists()
-    for number, case in enumerate(cases(lengths)):
-        if number == FIRST_CASES and re.search(arguments.only, "checks"):
+    chosen = first_cases(lengths[0]) if arguments.first else cases(lengths)
+    for number, case in enumerate(chosen):
+        if number == FIRST_CASES and not arguments.first and re.search(arguments.only, "checks"):
             print(run_checks(arguments, deadline), flush=True)
         if not re.search(arguments.only, case.title):
             continue
@@ -90,6 +91,9 @@ def parse_arguments() -> argparse.Namespace:
         default="",
         help="run the cases whose title matches this regular expression; likewise `ceilings` and "
         "`checks`",
+    )
+    parser.add_argument(
+        "--first", action="store_true", help="run what ten minutes on a new card are for"
     )
     parser.add_argument("--toy", action="store_true", help="use tiny models and short sequences")
     parser.add_argument("--output", type=Path, help="directory for gpu.md and gpu.json")

@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ MODELS = {
     "1.3B": "model_configs/llama-1.3b.json",
     "160M": "model_configs/llama-160m.json",
     "1.6B MoE": "model_configs/moe-1.6b.json",
+    "1.3B, 16 heads": "model_configs/llama-1.3b-h128.json",
 }
 TOY_MODELS = {"1.3B": "model_configs/tiny.json", "160M": "model_configs/tiny.json"}
 TOY_MODELS |= {"1.6B MoE": "model_configs/mixtral-tiny.json"}
+TOY_MODELS |= {"1.3B, 16 heads": "model_configs/tiny.json"}
 FUSED_ADAM = "fused_adam"
 FIRST_CASES = 5  # of the 1.3B, before the checks
 JSON = r"\d+|true|false"
@@ -159,6 +162,20 @@ def cases(lengths: tuple[int, int]) -> list[Case]:
     found.append(Case("1.3B", short, TRAINER, "--compile", "Trainer with torch_compile"))
     found.append(Case("1.3B", short, OURS, *LAST_CHANGE))
     return found
+
+
+def first_cases(length: int) -> list[Case]:
+    """Return what ten minutes on a card are for: what is not measured yet, one at a time."""
+    exact = partial(Case, "1.3B", length, OURS)
+    return [
+        exact(PROFILED, "operators by their time; fills the compiler's cache"),
+        exact(EXACT, "the baseline"),
+        Case("1.3B, 16 heads", length, OURS, EXACT, "heads of 128, as peers have"),
+        exact(FP8, "linear layers in fp8: rounds differently"),
+        exact(f"{EXACT} TORCH_CUDNN_SDPA_DEPRIORITIZED=1", "torch's FlashAttention, not cuDNN's"),
+        exact(f"{EXACT} TORCHINDUCTOR_MAX_AUTOTUNE_GEMM=1", "products chosen by measuring"),
+        exact(f"{EXACT} ZEROLM_AGAIN=1", "the baseline again: how far the clock drifts"),
+    ]
 
 
 def command(
