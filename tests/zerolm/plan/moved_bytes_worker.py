@@ -25,6 +25,7 @@ from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.optim.gradient_sums import spare_memory_traffic
 from zerolm.optim.parameter_groups import parameter_groups
+from zerolm.train.step_gate import StepGate
 
 SIZE = 1024
 FILLS = {"copy_", "zero_", "fill_"}  # do not read what they overwrite
@@ -93,13 +94,14 @@ def measure(stage: int) -> float:
         model=model, model_parameters=parameter_groups(model, 0.1), config=resolved.json
     )
     spare_memory_traffic(engine)
+    gate = StepGate(engine)
     inputs = torch.randn(1, SIZE, dtype=torch.bfloat16)
     for _ in range(2):  # the optimizer's states are made in the first
         with MovedBytes(with_collectives=stage == 3) as counted:
             for micro in range(ACCUMULATION):
                 engine.set_gradient_accumulation_boundary(micro == ACCUMULATION - 1)
                 engine.backward(engine(inputs).float().sum())
-            engine.step()
+            gate.step(engine, False, lambda norm: False)
     engine.destroy()
     return (counted.bytes - ACCUMULATION * of_the_model(inputs)) / SIZE**2
 
