@@ -31,5 +31,4 @@ command -v pdsh >/dev/null ||
     problems+=("pdsh: not installed; deepspeed needs it to reach the hosts: apt-get install pdsh")
 [[ ${#problems[@]} == 0 ]] || refuse "${problems[@]}"
 
-exec "$root/.venv/bin/deepspeed" --hostfile "$hostfile" --num_nodes "$num_nodes" \
-    "$root/pretrain.py" "$@"
+exec "$root/.venv/bin/zerolm" train --hostfile "$hostfile" --num_nodes "$num_nodes" "$@"

@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.command.hosts import mpi_problems, read_hostfile, ssh_problems, used_hosts
+from launch.command.hosts import (
+    keep_alive,
+    mpi_problems,
+    read_hostfile,
+    ssh_problems,
+    used_hosts,
+)
 from zerolm.common import processes
 from zerolm.common.command_line import count
 from zerolm.common.errors import ConfigError
@@ -112,6 +118,7 @@ def run(argv: Sequence[str]) -> int:
         os.execv(sys.executable, [sys.executable, str(SCRIPT), *flags])
     command = deepspeed_command(argv)
     if _hostfile(launcher):  # its launcher stops the ranks on other hosts
+        keep_alive(os.environ)
         os.execv(sys.executable, command)
     return _run_launcher(command)
 

@@ -6,6 +6,7 @@ hosts together check that they share the run directory, and run one all-reduce.
 
 import argparse
 import contextlib
+import os
 import secrets
 import sys
 import time
@@ -283,7 +284,9 @@ def _unreachable_fix(problem: str, ssh_port: str | None) -> str:
             return (
                 f"{fix}; try: ssh {port}-o BatchMode=yes HOST true; or take it out of the hostfile"
             )
+    python, real = sys.executable, os.path.realpath(sys.executable)
+    interpreter = python if real == python else f"{python} (which is {real})"
     return (
-        f"{Path.cwd()} and {sys.executable} must exist there at the same path: "
+        f"{Path.cwd()} and {interpreter} must exist there at the same path: "
         f"bash launch/setup.sh on HOST"
     )

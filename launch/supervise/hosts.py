@@ -23,6 +23,7 @@ from launch.command.hosts import (
     CHOOSE_PARTS,
     MPI_LAUNCHERS,
     Host,
+    keep_alive,
     mpi_problems,
     read_hostfile,
     ssh_problems,
@@ -130,6 +131,7 @@ def without_failing_hosts(
     hostfile = launcher_option(command, "--hostfile") or launcher_option(command, "-H")
     if hostfile is None:
         return command
+    keep_alive(os.environ)
     hosts = read_hostfile(Path(hostfile))
     requested = int(launcher_option(command, "--num_nodes") or len(hosts))
     launcher = (launcher_option(command, "--launcher") or "pdsh").lower()

@@ -14,7 +14,7 @@ from launch.command.environment import (
     environment_problems,
     forwarded_environment,
 )
-from launch.command.hosts import read_hostfile, ssh_problems
+from launch.command.hosts import KEEP_ALIVE, keep_alive, read_hostfile, ssh_problems
 from launch.command.train import run as train
 from zerolm.common.errors import ConfigError
 
@@ -138,3 +138,16 @@ def test_train_counts_the_hosts_and_reads_the_variables_before_it_starts(
     }.items():
         with pytest.raises(ConfigError, match=re.escape(expected)):
             train(["--hostfile", "hosts", *flags])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, KEEP_ALIVE),
+        ({"PDSH_SSH_ARGS_APPEND": "-i key"}, f"-i key {KEEP_ALIVE}"),
+        ({"PDSH_SSH_ARGS_APPEND": "-o ServerAliveInterval=5"}, "-o ServerAliveInterval=5"),
+    ],
+)
+def test_ssh_ends_a_dead_connection_unless_the_user_has_said_when(given, expected) -> None:
+    keep_alive(given)
+    assert given["PDSH_SSH_ARGS_APPEND"] == expected
