@@ -48,6 +48,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "many as the command requests)",
     )  # fmt: skip
     add(
+        "--leave_out_slow_hosts", action="store_true",
+        help="start without the hosts that were slower than the others when the run last ended, if "
+        "there are spares",
+    )  # fmt: skip
+    add(
         "--host_check", metavar="COMMAND",
         help="shell command to run on each host before each start; a host where it fails is not "
         "used (default: import torch and deepspeed with this Python)",

@@ -9,9 +9,10 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from launch.command.deepspeed_command import (
@@ -115,14 +116,14 @@ def without_failing_hosts(
     min_hosts: int | None,
     check: HostCheck,
     log: Callable[[str], None],
-    corrupt: Collection[str] = (),
+    unwanted: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return the command with a hostfile of the hosts that pass a check (see `Policy`).
 
     A command without a hostfile is returned unchanged.
 
     Args:
-        corrupt: hosts that have computed wrong values, which are left out if there are spares.
+        unwanted: {host: why it is left out if there are spares}.
 
     Raises:
         TooFewHostsError: fewer hosts than the minimum pass.
@@ -144,14 +145,15 @@ def without_failing_hosts(
     ssh_port = launcher_option(command, "--ssh_port")
     passed, failed = check_hosts(hosts, check, ssh_port)
     minimum = min_hosts or requested
-    short = {name.partition(".")[0] for name in corrupt}
-    wrong = [host for host in passed if host.name.partition(".")[0] in short]
-    if wrong and len(passed) - len(wrong) >= minimum:
-        passed = [host for host in passed if host not in wrong]
-        failed |= {host.name: "it has computed or stored wrong values" for host in wrong}
-    elif wrong:
-        names = ", ".join(host.name for host in wrong)
-        log(f"{hostfile}: {names} computed or stored wrong values, but there is no spare host")
+    reasons = {name.partition(".")[0]: why for name, why in unwanted.items()}
+    found = {host: reasons.get(host.name.partition(".")[0]) for host in passed}
+    out = {host.name: why for host, why in found.items() if why}
+    if len(passed) - len(out) >= minimum:
+        passed = [host for host in passed if host.name not in out]
+        failed |= out
+    else:
+        for name, why in out.items():
+            log(f"{hostfile}: {name}: {why}, but there is no spare host")
     for name, problem in failed.items():
         log(f"{hostfile}: {name} is left out: {problem}")
     if len(passed) < minimum:

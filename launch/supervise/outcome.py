@@ -45,6 +45,13 @@ class _Place(TypedDict):
     host: str
 
 
+class _SlowHost(TypedDict):
+    """What this module reads of an event `slow_host`."""
+
+    host: str
+    slow: bool
+
+
 class _Corrupted(TypedDict):
     """What this module reads of an event `corrupted`."""
 
@@ -64,6 +71,7 @@ class Outcome:
         values_changed: refused because a value of the command, or of a file that it names, differs
             from the run's original value.
         corrupt_hosts: hosts that have computed or stored wrong values.
+        slow_hosts: hosts that were slower than the others at the end.
         error_lines: the last lines of the launch's output that look like errors.
         downtime: further keys of the event `attempt_failed`, from `downtime.downtime`.
     """
@@ -74,6 +82,7 @@ class Outcome:
     reasons: list[str] = field(default_factory=list)
     values_changed: bool = False
     corrupt_hosts: list[str] = field(default_factory=list)
+    slow_hosts: list[str] = field(default_factory=list)
     error_lines: list[str] = field(default_factory=list)
     downtime: dict[str, Any] = field(default_factory=dict)
 
@@ -117,6 +126,12 @@ def classify(
         if match
     }
     rank_exit = list(codes.values())[-1] if codes else None
+    newest = {
+        event["host"]: event["slow"]
+        for event in events
+        if event["event"] == "slow_host" and not mismatch(event, _SlowHost)
+    }
+    outcome.slow_hosts = [host for host, slow in newest.items() if slow]
     for event in events:
         if event["event"] in ("rank_lost", "hang", "launcher_lost"):
             _add_event(outcome, event, codes)

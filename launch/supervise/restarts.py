@@ -24,6 +24,7 @@ class Policy:
         backoff, max_backoff: seconds before a restart, doubled for each restart without progress.
         deadline: seconds from the start of the supervisor after which the run is asked to stop.
         min_hosts: minimum number of hosts to start on; None: as many as the command requests.
+        leave_out_slow_hosts: start without the hosts that the run found slow, if there are spares.
         host_check: shell command that fails on a host that must not be used; None: the default.
         host_check_timeout: seconds that the check may take, tried twice.
         requeue: requeue the Slurm job if the run stopped before it was done.
@@ -35,6 +36,7 @@ class Policy:
     max_backoff: float = 300.0
     deadline: float | None = None
     min_hosts: int | None = None
+    leave_out_slow_hosts: bool = False
     host_check: str | None = None
     host_check_timeout: float = 60.0
     requeue: bool = False

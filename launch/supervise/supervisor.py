@@ -72,7 +72,7 @@ class Supervisor:
         self.restarts = Restarts(policy, self.run_dir)
         self.identity = secrets.token_hex(8)
         self.attempts = 0
-        self.corrupt_hosts: set[str] = set()
+        self.unwanted_hosts: dict[str, str] = {}  # {host: why}
         self.signals: list[int] = []
         self.stop_reason: str | None = None
         self.html_report: Child | None = None  # writes the HTML report after the last failure
@@ -122,7 +122,7 @@ class Supervisor:
                     policy.min_hosts,
                     HostCheck(policy.host_check or default_check(), policy.host_check_timeout),
                     self.log,
-                    self.corrupt_hosts,
+                    self.unwanted_hosts,
                 )
                 attempt = self._start(command)
             except OSError as error:  # no process, no space for the hostfile
@@ -139,7 +139,7 @@ class Supervisor:
                     self.log(f"  {reason}")
                 return outcome.exit_code
             self._log_failure(outcome)
-            self.corrupt_hosts.update(outcome.corrupt_hosts)
+            self._note_unwanted_hosts(outcome)
             if self.stop_reason is not None:
                 self.log(
                     f"stop requested ({self.stop_reason}), but the run failed before it had saved; "
@@ -154,6 +154,13 @@ class Supervisor:
                 return EXIT_REFUSED if outcome.exit_code == EXIT_REFUSED else EXIT_BUG
             self._wait(self.restarts.pause_seconds())
             self.restarts.count += 1
+
+    def _note_unwanted_hosts(self, outcome: Outcome) -> None:
+        if self.policy.leave_out_slow_hosts:
+            slow = dict.fromkeys(outcome.slow_hosts, "it was slower than the others")
+            self.unwanted_hosts |= slow
+        corrupt = dict.fromkeys(outcome.corrupt_hosts, "it has computed or stored wrong values")
+        self.unwanted_hosts |= corrupt
 
     def _is_refused_for_now(self, outcome: Outcome) -> bool:
         """Return whether a refused restart may succeed later: the same command worked before.

@@ -99,6 +99,17 @@ def _joined(value: Any) -> str:
 # ---- Messages that are not templates
 
 
+def shown_slow_host(event: Event) -> str:
+    """Return the message of an event `slow_host`."""
+    if not event.get("slow"):
+        return _TEMPLATES.vformat("{host} is as fast as the other hosts again", (), event)
+    return _TEMPLATES.vformat(
+        "{host} has needed {ratio:.2f} times as long as the other hosts for {seconds:seconds}, and "
+        "all ranks wait for it",
+        (), event,
+    )  # fmt: skip
+
+
 def _started(event: Event) -> str:
     text = _TEMPLATES.vformat("on {world_size} ranks, ZeRO-{zero_stage}", (), event)
     source = f", weights from {event['init_from']}" if event.get("init_from") else ""
@@ -275,6 +286,10 @@ _KINDS: tuple[EventKind, ...] = (
         "the process that started the ranks of rank 0's host is gone: the same keys as "
         "`rank_lost`, and `host`, `pid`, `reason`",
         alert=AlertRule("ERROR", "launcher lost", "reason"), state=FAILED),
+    EventKind("slow_host", "notable",
+        "a host has been slower than the others for minutes, or no longer is: `host`; `slow`; "
+        "`ratio` of its time without waits to the median of the others; `seconds`",
+        shown_slow_host, AlertRule("WARN", "a slow host", "host")),
     EventKind("profile", "plain",
         "`--profile` recorded the step: `trace`, the file of rank 0 in `profile/`; `seconds` to "
         "write it", "profile/{trace}"),

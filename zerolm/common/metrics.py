@@ -248,6 +248,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("throughput/mean_rank_seconds", "s", STEP_TIME,
             "the same, mean over the ranks: if the slowest rank is far above it, check that "
             "rank's host"),
+        Metric("throughput/slowest_host_ratio", "", None,
+            "the time of its own of the slowest host's slowest rank, relative to the median of the "
+            "other hosts; absent on one host. Above 1.1 for three minutes it is an event"),
         Metric("throughput/data_seconds", "s", STEP_TIME,
             "part of `throughput/step_seconds` spent waiting for data", better=LOWER),
         Metric("memory/allocated_bytes", "bytes", MEMORY,

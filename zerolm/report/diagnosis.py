@@ -19,7 +19,13 @@ from zerolm.report.findings import (
     noise_of,
     points_of,
 )
-from zerolm.report.speed_diagnosis import checkpoint_stalls, low_mfu, slow_data, slow_rank
+from zerolm.report.speed_diagnosis import (
+    checkpoint_stalls,
+    low_mfu,
+    slow_data,
+    slow_host,
+    slow_rank,
+)
 
 SPIKE_WINDOW, SPIKE_DEVIATIONS = 32, 8.0  # previous reported losses, and how far above them
 SPIKE_FLOOR = 0.02  # smallest deviation, as a share of the loss
@@ -50,7 +56,7 @@ def findings(rows: Sequence[Row], events: Sequence[Row] = ()) -> list[Finding]:
         found += _plateau(rows)
     for rule in _RULES:
         found += rule(rows)
-    return found
+    return [*found, *slow_host(events)]
 
 
 def _divergence(rows: Sequence[Row]) -> list[Finding]:

@@ -20,8 +20,8 @@ class Finding:
 
     Attributes:
         kind: "divergence", "spike", "plateau", "overfitting", "validation", "clipping",
-            "update_ratio", "repeated_data", "slow_data", "low_mfu", "falling_mfu", "slow_rank" or
-            "checkpoint_stalls".
+            "update_ratio", "repeated_data", "slow_data", "low_mfu", "falling_mfu", "slow_rank",
+            "checkpoint_stalls" or "slow_host".
         step, tokens: its position in the run.
         text: one or two sentences: what the metrics show, and what to try.
         advice: what to try, where several findings share it; shown once.

@@ -6,6 +6,7 @@ Used by `zerolm.report.diagnosis`.
 import statistics
 from collections.abc import Sequence
 
+from zerolm.common.events import shown_slow_host
 from zerolm.report.findings import (
     RECENT_ROWS,
     Finding,
@@ -84,6 +85,23 @@ def slow_rank(rows: Sequence[Row]) -> list[Finding]:
         f"`python -m launch doctor` compares hosts)."
     )
     return [finding_at("slow_rank", ranks[0], text)]
+
+
+def slow_host(events: Sequence[Row]) -> list[Finding]:
+    """Find the hosts that delay the others, as the run has logged."""
+    newest = {event["host"]: event for event in events if event.get("event") == "slow_host"}
+    return [
+        Finding(
+            "slow_host",
+            event["step"],
+            0,
+            f"{shown_slow_host(event)}. Check its clocks and temperature (nvidia-smi -q), other "
+            f"processes, disk and network (`zerolm doctor` compares hosts); `zerolm supervise "
+            f"--leave_out_slow_hosts` starts without it next time, if there is a spare.",
+        )
+        for event in newest.values()
+        if event.get("slow")
+    ]
 
 
 def checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:

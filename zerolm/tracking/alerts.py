@@ -29,7 +29,7 @@ class Alert(NamedTuple):
 def of_event(event: Row) -> Alert | None:
     """Return the alert for an event of `events.jsonl`, None if its kind raises none."""
     kind = EVENTS.get(event.get("event", ""))
-    if kind is None or kind.alert is None:
+    if kind is None or kind.alert is None or event.get("slow") is False:  # fast again
         return None
     level, title, detail = kind.alert
     if kind.name == "spike" and not _finite(event):

@@ -11,6 +11,7 @@ from typing import Any
 from zerolm.checkpoint.load import DamagedCheckpoint
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common import processes
+from zerolm.common.events import shown_slow_host
 from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import Rollback
 from zerolm.data import mixture
@@ -23,6 +24,7 @@ from zerolm.tracking import run_log
 from zerolm.tracking.console import Console
 from zerolm.tracking.tracker_processes import Trackers
 from zerolm.train import stability, throughput
+from zerolm.train.slow_hosts import SlowHosts
 from zerolm.train.step import StepResult
 from zerolm.watchdog import startup
 
@@ -57,6 +59,7 @@ class Journal:
         expected, notices = duration.expected(plan, self.peak_flops)
         print_rank0("\n".join([f"duration: {expected}", *(f"note: {one}" for one in notices)]))
         self.stopwatch = throughput.Stopwatch(device)
+        self.slow_hosts = SlowHosts()
         self.console = Console(rank == 0)
         self.changed = plan.changed
         self.trackers: Trackers | None = None  # handed over to the next log
@@ -183,7 +186,7 @@ class Journal:
         """
         plan = self.plan
         row |= {
-            **throughput.slowest_rank(self.stopwatch.own_seconds(), self.device),
+            **self.slow_hosts.row(self.stopwatch.own_seconds(), self.device),
             **self.stopwatch.report(self.world_size, plan.flops_per_token, self.peak_flops),
             **throughput.memory(self.device),
             "health/skipped_steps": progress.skipped_steps,
@@ -194,6 +197,9 @@ class Journal:
             self.print_rank0(f"no MFU: above 1 of {self.peak_flops:.3g} FLOP/s per device")
             self._told_of_mfu = True
         self.log.metrics(row)
+        for event in self.slow_hosts.events(time.monotonic()):
+            self.log.event("slow_host", progress.step, **event)
+            self.print_rank0(f"step={progress.step} {shown_slow_host(event)}")
         sequences_left = -(-(self.settings.total_tokens - progress.tokens) // self.settings.seq_len)
         steps_left = plan.batch_schedule.steps(
             progress.position, progress.position + sequences_left

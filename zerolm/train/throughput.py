@@ -100,28 +100,6 @@ class Stopwatch:
         return row
 
 
-def slowest_rank(own_seconds: float, device: torch.device) -> dict[str, float]:
-    """Return the `throughput/` metrics that compare ranks; none with a single rank.
-
-    Every rank must call this.
-
-    Args:
-        own_seconds: the result of `Stopwatch.own_seconds`.
-    """
-    world_size = torch.distributed.get_world_size()
-    if world_size == 1:
-        return {}
-    seconds = torch.zeros(world_size, dtype=torch.float64, device=device)
-    seconds[torch.distributed.get_rank()] = own_seconds
-    torch.distributed.all_reduce(seconds)
-    slowest = int(seconds.argmax())
-    return {
-        "throughput/slowest_rank": slowest,
-        "throughput/slowest_rank_seconds": float(seconds[slowest]),
-        "throughput/mean_rank_seconds": float(seconds.mean()),
-    }
-
-
 def memory(device: torch.device) -> dict[str, int]:
     """Return the `memory/` metrics in bytes: of the GPU, or of this process on a CPU."""
     if device.type == "cuda":

@@ -66,6 +66,9 @@ elif action == "crash":
     sys.exit(1)
 elif action == "early":  # before its first step
     sys.exit(1)
+elif action == "slow":
+    log_event("slow_host", host="node1", slow=True, ratio=1.5, seconds=200.0)
+    sys.exit(1)
 elif action == "corrupt":
     place = {"rank": 0, "host": "node1.cluster", "device": "cpu"}
     log_event("corrupted", reason="step 7: a bit flipped", places=[place])

@@ -49,11 +49,19 @@ def test_a_host_that_fails_its_check_is_left_out(fake_run) -> None:
     # node1 corrupts values: it stays while there is no other host, and is left out once there is.
     launch[3] = "2"
     code, output = supervise("--backoff", "0.02s", plan="done done corrupt done")
-    assert code == 0 and "node1 computed or stored wrong values, but there is no spare" in output
+    assert (
+        code == 0
+        and "node1: it has computed or stored wrong values, but there is no spare" in output
+    )
     hostfile.write_text("node1 slots=2\nnode3 slots=2\nnode4 slots=2\n")
     (fake_run.run_dir / "starts").unlink()
     code, output = supervise("--backoff", "0.02s", plan="corrupt done")
     assert code == 0 and "step 7: a bit flipped" in output and "hosts: node3, node4" in output
+    # node1 is slow: it stays, unless it is to be left out.
+    for flags, used in (((), "node1, node3"), (("--leave_out_slow_hosts",), "node3, node4")):
+        (fake_run.run_dir / "starts").unlink()
+        code, output = supervise("--backoff", "0.02s", *flags, plan="slow done")
+        assert code == 0 and output.rindex(f"hosts: {used}") > output.index("restart"), output
 
 
 def test_a_check_that_is_slow_the_first_time_passes_the_second(tmp_path) -> None:
