@@ -114,10 +114,10 @@ def classify(
     steps = [beat["step"] for beat in heartbeats if beat["step"]]
     if steps and last_logged is not None and last_logged > max(steps):
         steps.append(last_logged + 1)  # a heartbeat may be seconds old
-    outcome = Outcome(_exit_code(returncode, events), max(steps, default=None))
+    output = list(output)
+    outcome = Outcome(_exit_code(returncode, events, output), max(steps, default=None))
     if outcome.exit_code in (EXIT_DONE, EXIT_STOPPED) and not killed:
         return outcome
-    output = list(output)
     if kill_reason:
         outcome.reasons.append(kill_reason)
     codes = {
@@ -158,7 +158,7 @@ def classify(
     return outcome
 
 
-def _exit_code(returncode: int, events: Sequence[dict[str, Any]]) -> int:
+def _exit_code(returncode: int, events: Sequence[dict[str, Any]], output: Sequence[str]) -> int:
     if any(event.get("reason") == RUNNER_GONE for event in events):
         # The ranks saved and stopped because `deepspeed` ended: on request, or was it killed?
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -169,7 +169,11 @@ def _exit_code(returncode: int, events: Sequence[dict[str, Any]]) -> int:
     for name, code in FINAL_EVENTS.items():
         if name in logged:
             return code
-    return returncode if returncode in (EXIT_REFUSED, EXIT_STOPPED, EXIT_GAVE_UP) else EXIT_BUG
+    if returncode in (EXIT_REFUSED, EXIT_STOPPED, EXIT_GAVE_UP):
+        return returncode
+    # Of two ranks that refuse, srun ends the slower one, and returns that.
+    reported = {int(match["code"]) for match in map(RETURN_CODE.match, output) if match}
+    return EXIT_REFUSED if EXIT_REFUSED in reported and _refusal(output) else EXIT_BUG
 
 
 def _refusal(output: Sequence[str]) -> list[str]:

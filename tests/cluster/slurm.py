@@ -1,6 +1,10 @@
-"""Slurm on the hosts of a cluster: its controller on the first one, a daemon on each."""
+"""Slurm on the hosts of a cluster: its controller on the first one, a daemon on each.
+
+With accounting, which `sacct` reads, also its database daemon and MariaDB on the first one.
+"""
 
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,6 +41,29 @@ PartitionName=main Nodes=ALL Default=YES State=UP PriorityTier=1
 PartitionName=grace Nodes=ALL State=UP PriorityTier=1 GraceTime=15
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=10 PreemptMode=OFF
 """
+ACCOUNTING_PACKAGES = "slurmdbd mariadb-server"
+ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={first}
+JobAcctGatherType=jobacct_gather/linux
+"""
+DATABASE = """\
+AuthType=auth/munge
+DbdHost={first}
+SlurmUser=root
+StorageType=accounting_storage/mysql
+StorageUser=root
+StorageLoc=accounts
+PidFile=/run/slurmdbd.pid
+LogFile={directory}/slurmdbd.log
+"""
+
+
+def missing_accounting() -> str:
+    """Return why there can be no accounting here; an empty text if there can."""
+    names = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb")
+    absent = [name for name in names if shutil.which(name) is None]
+    return f"{', '.join(absent)} not found: apt-get install {ACCOUNTING_PACKAGES}" * bool(absent)
 
 
 def write_config(directory: Path, addresses: Mapping[str, str]) -> None:
@@ -61,18 +88,48 @@ class Slurm:
 
     Args:
         cluster: a `hosts.Cluster` that has started.
+        accounting: with `sacct`; needs `ACCOUNTING_PACKAGES`.
     """
 
-    def __init__(self, cluster: Any):
+    def __init__(self, cluster: Any, accounting: bool = False):
         self.cluster, self.first = cluster, cluster.names[0]
-        munge = cluster.directory / "slurm" / "munge"
+        self.directory = cluster.directory / "slurm"
+        munge = self.directory / "munge"
         for name in cluster.names:
             files = [f"--{kind}-file=/run/munge/{kind}" for kind in ("log", "pid", "seed")]
             self._on(name, "munged", "--force", f"--key-file={munge / 'key'}", *files)
+        if accounting:
+            self._start_accounting()
         self._on(self.first, "slurmctld")
         for name in cluster.names:
             self._on(name, "slurmd", "-N", name)
         self.wait(lambda: self._idle() == len(cluster.names), "all nodes to be idle")
+
+    def _start_accounting(self) -> None:
+        first, directory, data = self.first, self.directory, self.directory / "database"
+        socket = "/run/mysqld/mysqld.sock"  # the one that slurmdbd expects
+        self._on(first, "mkdir", "-p", data, "/run/mysqld")
+        options = ("--no-defaults", f"--datadir={data}", "--user=root")
+        self._on(first, "mariadb-install-db", *options, "--skip-test-db",
+                 "--auth-root-authentication-method=normal")  # fmt: skip
+        with open(directory / "mariadbd.log", "w") as log:
+            command = ["mariadbd", *options, f"--socket={socket}", "--skip-networking"]
+            self.cluster.start(first, command, stdout=log, stderr=log)
+        client = ("mariadb", "--no-defaults", f"--socket={socket}", "-e")
+        self.wait(
+            lambda: self.cluster.run(first, *client, "create database accounts").returncode == 0,
+            "MariaDB",
+        )
+        config = directory / "slurmdbd.conf"
+        config.write_text(DATABASE.format(first=first, directory=directory))
+        config.chmod(0o600)
+        with open(directory / "slurm.conf", "a") as file:
+            file.write(ACCOUNTING.format(first=first))
+        self._on(first, "slurmdbd")
+        self.wait(
+            lambda: self.cluster.run(first, "sacctmgr", "-n", "list", "cluster").returncode == 0,
+            "slurmdbd",
+        )
 
     def submit(self, script: Path, *options: str) -> str:
         """Submit a job script; return the number of the job."""

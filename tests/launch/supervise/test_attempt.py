@@ -16,6 +16,7 @@ from launch.supervise.attempt import Attempt
 from launch.supervise.outcome import classify
 from tests.zerolm.report.run_directories import heartbeat
 from zerolm.common import processes
+from zerolm.common.errors import EXIT_BUG, EXIT_REFUSED
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -152,3 +153,16 @@ def test_a_killed_runner_is_blamed_and_not_the_ranks_that_saved() -> None:
     assert outcome.exit_code == 1
     (reason,) = outcome.reasons
     assert reason == "the launcher ended with SIGKILL, but the ranks still trained; they saved"
+
+
+def test_a_refusal_under_slurm_is_one_although_srun_returns_that_it_ended_a_task() -> None:
+    output = [
+        "pretrain.py: refused, nothing was written.",
+        "shards/web: no such directory. (--data) (on node1, node2)",
+        "[ERROR] [launch.py:259:sigkill_handler] ['python'] exits with return code = 2",
+        "srun: error: node1: task 0: Exited with exit code 2",
+        "srun: error: node2: task 1: Terminated",
+    ]
+    outcome = classify(143, [], [], output, None, [])
+    assert outcome.exit_code == EXIT_REFUSED and "no such directory" in outcome.reasons[0]
+    assert classify(143, [], [], output[2:], None, []).exit_code == EXIT_BUG
