@@ -7,6 +7,7 @@ or lost task runs again, a task with a valid record does not.
 import contextlib
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ RAY_KEYS = {
     "ray_remote_kwargs": dict,
 }  # fmt: skip
 
+CONNECT_SECONDS = 20.0  # to a Ray cluster
+
 Json = dict[str, Any]
 
 
@@ -46,6 +49,8 @@ def make_executor(name: str, num_workers: int, options: Json, where: str) -> Exe
         problems += _slurm_problems(options.get("slurm", {}), where)
     if name in ("slurm", "ray"):
         problems += _package_problems(name)
+    if name == "ray" and not problems:
+        problems += _ray_problems(options.get("ray", {}), where)
     if problems:
         raise ConfigError(problems)
     if name == "slurm":
@@ -76,6 +81,22 @@ def _slurm_problems(options: Json, where: str) -> list[str]:
     if "SLURM_ARRAY_TASK_ID" in os.environ:  # datatrove would run one task here, and exit
         problems.append("--executor slurm: this is a job of a Slurm array. Run it outside of one.")
     return problems
+
+
+def _ray_problems(options: Json, where: str) -> list[str]:
+    """Connect to the address once: Ray itself waits for minutes, without a word."""
+    address = options.get("address", "")
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():  # none, or "auto"
+        return []
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        return [
+            f"{where}: executor.ray.address: {address}: no Ray cluster answers there ({error}). "
+            f"Start it (on that host: ray start --head --port {port}), or correct the address."
+        ]
+    return []
 
 
 def _package_problems(name: str) -> list[str]:
