@@ -6,7 +6,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from tests.model_families.toy_configs import toy_config
-from zerolm.export.generation import set_special_ids, with_values_of, zeroes_padding_row
+from zerolm.export.generation import (
+    FORCED,
+    set_special_ids,
+    with_values_of,
+    zeroes_padding_row,
+)
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -97,3 +102,15 @@ def test_a_trained_row_of_the_padding_token_is_loaded_as_it_is(family, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert bool((loaded.get_input_embeddings().weight == 1).all())
     assert (loaded.config.pad_token_id == 2) == (family != "youtu")
+
+
+@pytest.mark.parametrize("family", ["bart", "whisper", "llama4", "mllama", "gemma3", "qwen3_5"])
+def test_generation_has_no_default_ids_of_a_class(family):
+    """They are ordinary tokens of the run's tokenizer. Some are in the text part of a config."""
+    config = AutoConfig.for_model(**toy_config(family))
+    set_special_ids(config, 7)
+    with torch.device("meta"):
+        generation = AutoModelForCausalLM.from_config(config).generation_config
+    begin = {"mllama": 1}.get(family)  # its class accepts only a number
+    assert (generation.eos_token_id, generation.bos_token_id) == (7, begin)
+    assert not any(getattr(generation, key, None) for key in FORCED)
