@@ -111,7 +111,7 @@ def write_model(
         with_values_of,
         zeroes_padding_row,
     )
-    from zerolm.export.older_keys import add_older_keys
+    from zerolm.export.older_keys import add_older_keys, set_tied
     from zerolm.export.weights import write_weights
 
     notices: list[str] = []
@@ -134,6 +134,7 @@ def write_model(
     known = type(skeleton.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     saved = skeleton.config if known else config
     notices += set_for_inference(saved)
+    set_tied(saved, skeleton)
     saved.dtype = dtype
     saved.architectures = [type(skeleton).__name__]
     check_room(output, skeleton.num_parameters() * dtype.itemsize)

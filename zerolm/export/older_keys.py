@@ -78,6 +78,20 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
     return notices
 
 
+def set_tied(config: "PretrainedConfig", model: Any) -> None:
+    """Set whether the model's output embeddings are its input embeddings, in place.
+
+    transformers 5 asks the whole config, version 4 its text part; some classes of 5 tie nothing,
+    whatever the config says.
+    """
+    given, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if given is None or output is None:
+        return
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "tie_word_embeddings"):
+            part.tie_word_embeddings = output.weight is given.weight
+
+
 def _plain_numbers(value: Any) -> Any:
     """Return a value with the numbers that transformers 5 writes as `{"__float__": "Infinity"}`.
 
