@@ -24,7 +24,7 @@ NAMES = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 OTHER_NAMES = {
     "gpt_neox": ("rotary_emb_base", "", "rotary_pct"),
     "gpt_neox_japanese": ("rotary_emb_base", "", "rotary_pct"),
-    "modernbert-decoder": ("global_rope_theta", "local_rope_theta", ""),
+    "modernbert-decoder": ("global_rope_theta", "", ""),  # version 4 has one base for all layers
     "olmo3": ("rope_theta", "", ""),
 }
 # Classes of transformers 4 that accept these keys of `rope_scaling`, all of them and no other.

@@ -144,6 +144,7 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
         "intermediate_size": int(config.expand * config.hidden_size), "rms_norm": True,
     },
     "minimax_m2": _minimax_m2,
+    "modernbert-decoder": lambda config: {"local_attention": 2 * config.sliding_window},
     "openai-gpt": lambda config: {"n_ctx": config.n_positions},
     "qwen3_5_moe_text": _linear,
     "qwen3_5_text": _linear,

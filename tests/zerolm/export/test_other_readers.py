@@ -137,6 +137,7 @@ def test_an_export_names_rotary_embeddings_that_version_4_cannot_have(tmp_path):
     for model, full, sliding in (
         ("gemma3_text", default, linear),
         ("olmo3", default, {**default, "rope_theta": 2e4}),
+        ("modernbert-decoder", default, {**default, "rope_theta": 2e4}),
         ("gemma4_text", {**default, "rope_type": "proportional"}, default),
     ):
         by_layer = {"full_attention": full, "sliding_attention": sliding}

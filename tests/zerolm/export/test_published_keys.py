@@ -70,6 +70,14 @@ def test_parts_of_dbrx_have_the_keys_that_version_4_accepts(tmp_path):
     assert not {"id2label", "return_dict"} & values["ffn_config"].keys()
 
 
+def test_modernbert_has_the_window_under_both_names(tmp_path):
+    """transformers 5 reads `sliding_window` first, version 4 half of `local_attention` only."""
+    config = CONFIG_MAPPING["modernbert-decoder"](sliding_window=8)
+    values = written(config, tmp_path)
+    assert (values["sliding_window"], values["local_attention"]) == (8, 16)
+    assert load_model_config(tmp_path).sliding_window == 8
+
+
 @pytest.mark.parametrize(("model_type", "key"), sorted(PERIODS.items()))
 def test_layers_without_a_period_are_named_and_have_no_key_for_it(model_type, key, tmp_path):
     """Readers take a default period where the key is missing, so the export says so."""
