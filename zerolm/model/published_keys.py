@@ -91,6 +91,16 @@ def _minimax_m2(config: Any) -> Keys:
     }  # fmt: skip
 
 
+def _older_kinds(name: str) -> Callable[[Any], Keys]:
+    return lambda config: {name: [OLDER_KINDS.get(kind, kind) for kind in getattr(config, name)]}
+
+
+def _mllama(config: Any) -> Keys:
+    """Version 4 of transformers fails without a type."""
+    default = config.rope_parameters["rope_type"] == "default"
+    return {"rope_scaling": {"rope_type": "default"}} if default else {}
+
+
 def _per_layer(value: Any, num_layers: int) -> list[Any]:
     return value if isinstance(value, list) else [value] * num_layers
 
@@ -125,14 +135,13 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
     },
     "falcon": _multiple_queries,
     "falcon_h1": _head_dim,
+    "fuyu": lambda config: {"hidden_size": config.text_config.hidden_size},
     "gemma3_text": _windows,
     "glm4_moe": lambda config: {**_head_dim(config), **WITH_BIAS},
     "glm4_moe_lite": _constant(**WITH_BIAS),
     "glm_moe_dsa": lambda config: {**WITH_BIAS, **_leading_dense(config)},
     "gpt2": lambda config: {"n_ctx": config.n_positions},
-    "granitemoehybrid": lambda config: {
-        "layer_types": [OLDER_KINDS.get(kind, kind) for kind in config.layer_types]
-    },
+    "granitemoehybrid": _older_kinds("layer_types"),
     "hunyuan_v1_moe": _hunyuan_moe,
     "laguna": _constant(moe_router_score_func="sigmoid"),
     "lfm2": lambda config: {"block_dim": config.hidden_size},
@@ -144,6 +153,7 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
         "intermediate_size": int(config.expand * config.hidden_size), "rms_norm": True,
     },
     "minimax_m2": _minimax_m2,
+    "mllama_text_model": _mllama,
     "modernbert-decoder": lambda config: {"local_attention": 2 * config.sliding_window},
     "openai-gpt": lambda config: {"n_ctx": config.n_positions},
     "qwen3_5_moe_text": _linear,
@@ -154,6 +164,8 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
         **WITH_BIAS, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0,
         "intermediate_size": config.moe_intermediate_size,
     },
+    "zamba": _older_kinds("layers_block_type"),
+    "zamba2": _older_kinds("layers_block_type"),
 }  # fmt: skip
 # Families of which some readers take the period instead of `layer_types`, and a default without it.
 PERIODS = {
