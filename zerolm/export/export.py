@@ -106,6 +106,7 @@ def write_model(
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     from zerolm.export.generation import (
+        position_notices,
         set_for_inference,
         set_special_ids,
         with_values_of,
@@ -144,6 +145,7 @@ def write_model(
     try:
         saved.save_pretrained(temporary)
         notices += add_older_keys(temporary, saved)
+        notices += position_notices(skeleton)
         if skeleton.can_generate():
             generation, left_out = with_values_of(source or {}, skeleton.generation_config)
             generation.save_pretrained(temporary)

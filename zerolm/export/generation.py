@@ -75,6 +75,22 @@ def set_for_inference(config: Any) -> list[str]:
     return notices
 
 
+def position_notices(model: Any) -> list[str]:
+    """Return a line if `generate` counts positions otherwise than the model does in training.
+
+    That of transformers 4 and 5 counts from 0, RoBERTa and its like from after `pad_token_id`.
+    """
+    counts = (hasattr(each, "create_position_ids_from_input_ids") for each in model.modules())
+    if not any(counts):
+        return []
+    first = model.config.pad_token_id + 1
+    return [
+        f"generate() of transformers counts positions from 0, but this model was trained with "
+        f"{first} as the first, so it would continue texts badly. Give it position_ids="
+        f"torch.arange({first}, {first} + input_ids.shape[1])[None]"
+    ]
+
+
 def zeroes_padding_row(model: Any) -> bool:
     """Return whether `from_pretrained` overwrites the row of the padding token with zeros.
 
