@@ -86,6 +86,7 @@ def _bailing(config: Any) -> Keys:
         "q_lora_rank": None, **({GROUP: period} if period else {}),
         "max_position_embeddings": config.max_position_embeddings, "n_group": config.n_group,
         "num_experts_per_tok": config.num_experts_per_tok,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size,
     }  # fmt: skip
 
 
