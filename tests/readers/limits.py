@@ -77,17 +77,14 @@ LIMITS: dict[str, str] = {
     "mlx jamba": "mlx-lm normalizes the scores of Jamba's chosen experts, transformers does not "
     "(its jamba.py: softmax after the choice)",
     "mlx glm": "mlx-lm rotates whole heads, whatever `partial_rotary_factor` is (its glm.py)",
-    "mlx bailing_hybrid": "mlx-lm knows it by the published `architectures`, and transformers "
-    "names `o_proj` of linear attention `dense`: with both names, and the size of shared experts "
-    "that mlx-lm asks for (bailing_moe_v3.py), it computes the same",
+    "mlx bailing_hybrid": "mlx-lm knows it by the published `architectures` only (its utils.py): "
+    "with them it computes the same",
     "mlx bitnet": "mlx-lm expects the packed weights of the published files (bitlinear_layers.py)",
     **dict.fromkeys(
         ("mlx deepseek_v32", "mlx glm_moe_dsa"),
         "scores of the indexer are equal, 0, where it chooses tokens, and mlx-lm then chooses "
         "others: with numbers that make such scores unequal, both compute the same",
     ),
-    "mlx kimi_linear": "transformers names the matrices of dense layers `block_sparse_moe`: with "
-    "the published names, `mlp`, mlx-lm computes the same",
     **dict.fromkeys(
         ("mlx llama4", "mlx llama4_text"),
         "mlx-lm has dense layers only, without chunks of attention (its llama4_text.py): for a "
