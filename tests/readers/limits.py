@@ -1,10 +1,41 @@
 """Why a reader's outcome is its own limit: {"reader family": reason, and how that is known}."""
 
+ROBERTA = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xmod",
+)  # fmt: skip
 LIMITS: dict[str, str] = {
-    "transformers granitemoehybrid": "the cache of version 4 needs a layer of attention; the toy "
-    "has none",
-    "transformers jamba": "version 4 needs a GPU unless `use_mamba_kernels` is false; published "
-    "files have it true",
+    **dict.fromkeys(
+        ("transformers bamba", "transformers granitemoehybrid"),
+        "the cache of version 4 needs a layer of attention; the toy has none: with one, this "
+        "version computes the same",
+    ),
+    **dict.fromkeys(
+        ("transformers jamba", "transformers zamba"),
+        "version 4 needs a GPU unless `use_mamba_kernels` is false, with which it computes the "
+        "same; published files have it true",
+    ),
+    "transformers blt": "version 4 has no windows in BLT's patcher (modeling_blt.py), and the "
+    "caches of both versions fail: without windows and cache, both compute the same",
+    "transformers doge": "the cache of version 4 turns off the mask that hides later tokens, "
+    "unless `attn_implementation` is eager (modeling_doge.py): with eager it computes the same",
+    "transformers gemma3n_text": "version 4 shares keys and values of layers only by its cache "
+    "(modeling_gemma3n.py): with the cache, its logits are the same",
+    "transformers modernbert-decoder": "version 4 has one base of rotary embeddings for all "
+    "layers (modeling_modernbert_decoder.py): with one base, this version computes the same",
+    "transformers moshi": "the mask of version 4 has a window only in `generate`, and version 5 "
+    "has it only in its cache: with a window of 64 tokens, all compute the same",
+    "transformers recurrent_gemma": "version 4 has the window only in its cache "
+    "(`_update_causal_mask`): with a window of 64 tokens, this version computes the same",
+    "transformers xlstm": "version 4 computes rows of several chunks only with the package xlstm "
+    "(modeling_xlstm.py divides by the wrong number): with a chunk of 64 tokens, its logits are "
+    "the same; `generate` fails in both versions",
+    "transformers zamba2": "without the package mamba_ssm, version 4 computes later chunks of a "
+    "row wrongly: with a chunk of 64 tokens, this version computes the same",
+    **dict.fromkeys(
+        (f"transformers {name}" for name in ROBERTA),
+        "`generate` of versions 4 and 5 alike counts positions from 0, the model itself from "
+        "`pad_token_id` + 1: without `generate`, version 4 computes the same tokens",
+    ),
     "llama_cpp gemma2": "its converter wants the SentencePiece model of the published files",
     "llama_cpp glm4_moe": "its converter wants special tokens of the published tokenizer",
     "llama_cpp cohere2": "its converter writes no period of windows; llama.cpp takes that of the "
@@ -24,8 +55,17 @@ LIMITS: dict[str, str] = {
     "ctranslate2 gemma2": "ctranslate2 has no sliding windows and no caps of logits in Gemma 2 "
     "(its Gemma2Loader): without both, transformers computes the same",
     **dict.fromkeys(
-        ("ctranslate2 gemma3_text", "ctranslate2 mistral"),
+        ("ctranslate2 gemma3", "ctranslate2 gemma3_text", "ctranslate2 mistral"),
         "ctranslate2 fails on an input that is longer than the sliding window: 40 tokens, window 8",
+    ),
+    **dict.fromkeys(
+        (f"ctranslate2 {name}" for name in ("bart", "marian", "mbart", "pegasus", "whisper")),
+        "ctranslate2 converts the whole encoder-decoder (`architecture_name` of its loaders); an "
+        "export has the decoder only",
+    ),
+    **dict.fromkeys(
+        (f"ctranslate2 {name}" for name in ("bert", "camembert", "roberta", "xlm-roberta")),
+        "ctranslate2 has this family as an encoder only (its BertLoader and RobertaLoader)",
     ),
     "ctranslate2 phi": "ctranslate2 expects the keys and weights of Phi's own older code, such as "
     "`n_layer` (its PhiLoader)",
@@ -37,8 +77,41 @@ LIMITS: dict[str, str] = {
     "mlx jamba": "mlx-lm normalizes the scores of Jamba's chosen experts, transformers does not "
     "(its jamba.py: softmax after the choice)",
     "mlx glm": "mlx-lm rotates whole heads, whatever `partial_rotary_factor` is (its glm.py)",
+    "mlx bailing_hybrid": "mlx-lm knows it by the published `architectures` only (its utils.py): "
+    "with them it computes the same",
+    "mlx bitnet": "mlx-lm expects the packed weights of the published files (bitlinear_layers.py)",
+    **dict.fromkeys(
+        ("mlx deepseek_v32", "mlx glm_moe_dsa"),
+        "scores of the indexer are equal, 0, where it chooses tokens, and mlx-lm then chooses "
+        "others: with numbers that make such scores unequal, both compute the same",
+    ),
+    **dict.fromkeys(
+        ("mlx llama4", "mlx llama4_text"),
+        "mlx-lm has dense layers only, without chunks of attention (its llama4_text.py): for a "
+        "model of such layers with tied embeddings, transformers computes the same",
+    ),
+    "mlx longcat_flash": "transformers has matrices of the experts that compute nothing: without "
+    "them, mlx-lm computes the same",
+    "mlx mimo_v2_flash": "mlx-lm fails on an odd number of rotated pairs, which the toy has; with "
+    "another, its window is one token shorter (mimo_v2_flash.py): with one more, it computes the "
+    "same",
+    "mlx minicpm3": "mlx-lm needs the longrope scaling of published models, and scales logits of "
+    "untied embeddings only (minicpm3.py): with both, transformers computes the same",
+    "mlx minimax": "mlx-lm has MiniMax-M2 under this name, without linear attention (minimax.py)",
+    "mlx nanochat": "mlx-lm expects the names of nanochat's own code (nanochat.py): with them, it "
+    "computes the same",
+    "mlx olmo_hybrid": "transformers gives norms of two kinds of layers one name, and splits the "
+    "convolutions of queries, keys and values in three equal parts: with the names that mlx-lm "
+    "expects and parts that are equal, it computes the same",
+    "mlx phimoe": "mlx-lm expects the biases of the published models (phimoe.py): with them, "
+    "transformers computes the same",
+    "mlx recurrent_gemma": "mlx-lm has one key head (recurrent_gemma.py), as published models "
+    "have: with one, transformers computes the same",
     "mlx deepseek_v2": "mlx-lm needs `rope_scaling` to be a dictionary (deepseek_v2.py)",
-    "mlx gpt2": "mlx-lm expects the oldest names of weights, without `transformer.`",
+    **dict.fromkeys(
+        ("mlx gpt2", "mlx gpt-sw3"),
+        "mlx-lm expects the oldest names of weights, without `transformer.`",
+    ),
     "mlx gpt_neox": "mlx-lm takes 4 times the hidden size for `intermediate_size` (gpt_neox.py), "
     "which published models have",
     "mlx gpt_bigcode": "mlx-lm fails to build the model, before it reads weights",

@@ -79,7 +79,7 @@ def llama_cpp(directory, ids):
     done = subprocess.run(
         [*json.loads(os.environ["READERS_CONVERT"]), str(directory), "--", "--outtype", "f32",
          "--outfile", str(file)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     if done.returncode:
         raise ValueError(done.stderr.strip().splitlines()[-1])

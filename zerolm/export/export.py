@@ -106,12 +106,13 @@ def write_model(
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     from zerolm.export.generation import (
+        position_notices,
         set_for_inference,
         set_special_ids,
         with_values_of,
         zeroes_padding_row,
     )
-    from zerolm.export.older_keys import add_older_keys
+    from zerolm.export.older_keys import add_older_keys, set_tied
     from zerolm.export.weights import write_weights
 
     notices: list[str] = []
@@ -134,6 +135,7 @@ def write_model(
     known = type(skeleton.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     saved = skeleton.config if known else config
     notices += set_for_inference(saved)
+    set_tied(saved, skeleton)
     saved.dtype = dtype
     saved.architectures = [type(skeleton).__name__]
     check_room(output, skeleton.num_parameters() * dtype.itemsize)
@@ -143,6 +145,7 @@ def write_model(
     try:
         saved.save_pretrained(temporary)
         notices += add_older_keys(temporary, saved)
+        notices += position_notices(skeleton)
         if skeleton.can_generate():
             generation, left_out = with_values_of(source or {}, skeleton.generation_config)
             generation.save_pretrained(temporary)

@@ -12,6 +12,8 @@ from typing import Any
 from zerolm.common.errors import reason
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer
 
+FORCED = ("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens")
+
 
 def set_special_ids(
     config: Any,
@@ -23,7 +25,8 @@ def set_special_ids(
 
     Without a source they are the tokenizer's, because a class's default `bos_token_id` is an
     ordinary token of the run's tokenizer. Some classes accept only a number, and keep theirs.
-    `pad_token_id` stays: the positions of RoBERTa begin after it.
+    `pad_token_id` stays: the positions of RoBERTa begin after it. Default ids that a class forces
+    or suppresses are ordinary tokens too.
 
     Args:
         source: ids of the weights that the run began with; kept if they are special tokens.
@@ -34,13 +37,17 @@ def set_special_ids(
     source = source or {}
     further = [each for each in id_list(source.get("eos_token_id")) if each != eos_id]
     kept = [each for each in further if each in special]
-    config.eos_token_id = eos_id
-    with suppress(StrictDataclassFieldValidationError):
-        config.eos_token_id = [eos_id, *kept] if kept else eos_id
     if bos_id is None and source.get("bos_token_id") in special:
         bos_id = source["bos_token_id"]
-    with suppress(StrictDataclassFieldValidationError):  # cwm, modernbert-decoder
-        config.bos_token_id = bos_id
+    for part in _parts(config):
+        part.eos_token_id = eos_id
+        with suppress(StrictDataclassFieldValidationError):
+            part.eos_token_id = [eos_id, *kept] if kept else eos_id
+        with suppress(StrictDataclassFieldValidationError):  # cwm, modernbert-decoder
+            part.bos_token_id = bos_id
+        for key in FORCED:
+            if getattr(part, key, None) is not None:
+                setattr(part, key, None)
     left_out = [("eos_token_id", each) for each in further if each not in special]
     if source.get("bos_token_id") not in (None, bos_id):
         left_out.append(("bos_token_id", source["bos_token_id"]))
@@ -57,7 +64,7 @@ def set_for_inference(config: Any) -> list[str]:
     transformers 4 fails.
     """
     notices = []
-    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+    for part in _parts(config):
         part.output_attentions = part.output_hidden_states = False
         if getattr(part, "output_router_logits", False):
             part.output_router_logits = False
@@ -66,6 +73,22 @@ def set_for_inference(config: Any) -> list[str]:
                 "train the model with its router loss again"
             ]
     return notices
+
+
+def position_notices(model: Any) -> list[str]:
+    """Return a line if `generate` counts positions otherwise than the model does in training.
+
+    That of transformers 4 and 5 counts from 0, RoBERTa and its like from after `pad_token_id`.
+    """
+    counts = (hasattr(each, "create_position_ids_from_input_ids") for each in model.modules())
+    if not any(counts):
+        return []
+    first = model.config.pad_token_id + 1
+    return [
+        f"generate() of transformers counts positions from 0, but this model was trained with "
+        f"{first} as the first, so it would continue texts badly. Give it position_ids="
+        f"torch.arange({first}, {first} + input_ids.shape[1])[None]"
+    ]
 
 
 def zeroes_padding_row(model: Any) -> bool:
@@ -105,6 +128,11 @@ def with_values_of(source: Mapping[str, Any], generation: Any) -> tuple[Any, lis
 def id_list(value: int | list[int] | None) -> list[int]:
     """Return the ids of a key that may have one, several or none."""
     return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _parts(config: Any) -> list[Any]:
+    """Return a config and its text part, of which generation takes what the config has not."""
+    return list({id(each): each for each in (config, config.get_text_config())}.values())
 
 
 def _of_tokenizer(directory: Path | None) -> tuple[int | None, set[int]]:

@@ -24,7 +24,7 @@ NAMES = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 OTHER_NAMES = {
     "gpt_neox": ("rotary_emb_base", "", "rotary_pct"),
     "gpt_neox_japanese": ("rotary_emb_base", "", "rotary_pct"),
-    "modernbert-decoder": ("global_rope_theta", "local_rope_theta", ""),
+    "modernbert-decoder": ("global_rope_theta", "", ""),  # version 4 has one base for all layers
     "olmo3": ("rope_theta", "", ""),
 }
 # Classes of transformers 4 that accept these keys of `rope_scaling`, all of them and no other.
@@ -76,6 +76,20 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
             values[name] = {key: value for key, value in written.items() if key in ONLY[name]}
     write_json(path, values)
     return notices
+
+
+def set_tied(config: "PretrainedConfig", model: Any) -> None:
+    """Set whether the model's output embeddings are its input embeddings, in place.
+
+    transformers 5 asks the whole config, version 4 its text part; some classes of 5 tie nothing,
+    whatever the config says.
+    """
+    given, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if given is None or output is None:
+        return
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "tie_word_embeddings"):
+            part.tie_word_embeddings = output.weight is given.weight
 
 
 def _plain_numbers(value: Any) -> Any:

@@ -22,6 +22,13 @@ from zerolm.routers.biased_routers import biased_routers
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # model.layers.3, transformer.h.3
 INDEX = "model.safetensors.index.json"
 
+# Names that transformers 5.23 writes for layers of all kinds, though published files have them for
+# those of one kind only: (the kind, a pattern, the published name). It reads both.
+MISNAMED = {
+    "bailing_hybrid": ("linear_attention", r"\.attention\.dense\.", ".attention.o_proj."),
+    "kimi_linear": ("dense", r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1."),
+}
+
 State = dict[str, torch.Tensor]
 
 
@@ -56,15 +63,14 @@ def write_weights(
         if name not in skeleton.all_tied_weights_keys
     }
     planned = {  # copies, because a view would count with the size of its base
-        name: torch.empty_like(tensor)
-        for name, tensor in revert_weight_conversion(skeleton, dict(meta)).items()
+        name: torch.empty_like(tensor) for name, tensor in published(skeleton, dict(meta)).items()
     }
     split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
     filling: dict[str, State] = {name: {} for name in split.filename_to_tensors}
     for block in _blocks(skeleton, meta, list(planned)):
         loaded = {name: load_weight(name).to(meta[name].dtype) for name in block}
         release()
-        for name, tensor in revert_weight_conversion(skeleton, loaded).items():
+        for name, tensor in published(skeleton, loaded).items():
             assert tensor.shape == planned[name].shape, f"{name}: {tensor.shape}"
             file = split.tensor_to_filename[name]
             filling[file][name] = tensor.contiguous()
@@ -84,6 +90,22 @@ def write_weights(
     return sum(tensor.nbytes for tensor in planned.values())
 
 
+def published(skeleton: Any, state: State) -> State:
+    """Return weights of the model's code under their published names, in their published shapes."""
+    config = skeleton.config
+    state = revert_weight_conversion(skeleton, state)
+    kind, pattern, name = MISNAMED.get(config.model_type, ("", "", ""))
+    if not kind:
+        return state
+    kinds = [*zip(config.layer_types, config.mlp_layer_types, strict=True)]
+
+    def named(key: str) -> str:
+        layer = re.search(r"\.layers\.(\d+)\.", key)
+        return re.sub(pattern, name, key) if layer and kind in kinds[int(layer[1])] else key
+
+    return {named(key): tensor for key, tensor in state.items()}
+
+
 def _blocks(skeleton: Any, meta: State, planned: Sequence[str]) -> Iterator[list[str]]:
     """Yield the names that are converted together, in the order in which the files are filled."""
     blocks: dict[str, list[str]] = {}
@@ -91,7 +113,7 @@ def _blocks(skeleton: Any, meta: State, planned: Sequence[str]) -> Iterator[list
         match = BLOCK.match(name)
         blocks.setdefault(match[1] if match else name, []).append(name)
     converted = {
-        key: list(revert_weight_conversion(skeleton, {name: meta[name] for name in names}))
+        key: list(published(skeleton, {name: meta[name] for name in names}))
         for key, names in blocks.items()
     }
     if sorted(name for names in converted.values() for name in names) != sorted(planned):

@@ -18,6 +18,8 @@ Keys = dict[str, Any]
 NEXT_TOKENS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS, LINEAR = "sliding_window_pattern", "full_attention_interval"
+GROUP = "layer_group_size"
+DENSE = "first_k_dense_replace"
 OLDER_KINDS = {FULL: "attention", "linear_attention": "mamba"}
 
 
@@ -73,7 +75,69 @@ def _exaone4(config: Any) -> Keys:
 
 def _leading_dense(config: Any) -> Keys:
     kinds = [*config.mlp_layer_types, "sparse"]
-    return {"first_k_dense_replace": kinds.index("sparse"), "moe_layer_freq": 1}
+    return {DENSE: kinds.index("sparse"), "moe_layer_freq": 1}
+
+
+def _bailing(config: Any) -> Keys:
+    """The class writes another `head_dim` than it reads, and sizes that may not be the layers'."""
+    period = _period(config)
+    return {
+        "head_dim": config.linear_head_dim, DENSE: _leading_dense(config)[DENSE],
+        "q_lora_rank": None, **({GROUP: period} if period else {}),
+        "max_position_embeddings": config.max_position_embeddings, "n_group": config.n_group,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "moe_shared_expert_intermediate_size": config.moe_intermediate_size,
+    }  # fmt: skip
+
+
+def _gemma4(config: Any) -> Keys:
+    """Transformers has the sizes of layers with full attention in `per_layer_config`."""
+    layers = [
+        config.per_layer_config[i] for i, kind in enumerate(config.layer_types) if kind == FULL
+    ]
+    sizes = {(layer.head_dim, layer.num_key_value_heads) for layer in layers}
+    if len(sizes) != 1:
+        return {}
+    head_dim, heads = sizes.pop()
+    return {
+        "global_head_dim": head_dim,
+        "num_global_key_value_heads": heads if config.attention_k_eq_v else None,
+    }
+
+
+def _kimi_linear(config: Any) -> Keys:
+    """The layers are numbered from 1."""
+    numbered = [*enumerate(config.layer_types, 1)]
+    linear = {
+        "full_attn_layers": [number for number, kind in numbered if kind == FULL],
+        "kda_layers": [number for number, kind in numbered if kind != FULL],
+        "head_dim": config.linear_head_dim, "num_heads": config.linear_num_heads,
+        "short_conv_kernel_size": config.linear_conv_kernel_dim,
+    }  # fmt: skip
+    return {
+        "linear_attn_config": linear, "mla_use_nope": True, "rope_theta": 10000.0,
+        "moe_router_activation_func": "sigmoid", "use_grouped_topk": True, **_leading_dense(config),
+    }  # fmt: skip
+
+
+def _mimo(config: Any) -> Keys:
+    full, sliding = (config.rope_parameters[kind] for kind in (FULL, SLIDING))
+    return {
+        **WITH_BIAS, "n_shared_experts": None, "layernorm_epsilon": config.rms_norm_eps,
+        "hybrid_layer_pattern": [int(kind == SLIDING) for kind in config.layer_types],
+        "moe_layer_freq": [int(kind == "sparse") for kind in config.mlp_layer_types],
+        "sliding_window_size": config.sliding_window - 1,
+        "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False,
+        "swa_num_attention_heads": config.num_attention_heads,
+        "swa_num_key_value_heads": 2 * config.num_key_value_heads,
+        "swa_head_dim": config.head_dim, "swa_v_head_dim": config.v_head_dim,
+        "rope_theta": full["rope_theta"], "swa_rope_theta": sliding["rope_theta"],
+        "partial_rotary_factor": full.get("partial_rotary_factor", 1.0),
+    }  # fmt: skip
+
+
+def _vocab_size(config: Any) -> Keys:
+    return {"vocab_size": config.text_config.vocab_size}
 
 
 def _multiple_queries(config: Any) -> Keys:
@@ -89,6 +153,16 @@ def _minimax_m2(config: Any) -> Keys:
         "scoring_func": "sigmoid", "use_qk_norm": True, "qk_norm_type": "per_layer",
         "use_routing_bias": True,
     }  # fmt: skip
+
+
+def _older_kinds(name: str) -> Callable[[Any], Keys]:
+    return lambda config: {name: [OLDER_KINDS.get(kind, kind) for kind in getattr(config, name)]}
+
+
+def _mllama(config: Any) -> Keys:
+    """Version 4 of transformers fails without a type."""
+    default = config.rope_parameters["rope_type"] == "default"
+    return {"rope_scaling": {"rope_type": "default"}} if default else {}
 
 
 def _per_layer(value: Any, num_layers: int) -> list[Any]:
@@ -111,6 +185,7 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
     "apertus": _constant(mlp_bias=False, post_norm=False, qk_norm=True),
     "afmoe": _constant(score_func="sigmoid", route_norm=True),
     "axk1": _constant(**WITH_BIAS),
+    "bailing_hybrid": _bailing,
     "cohere2": lambda config: {"rotary_pct": 1.0, **_windows(config)},
     "cohere2_moe": _windows,
     "deepseek_v2": _constant(scoring_func="softmax", moe_layer_freq=1),
@@ -125,15 +200,18 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
     },
     "falcon": _multiple_queries,
     "falcon_h1": _head_dim,
+    "fuyu": lambda config: {"hidden_size": config.text_config.hidden_size},
+    **dict.fromkeys(("gemma3", "gemma4", "gemma4_unified"), _vocab_size),
     "gemma3_text": _windows,
+    "gemma4_text": _gemma4,
+    "gemma4_unified_text": lambda config: {"hidden_size_per_layer_input": 0, **_gemma4(config)},
     "glm4_moe": lambda config: {**_head_dim(config), **WITH_BIAS},
     "glm4_moe_lite": _constant(**WITH_BIAS),
     "glm_moe_dsa": lambda config: {**WITH_BIAS, **_leading_dense(config)},
     "gpt2": lambda config: {"n_ctx": config.n_positions},
-    "granitemoehybrid": lambda config: {
-        "layer_types": [OLDER_KINDS.get(kind, kind) for kind in config.layer_types]
-    },
+    "granitemoehybrid": _older_kinds("layer_types"),
     "hunyuan_v1_moe": _hunyuan_moe,
+    "kimi_linear": _kimi_linear,
     "laguna": _constant(moe_router_score_func="sigmoid"),
     "lfm2": lambda config: {"block_dim": config.hidden_size},
     "longcat_flash": _constant(
@@ -143,20 +221,26 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
     "mamba2": lambda config: {
         "intermediate_size": int(config.expand * config.hidden_size), "rms_norm": True,
     },
+    "mimo_v2_flash": _mimo,
     "minimax_m2": _minimax_m2,
+    "mllama_text_model": _mllama,
+    "modernbert-decoder": lambda config: {"local_attention": 2 * config.sliding_window},
     "openai-gpt": lambda config: {"n_ctx": config.n_positions},
     "qwen3_5_moe_text": _linear,
     "qwen3_5_text": _linear,
     "qwen3_moe": _head_dim,
     "qwen3_next": _linear,
     "solar_open": lambda config: {
-        **WITH_BIAS, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0,
+        **WITH_BIAS, DENSE: 0, "partial_rotary_factor": 1.0,
         "intermediate_size": config.moe_intermediate_size,
     },
+    "zamba": _older_kinds("layers_block_type"),
+    "zamba2": _older_kinds("layers_block_type"),
 }  # fmt: skip
 # Families of which some readers take the period instead of `layer_types`, and a default without it.
 PERIODS = {
     **dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "gemma3_text"), WINDOWS),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), LINEAR),
+    "bailing_hybrid": GROUP,
 }
 FAMILIES["gpt-sw3"] = FAMILIES["gpt2"]

@@ -25,6 +25,7 @@ WITHOUT_EFFECT = frozenset(
         "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
         "task_specific_params", "tokenizer_class", "prefix", "pretraining_tp", "return_dict",
         "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "auto_map",
+        "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
         "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_ctx",
     }
 )  # fmt: skip
@@ -79,8 +80,7 @@ def compare(
             ],
             [],
         )
-    # An export has these keys, and so have most published files.
-    new, old = (_flat(each.to_dict() | published_keys(each)) for each in (config, source))
+    new, old = (_flat(_values(each)) for each in (config, source))
     problems, notices = [], []
     for key in sorted(new.keys() | old.keys()):
         if new.get(key) == old.get(key):
@@ -98,6 +98,15 @@ def compare(
             )
     positions = compare_positions(config, path, source, f"--init_from {source_path}")
     return Comparison(problems + positions.problems, positions.notices + notices)
+
+
+def _values(config: "PretrainedConfig") -> dict[str, Any]:
+    """Return a config's values, and the keys that exports and most published files have."""
+    values = config.to_dict() | published_keys(config)
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            values[name] = values.get(name, {}) | published_keys(part)
+    return values
 
 
 def router_notices(config: "PretrainedConfig", where: str) -> list[str]:

@@ -11,9 +11,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
+from tests.model_families.toy_configs import toy_config
 from tests.zerolm.export.transformers_4 import TEXTS, logits_of
 from zerolm.export.export import load_exported, write_model
-from zerolm.export.older_keys import rope_keys
+from zerolm.export.older_keys import rope_keys, set_tied
 from zerolm.model.config_file import load_model_config
 from zerolm.pretrained.source_config import compare
 
@@ -136,6 +137,7 @@ def test_an_export_names_rotary_embeddings_that_version_4_cannot_have(tmp_path):
     for model, full, sliding in (
         ("gemma3_text", default, linear),
         ("olmo3", default, {**default, "rope_theta": 2e4}),
+        ("modernbert-decoder", default, {**default, "rope_theta": 2e4}),
         ("gemma4_text", {**default, "rope_type": "proportional"}, default),
     ):
         by_layer = {"full_attention": full, "sliding_attention": sliding}
@@ -146,6 +148,19 @@ def test_an_export_names_rotary_embeddings_that_version_4_cannot_have(tmp_path):
         CASES[model] = {"model_type": model, **layers, "rope_parameters": by_layer}
     said = export("gemma3_text", tmp_path / "model", write_tokenizer(tmp_path / "tokenizer"))
     assert f"note: {tmp_path / 'model' / 'config.json'}: no older keys mean the same as" in said
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("bigbird_pegasus", False), ("got_ocr2", True), ("gemma", True)]
+)
+def test_both_parts_of_a_config_say_whether_the_output_embeddings_are_tied(family, tied):
+    config = AutoConfig.for_model(**toy_config(family))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    set_tied(config, model)
+    parts = (config, config.get_text_config())
+    assert [part.tie_word_embeddings for part in parts] == [tied, tied]
 
 
 def test_an_export_whose_config_gives_other_ids_says_so(tmp_path):

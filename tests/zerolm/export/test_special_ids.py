@@ -6,7 +6,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from tests.model_families.toy_configs import toy_config
-from zerolm.export.generation import set_special_ids, with_values_of, zeroes_padding_row
+from zerolm.export.generation import (
+    FORCED,
+    position_notices,
+    set_special_ids,
+    with_values_of,
+    zeroes_padding_row,
+)
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -97,3 +103,29 @@ def test_a_trained_row_of_the_padding_token_is_loaded_as_it_is(family, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert bool((loaded.get_input_embeddings().weight == 1).all())
     assert (loaded.config.pad_token_id == 2) == (family != "youtu")
+
+
+@pytest.mark.parametrize("family", ["bart", "whisper", "llama4", "mllama", "gemma3", "qwen3_5"])
+def test_generation_has_no_default_ids_of_a_class(family):
+    """They are ordinary tokens of the run's tokenizer. Some are in the text part of a config."""
+    config = AutoConfig.for_model(**toy_config(family))
+    set_special_ids(config, 7)
+    with torch.device("meta"):
+        generation = AutoModelForCausalLM.from_config(config).generation_config
+    begin = {"mllama": 1}.get(family)  # its class accepts only a number
+    assert (generation.eos_token_id, generation.bos_token_id) == (7, begin)
+    assert not any(getattr(generation, key, None) for key in FORCED)
+
+
+def test_an_export_says_which_positions_generate_needs():
+    ids = torch.arange(4, 12)[None]
+    for family in ("bert", "roberta"):
+        config = AutoConfig.for_model(**toy_config(family))
+        model = AutoModelForCausalLM.from_config(config).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        best = int(model(input_ids=ids, use_cache=False).logits[0, -1].argmax())
+        (line,) = position_notices(model) or ("position_ids=None",)
+        given = eval(line.partition("position_ids=")[2], {"torch": torch, "input_ids": ids})
+        found = model.generate(ids, max_new_tokens=1, do_sample=False, position_ids=given)
+        assert (int(found[0, -1]), bool(position_notices(model))) == (best, family == "roberta")

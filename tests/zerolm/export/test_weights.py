@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.model_families.toy_configs import toy_config
 from tests.zerolm.model.initialization_families import FAMILIES, family_config
 from zerolm.export import weights
+from zerolm.export.export import load_exported
 
 
 def contents(directory) -> dict[str, torch.Tensor]:
@@ -61,3 +63,19 @@ def test_weights_that_depend_on_several_blocks_are_converted_at_once(monkeypatch
         meta, key=[n for names in apart for n in names].index
     )
     assert list(weights._blocks(skeleton, meta, ["made of all"])) == [list(meta)]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "other"),
+    [("kimi_linear", "layers.0.mlp.up_proj", "layers.1.block_sparse_moe.shared_experts.up_proj"),
+     ("bailing_hybrid", "layers.0.attention.o_proj", "layers.2.attention.dense")],
+)  # fmt: skip
+def test_names_that_transformers_writes_for_layers_of_other_kinds(family, name, other, tmp_path):
+    config = AutoConfig.for_model(**toy_config(family))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    state = model.state_dict()
+    config.save_pretrained(tmp_path)
+    weights.write_weights(model, state.__getitem__, lambda: None, tmp_path, torch.float32, 10**9)
+    assert {f"model.{name}.weight", f"model.{other}.weight"} <= contents(tmp_path).keys()
+    loaded = load_exported(tmp_path).state_dict()
+    assert all(torch.equal(loaded[key], state[key]) for key in state)
