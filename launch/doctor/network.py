@@ -19,6 +19,7 @@ GRACE_SECONDS = 30.0  # for imports, and to end processes
 SLOW_SHARE = 0.6  # of the others' bandwidth: one of two adapters is missing
 SLOW_SHARE_OF_CPUS = 0.25  # whose exchanges wait for a core
 SLOW_LATENCY, MIN_LATENCY = 5.0, 1e-3  # times the others', and seconds that are never too long
+MIN_LATENCY_OF_CPUS = 0.02  # whose exchanges wait for the scheduler
 MIN_BYTES_PER_SECOND = 60e6  # of a host: half of 1 Gbit/s
 MIN_EXPECTED_SHARE = 0.5  # of what `plan` assumes for the device
 SHOWN_PAIRS, SHOWN_SIZES = 3, 2
@@ -199,7 +200,9 @@ def _hosts(
     latencies = {
         name: min(late for (one, _), (late, _) in pairs.items() if one == name) for name in names
     }
-    found, share = [], SLOW_SHARE_OF_CPUS if kind == "cpu" else SLOW_SHARE
+    found, share, never_late = [], SLOW_SHARE, MIN_LATENCY
+    if kind == "cpu":
+        share, never_late = SLOW_SHARE_OF_CPUS, MIN_LATENCY_OF_CPUS
     for name in names if len(names) > 2 else []:
         usual = median(rate for other, rate in rates.items() if other != name)
         late = median(latency for other, latency in latencies.items() if other != name)
@@ -207,7 +210,7 @@ def _hosts(
         if rates[name] < share * usual:
             text = f"{shown_bytes(rates[name])}/s per device to any host, the others have"
             found.append(Finding("network", name, RED, f"{text} {shown_bytes(usual)}/s", fix))
-        elif latencies[name] > max(SLOW_LATENCY * late, MIN_LATENCY):
+        elif latencies[name] > max(SLOW_LATENCY * late, never_late):
             text = f"{_shown_seconds(latencies[name])} for a few bytes to any host, the others"
             found.append(Finding("network", name, RED, f"{text} {_shown_seconds(late)}", fix))
     slow = {finding.host for finding in found}

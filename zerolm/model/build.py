@@ -15,11 +15,11 @@ import torch
 from torch import distributed as dist
 
 from zerolm.config.settings import Recompute
+from zerolm.distributed.zero3_hooks import fit_zero3_to_recomputation, follow_external_parameters
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.model.architecture import train_every_row
 from zerolm.model.init_check import InitializationReport, check_initialization, gathered
 from zerolm.model.initialization import InitialWeights
-from zerolm.model.zero3_hooks import fit_zero3_to_recomputation, follow_external_parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

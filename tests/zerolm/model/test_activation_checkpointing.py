@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.launching import LLAMA
 from zerolm.config.settings import SELECTIVE
+from zerolm.distributed.zero3_hooks import fit_zero3_to_recomputation
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
-from zerolm.model.zero3_hooks import fit_zero3_to_recomputation
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

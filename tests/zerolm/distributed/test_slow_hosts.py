@@ -2,8 +2,8 @@
 
 import pytest
 
-from zerolm.train import slow_hosts
-from zerolm.train.slow_hosts import SlowHosts, host_ratios
+from zerolm.distributed import slow_hosts
+from zerolm.distributed.slow_hosts import SlowHosts, host_ratios
 
 
 def test_a_host_is_as_slow_as_its_slowest_rank() -> None:

@@ -56,7 +56,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     function = getattr(owner, name)
     done = getattr(function, "wrappers", ())
     if wrapper not in done:
-        wrapped = wraps(function)(wrapper(function))
+        wrapped: Any = wraps(function)(wrapper(function))
         wrapped.wrappers = (*done, wrapper)
         setattr(owner, name, wrapped)
 
