@@ -36,8 +36,114 @@ LIMITS: dict[str, str] = {
         "`generate` of versions 4 and 5 alike counts positions from 0, the model itself from "
         "`pad_token_id` + 1: without `generate`, version 4 computes the same tokens",
     ),
-    "llama_cpp gemma2": "its converter wants the SentencePiece model of the published files",
-    "llama_cpp glm4_moe": "its converter wants special tokens of the published tokenizer",
+    **dict.fromkeys(
+        (f"llama_cpp {name}" for name in ("ernie4_5", "gemma", "gemma2", "minicpm3", "nemotron")),
+        "its converter wants the SentencePiece model of the published files: with the toy's "
+        "tokenizer instead, llama.cpp computes the same",
+    ),
+    "llama_cpp phi3": "its converter wants the SentencePiece model of the published files "
+    "(phi.py)",
+    "llama_cpp ernie4_5_moe": "its converter wants the SentencePiece model of the published files, "
+    "and takes `intermediate_size` / `num_key_value_heads` for the size of shared experts "
+    "(ernie.py): with another tokenizer and these sizes equal, llama.cpp computes the same",
+    **dict.fromkeys(
+        (f"llama_cpp {name}" for name in ("glm4", "glm4_moe", "glm4_moe_lite", "solar_open")),
+        "its converter wants special tokens of the published tokenizer: with the toy's tokenizer "
+        "instead, llama.cpp computes the same",
+    ),
+    "llama_cpp glm": "its converter wants special tokens of the published tokenizer, and writes "
+    "1e-5 for the epsilon of norms (chatglm.py): with another tokenizer 1e-03, the same tokens",
+    "llama_cpp hunyuan_v1_moe": "its converter wants the ranks of the published tokenizer's own "
+    "code (hunyuan.py): with another tokenizer, llama.cpp computes the same",
+    "llama_cpp jamba": "its converter wants a BPE tokenizer with `byte_fallback`, as the published "
+    "one (vocab.py of gguf): with the toy's instead, llama.cpp computes the same",
+    **dict.fromkeys(
+        (f"llama_cpp {name}" for name in ("gemma4", "gemma4_text", "gemma4_unified")),
+        "its converter wants a BPE tokenizer with `byte_fallback`, as the published one (vocab.py "
+        "of gguf): with the toy's instead 1e-02 (not explained), the same tokens",
+    ),
+    **dict.fromkeys(
+        ("llama_cpp deepseek_v32", "llama_cpp glm_moe_dsa"),
+        "its converter wants BOS or special tokens of the published tokenizer (deepseek.py, "
+        "glm.py), and llama.cpp crashes unless `index_head_dim` is a multiple of 64, as published "
+        "models have: with another tokenizer, 64 and an `index_topk` of all tokens, it computes "
+        "the same",
+    ),
+    **dict.fromkeys(
+        ("llama_cpp dots3_note", "llama_cpp dots3_note_text"),
+        "its converter wants `<|endofassistant|>` of the published tokenizer, and loses the base "
+        "of full layers where `rope_parameters` has kinds of layers (base.py): with another "
+        "tokenizer, base 10000 and an `index_head_dim` of 64, transformers computes the same",
+    ),
+    **dict.fromkeys(
+        ("llama_cpp granite", "llama_cpp granite_swa", "llama_cpp granitemoe",
+         "llama_cpp granitemoe_swa", "llama_cpp granitemoeshared", "llama_cpp youtu"),
+        "the fp16 cache: up to 4e-03; with keys and values in fp32 4e-06 at most",
+    ),
+    "llama_cpp ministral3": "the fp16 cache: 1e-03; with keys and values in fp32 1e-06",
+    "llama_cpp afmoe": "llama.cpp has full attention in each fourth layer and scales the "
+    "embeddings, whatever the config says (afmoe.cpp): with both, transformers computes the same",
+    "llama_cpp gemma3": "its converter writes no period of windows; llama.cpp takes that of the "
+    "published models, 6 (gemma3.cpp), and the toy has 2: with 6, transformers computes the same",
+    "llama_cpp gpt_oss": "llama.cpp rounds the limits of YaRN (`ggml_rope_yarn_corr_dims`), "
+    "whatever `truncate` is, and published models have false: with true, transformers computes the "
+    "same",
+    "llama_cpp laguna": "its converter writes no kinds of layers; llama.cpp takes windows in three "
+    "of four layers (laguna.cpp), the toy has none: with them, transformers computes the same",
+    "llama_cpp mistral": "llama.cpp has no sliding windows in Mistral (llama.cpp of src/models): "
+    "without the window, transformers computes the same",
+    "llama_cpp smollm3": "its converter writes no `no_rope_layers`; llama.cpp rotates all but each "
+    "fourth layer (smollm3.cpp), as published models: with that, transformers computes the same",
+    "llama_cpp mellum": "llama.cpp crashes if no layer has a window but the config does, and has "
+    "one base for all layers (mellum.cpp): with a window in one layer and one base, transformers "
+    "computes the same",
+    "llama_cpp bamba": "the toy has no layer of attention, which the converter wants; with one, it "
+    "permutes whole heads, of which Bamba rotates half (granite.py), so llama.cpp rotates other "
+    "numbers: with those, transformers computes the same",
+    "llama_cpp granitemoehybrid": "llama.cpp crashes without a layer of attention, and the toy has "
+    "none: with one, it computes the same",
+    **dict.fromkeys(
+        ("llama_cpp llama4", "llama_cpp llama4_text"),
+        "llama.cpp has chunks of 8192 tokens and rotates all but each fourth layer (llama4.cpp), "
+        "and crashes with fewer layers: with four and a chunk of all tokens, it computes the same",
+    ),
+    "llama_cpp nemotron_h": "its converter takes a dense layer beside experts for one of Mamba "
+    "(nemotron.py): without such a layer, it computes the same",
+    **dict.fromkeys(
+        ("llama_cpp dots1", "llama_cpp olmoe"),
+        "llama.cpp wants as many key heads as heads (dots1.cpp, olmoe.cpp), which published models "
+        "have: with them, it computes the same",
+    ),
+    "llama_cpp phi": "its converter takes 4 times the hidden size for `intermediate_size`, and as "
+    "many key heads as heads (phi.py), which published models have: with both, it computes the "
+    "same",
+    "llama_cpp gemma3n_text": "llama.cpp has sizes and sparsity of the published models in its "
+    "code, and keys and values in layers of the first 20 (gemma3n.cpp): with these, 3e-02 (not "
+    "explained), the same tokens",
+    "llama_cpp bitnet": "its converter has neither an untied `lm_head` nor `ffn_sub_norm` of "
+    "transformers' BitNet (tensor_mapping.py of gguf)",
+    "llama_cpp hy_v4": "its converter does not map the bias of `indexer.k_norm` in this version "
+    "(tensor_mapping.py of gguf), nor a tokenizer without BOS",
+    "llama_cpp deepseek_v4": "its converter wants the keys, names and MXFP4 experts of DeepSeek's "
+    "own files (deepseek.py), which transformers does not write",
+    "llama_cpp mimo_v2_flash": "its converter wants the share of rotated numbers outside "
+    "`rope_parameters`, or there without kinds of layers (mimo.py), and llama.cpp an even number: "
+    "without `rope_parameters` and with half of a head, it computes the same",
+    **dict.fromkeys(
+        (f"llama_cpp {name}" for name in ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+                                           "qwen3_5_text")),
+        "its converter wants layers that predict several tokens, or its option no-mtp (qwen.py), "
+        "and llama.cpp crashes with a head of less than 32 numbers: with its option no-mtp and 64, "
+        "it computes the same",
+    ),
+    "llama_cpp qwen3_next": "its converter wants layers that predict several tokens, or its "
+    "option no-mtp (qwen.py): with its option no-mtp, llama.cpp computes the same",
+    **dict.fromkeys(
+        ("llama_cpp qwen4_exp", "llama_cpp qwen4_exp_text"),
+        "llama.cpp crashes with a head of less than 32 numbers, and has sigmoid gates "
+        "(qwen4exp.cpp): with 64, a quarter of it rotated, sigmoid and an `indexer_budget` of all "
+        "tokens, transformers computes the same",
+    ),
     "llama_cpp cohere2": "its converter writes no period of windows; llama.cpp takes that of the "
     "published models, 4 (cohere2.cpp), and the toy has 2: with 4, transformers computes the same",
     "llama_cpp gemma3_text": "its converter writes no period of windows; llama.cpp takes that of "

@@ -22,11 +22,16 @@ from zerolm.routers.biased_routers import biased_routers
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # model.layers.3, transformer.h.3
 INDEX = "model.safetensors.index.json"
 
-# Names that transformers 5.23 writes for layers of all kinds, though published files have them for
-# those of one kind only: (the kind, a pattern, the published name). It reads both.
+# Names that transformers 5.23 writes and published files do not have, for layers of one kind or all
+# weights: (the kind, a pattern, the published name). It reads both.
 MISNAMED = {
-    "bailing_hybrid": ("linear_attention", r"\.attention\.dense\.", ".attention.o_proj."),
-    "kimi_linear": ("dense", r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1."),
+    "bailing_hybrid": [("linear_attention", r"\.attention\.dense\.", ".attention.o_proj.")],
+    "hy_v4": [
+        ("", r"\.hc_pre\.(hc_\w+_layer)\.", r".\1.hc_pre."),
+        ("", r"\.hc_pre\.hc_head\.", ".hc_head."),
+        ("", r"(\.mlp\.(?:\w+\.)?)linear_gate\.", r"\1gate_proj."),
+    ],
+    "kimi_linear": [("dense", r"\.block_sparse_moe\.(\w+_proj)\.", r".mlp.\1.")],
 }
 
 State = dict[str, torch.Tensor]
@@ -94,16 +99,15 @@ def published(skeleton: Any, state: State) -> State:
     """Return weights of the model's code under their published names, in their published shapes."""
     config = skeleton.config
     state = revert_weight_conversion(skeleton, state)
-    kind, pattern, name = MISNAMED.get(config.model_type, ("", "", ""))
-    if not kind:
-        return state
-    kinds = [*zip(config.layer_types, config.mlp_layer_types, strict=True)]
-
-    def named(key: str) -> str:
-        layer = re.search(r"\.layers\.(\d+)\.", key)
-        return re.sub(pattern, name, key) if layer and kind in kinds[int(layer[1])] else key
-
-    return {named(key): tensor for key, tensor in state.items()}
+    for kind, pattern, name in MISNAMED.get(config.model_type, []):
+        kinds = [*zip(config.layer_types, config.mlp_layer_types, strict=True)] if kind else []
+        renamed = {}
+        for key, tensor in state.items():
+            layer = re.search(r"\.layers\.(\d+)\.", key)
+            wanted = not kind or (layer and kind in kinds[int(layer[1])])
+            renamed[re.sub(pattern, name, key) if wanted else key] = tensor
+        state = renamed
+    return state
 
 
 def _blocks(skeleton: Any, meta: State, planned: Sequence[str]) -> Iterator[list[str]]:

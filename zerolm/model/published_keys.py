@@ -21,6 +21,7 @@ WINDOWS, LINEAR = "sliding_window_pattern", "full_attention_interval"
 GROUP = "layer_group_size"
 DENSE = "first_k_dense_replace"
 OLDER_KINDS = {FULL: "attention", "linear_attention": "mamba"}
+INDEXED = {"indexed_attention": FULL}
 
 
 def published_keys(config: "PretrainedConfig") -> Keys:
@@ -136,6 +137,24 @@ def _mimo(config: Any) -> Keys:
     }  # fmt: skip
 
 
+def _dots3_note(config: Any) -> Keys:
+    """Transformers has the sizes of layers with a sliding window in `per_layer_config`."""
+    keys = {
+        **WITH_BIAS, DENSE: _leading_dense(config)[DENSE], "apply_mla_qkv_lora_rescale": True,
+    }  # fmt: skip
+    if SLIDING not in config.layer_types:
+        return keys
+    layer = config.per_layer_config[config.layer_types.index(SLIDING)]
+    sizes = (
+        "num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim", "q_lora_rank",
+        "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+    )  # fmt: skip
+    return {
+        **keys, "sliding_window_size": config.sliding_window,
+        **{f"swa_{size}": getattr(layer, size) for size in sizes},
+    }  # fmt: skip
+
+
 def _vocab_size(config: Any) -> Keys:
     return {"vocab_size": config.text_config.vocab_size}
 
@@ -155,8 +174,14 @@ def _minimax_m2(config: Any) -> Keys:
     }  # fmt: skip
 
 
-def _older_kinds(name: str) -> Callable[[Any], Keys]:
-    return lambda config: {name: [OLDER_KINDS.get(kind, kind) for kind in getattr(config, name)]}
+def _kinds(name: str, published: dict[str, str]) -> Callable[[Any], Keys]:
+    return lambda config: {name: [published.get(kind, kind) for kind in getattr(config, name)]}
+
+
+def _bamba(config: Any) -> Keys:
+    """Transformers rotates half of a head; readers rotate the whole head without this key."""
+    size = config.hidden_size // config.num_attention_heads
+    return {"attn_rotary_emb": int(size * config.rope_parameters["partial_rotary_factor"])}
 
 
 def _mllama(config: Any) -> Keys:
@@ -186,13 +211,14 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
     "afmoe": _constant(score_func="sigmoid", route_norm=True),
     "axk1": _constant(**WITH_BIAS),
     "bailing_hybrid": _bailing,
+    "bamba": _bamba,
     "cohere2": lambda config: {"rotary_pct": 1.0, **_windows(config)},
     "cohere2_moe": _windows,
     "deepseek_v2": _constant(scoring_func="softmax", moe_layer_freq=1),
     "deepseek_v3": _constant(**WITH_BIAS, moe_layer_freq=1),
     "deepseek_v32": lambda config: {**WITH_BIAS, **_leading_dense(config)},
     "dots1": _constant(**WITH_BIAS, moe_layer_freq=1),
-    "dots3_note_text": _constant(**WITH_BIAS),
+    "dots3_note_text": _dots3_note,
     "exaone4": _exaone4,
     "exaone_moe": lambda config: {
         **_head_dim(config), **WITH_BIAS,
@@ -204,12 +230,14 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
     **dict.fromkeys(("gemma3", "gemma4", "gemma4_unified"), _vocab_size),
     "gemma3_text": _windows,
     "gemma4_text": _gemma4,
-    "gemma4_unified_text": lambda config: {"hidden_size_per_layer_input": 0, **_gemma4(config)},
+    "gemma4_unified_text": lambda config: {
+        "hidden_size_per_layer_input": 0, "moe_intermediate_size": None, **_gemma4(config)
+    },
     "glm4_moe": lambda config: {**_head_dim(config), **WITH_BIAS},
-    "glm4_moe_lite": _constant(**WITH_BIAS),
+    "glm4_moe_lite": lambda config: {**WITH_BIAS, DENSE: _leading_dense(config)[DENSE]},
     "glm_moe_dsa": lambda config: {**WITH_BIAS, **_leading_dense(config)},
     "gpt2": lambda config: {"n_ctx": config.n_positions},
-    "granitemoehybrid": _older_kinds("layer_types"),
+    "granitemoehybrid": _kinds("layer_types", OLDER_KINDS),
     "hunyuan_v1_moe": _hunyuan_moe,
     "kimi_linear": _kimi_linear,
     "laguna": _constant(moe_router_score_func="sigmoid"),
@@ -230,12 +258,16 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
     "qwen3_5_text": _linear,
     "qwen3_moe": _head_dim,
     "qwen3_next": _linear,
+    "qwen4_exp_text": lambda config: {
+        "partial_rotary_factor": config.rope_parameters.get("partial_rotary_factor", 1.0),
+        **_kinds("layer_types", INDEXED)(config),
+    },
     "solar_open": lambda config: {
         **WITH_BIAS, DENSE: 0, "partial_rotary_factor": 1.0,
         "intermediate_size": config.moe_intermediate_size,
     },
-    "zamba": _older_kinds("layers_block_type"),
-    "zamba2": _older_kinds("layers_block_type"),
+    "zamba": _kinds("layers_block_type", OLDER_KINDS),
+    "zamba2": _kinds("layers_block_type", OLDER_KINDS),
 }  # fmt: skip
 # Families of which some readers take the period instead of `layer_types`, and a default without it.
 PERIODS = {

@@ -14,16 +14,24 @@ from zerolm.pretrained.source_config import compare
 # From the config.json of published models.
 PUBLISHED = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "bamba": {"attn_rotary_emb": 64},  # half of a head; readers rotate the whole head without it
     "bailing_hybrid": {"head_dim": 128, "layer_group_size": 6, "first_k_dense_replace": 2},
     "cohere2": {"rotary_pct": 1.0, "sliding_window_pattern": 4},  # Command R7B
     "deepseek_v2": {"scoring_func": "softmax", "moe_layer_freq": 1},
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "dots3_note_text": {
+        "swa_qk_nope_head_dim": 192,
+        "swa_head_dim": 256,
+        "sliding_window_size": 512,
+    },
     "falcon": {"num_kv_heads": 1},  # 7B: one key head; the class has a default of 71
     "fuyu": {"hidden_size": 4096},
     "gemma3": {"vocab_size": 262208},
     "gemma4_text": {"global_head_dim": 512},
     "gemma3_text": {"sliding_window_pattern": 6},
+    "gemma4_unified_text": {"moe_intermediate_size": None},
     "glm4_moe": {"head_dim": 42},
+    "glm4_moe_lite": {"first_k_dense_replace": 1},
     "gpt2": {"n_ctx": 1024},
     "kimi_linear": {"first_k_dense_replace": 1, "moe_layer_freq": 1, "mla_use_nope": True},
     "lfm2": {"block_dim": 2560},
@@ -31,6 +39,7 @@ PUBLISHED = {
     "mimo_v2_flash": {"sliding_window_size": 128, "swa_num_key_value_heads": 8},
     "minimax_m2": {"scoring_func": "sigmoid", "shared_intermediate_size": 0, "rotary_dim": 128},
     "qwen3_next": {"full_attention_interval": 4},
+    "qwen4_exp_text": {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 10},
 }
 
 

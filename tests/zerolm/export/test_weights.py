@@ -68,7 +68,8 @@ def test_weights_that_depend_on_several_blocks_are_converted_at_once(monkeypatch
 @pytest.mark.parametrize(
     ("family", "name", "other"),
     [("kimi_linear", "layers.0.mlp.up_proj", "layers.1.block_sparse_moe.shared_experts.up_proj"),
-     ("bailing_hybrid", "layers.0.attention.o_proj", "layers.2.attention.dense")],
+     ("bailing_hybrid", "layers.0.attention.o_proj", "layers.2.attention.dense"),
+     ("hy_v4", "layers.0.mlp.gate_proj", "layers.1.self_attn.linear_gate")],
 )  # fmt: skip
 def test_names_that_transformers_writes_for_layers_of_other_kinds(family, name, other, tmp_path):
     config = AutoConfig.for_model(**toy_config(family))
@@ -76,6 +77,11 @@ def test_names_that_transformers_writes_for_layers_of_other_kinds(family, name, 
     state = model.state_dict()
     config.save_pretrained(tmp_path)
     weights.write_weights(model, state.__getitem__, lambda: None, tmp_path, torch.float32, 10**9)
-    assert {f"model.{name}.weight", f"model.{other}.weight"} <= contents(tmp_path).keys()
+    found = contents(tmp_path).keys()
+    assert {f"model.{name}.weight", f"model.{other}.weight"} <= found
+    if family == "hy_v4":
+        streams = {"model.hc_head.hc_head_fn", "model.layers.0.hc_attn_layer.hc_pre.hc_fn"}
+        assert streams <= found
+        assert not [key for key in found if ".hc_pre.hc_" in key and "_layer.hc_pre." not in key]
     loaded = load_exported(tmp_path).state_dict()
     assert all(torch.equal(loaded[key], state[key]) for key in state)
