@@ -7,6 +7,7 @@ signalled by process name.
 
 import contextlib
 import ctypes
+import math
 import os
 import signal
 import subprocess
@@ -19,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.supervise.downtime import downtime
-from launch.supervise.outcome import Outcome, classify
+from launch.supervise.outcome import FINAL_EVENTS, LOST_EVENTS, Outcome, classify
 from zerolm.common import jsonl, processes
 from zerolm.common.jsonl import EventRow
 from zerolm.common.run_files import RunFiles
 from zerolm.watchdog import progress
-from zerolm.watchdog.heartbeats import HEARTBEATS_PER_SECOND
-from zerolm.watchdog.progress import Heartbeat
+from zerolm.watchdog.heartbeats import HEARTBEATS_PER_SECOND, interval_seconds
+from zerolm.watchdog.progress import Heartbeat, read_heartbeat
+from zerolm.watchdog.silence import CEASED_BEATS, Ages
 
 POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 30.0  # time for processes that a launch left behind to end by themselves
@@ -34,6 +36,8 @@ LAUNCHER_SECONDS = 1.5  # the same, if the cause is known: the launcher polls ev
 STOPPED_SECONDS = 30.0  # limit with all ranks of this host stopped (SIGSTOP), unable to report it
 SILENT_SECONDS = 60.0  # added to a rank's own limit before its silence counts as a hang
 SUSPENDED_SECONDS = 6.0  # a check this late means that this process was suspended, too
+REASON_SECONDS = 30.0  # for ranks that outlive their launcher to find out why, and to end
+WHY_EVENTS = {*FINAL_EVENTS, *LOST_EVENTS, "corrupted"}
 KILL_SECONDS = 5.0
 STACKS_SECONDS = 2.0  # for ranks to write their stacks
 MAX_OUTPUT_LINES = 400
@@ -151,6 +155,7 @@ class Attempt:
         """Wait for orphaned processes, kill those that do not end, and return the outcome."""
         self._launcher_ended = self._launcher_ended or time.time()
         killed = self._wait_for_orphans()
+        self._wait_for_reason()
         ended = time.time()
         self._reader.join(timeout=2.0)
         code, output = self.process.wait(), list(self.output)
@@ -268,6 +273,26 @@ class Attempt:
                 return self.kill()
             time.sleep(POLL_SECONDS)
         return []
+
+    def _wait_for_reason(self) -> None:
+        """Wait while ranks on any host outlive their launcher and have not said why they end."""
+        deadline = time.monotonic() + REASON_SECONDS
+        ages = Ages(lambda rank: read_heartbeat(self.files.heartbeat(rank)), self.files.heartbeat)
+        while self.kill_reason is None and time.monotonic() < deadline:
+            if any(event["event"] in WHY_EVENTS for event in self._new_events()):
+                return
+            beats = [beat for beat in self.heartbeats() if not self._is_over(beat)]
+            quiet = ages.look(beat["rank"] for beat in beats)
+            if min(quiet.values(), default=math.inf) > CEASED_BEATS * interval_seconds(len(beats)):
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _is_over(self, beat: Heartbeat) -> bool:
+        """Return whether a rank of this host has no process any more."""
+        if beat["machine"] != self.machine:
+            return False
+        process = processes.inspect_process(beat["pid"])
+        return process is None or process.start_ticks != beat["start_ticks"]
 
 
 def left_behind(run_dir: Path) -> list[int]:

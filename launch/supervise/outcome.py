@@ -18,6 +18,7 @@ from zerolm.watchdog.progress import Heartbeat
 
 RUNNER_GONE = "deepspeed has ended"  # reason of a stop, as zerolm/watchdog/watchdog.py logs it
 FINAL_EVENTS = {"done": EXIT_DONE, "stopped": EXIT_STOPPED, "gave_up": EXIT_GAVE_UP}
+LOST_EVENTS = ("rank_lost", "hang", "launcher_lost")  # the watchdog's
 # With several hosts pdsh writes their name before each line.
 RETURN_CODE = re.compile(r"(?:^(?P<host>\S+): )?.*exits with return code = (?P<code>-?\d+)")
 ERROR_LINE = re.compile(r"(Error\b|Exception\b|refused|watchdog:|FAULT |pretrain\.py: |[Kk]illed)")
@@ -133,7 +134,7 @@ def classify(
     }
     outcome.slow_hosts = [host for host, slow in newest.items() if slow]
     for event in events:
-        if event["event"] in ("rank_lost", "hang", "launcher_lost"):
+        if event["event"] in LOST_EVENTS:
             _add_event(outcome, event, codes)
         elif event["event"] == "corrupted" and not mismatch(event, _Corrupted):
             outcome.reasons.append(event["reason"])

@@ -68,9 +68,8 @@ class Hosts:
     ) -> subprocess.Popen[bytes]:
         """Start a command on node1, with the environment that ssh to both hosts needs."""
         variables = environment(**more, GLOO_SOCKET_IFNAME=DEVICE)
-        # PATH: with a different ninja, every start would rebuild DeepSpeed's operators.
         for_ranks = ("OMP_NUM_THREADS", "WANDB_MODE", "HF_HUB_OFFLINE", "TORCH_EXTENSIONS_DIR")
-        names = [*for_ranks, "PATH", "GLOO_SOCKET_IFNAME", *more]
+        names = [*for_ranks, "GLOO_SOCKET_IFNAME", *more]
         variables["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), SEARCH_PATH])
         lines = [f"{name}={variables[name]}\n" for name in names if name in variables]
         (self.directory / ".deepspeed_env").write_text("".join(lines))

@@ -283,7 +283,7 @@ _KINDS: tuple[EventKind, ...] = (
         "empty, and `reason` names the collective that does not finish", _ranks,
         AlertRule("ERROR", "hang", "ended"), FAILED),
     EventKind("launcher_lost", "bad",
-        "the process that started the ranks of rank 0's host is gone: the same keys as "
+        "the process that started the ranks of a host is gone: the same keys as "
         "`rank_lost`, and `host`, `pid`, `reason`",
         alert=AlertRule("ERROR", "launcher lost", "reason"), state=FAILED),
     EventKind("slow_host", "notable",

@@ -233,8 +233,14 @@ def keep_operators(environment: MutableMapping[str, str]) -> None:
 
     Call before torch is imported. torch's own default is one directory for all environments of a
     user, which would build the same operators again after each other. `TORCH_EXTENSIONS_DIR` stays
-    if it is set, and the default stays outside of virtual environments.
+    if it is set, and the default stays outside of virtual environments. The environment's own
+    ninja comes first on the PATH, which a shell of ssh does not have: another version of ninja
+    takes every operator for changed, and builds it again at each start.
     """
+    programs = Path(sys.executable).parent
+    found = shutil.which("ninja", path=environment.get("PATH"))
+    if (programs / "ninja").exists() and found != str(programs / "ninja"):
+        environment["PATH"] = f"{programs}{os.pathsep}{environment.get('PATH', os.defpath)}"
     directory = Path(sys.prefix, "torch_extensions")
     if sys.prefix != sys.base_prefix and os.access(directory.parent, os.W_OK):
         environment.setdefault("TORCH_EXTENSIONS_DIR", str(directory))

@@ -17,6 +17,7 @@ from zerolm.watchdog.progress import Heartbeat
 
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
 MAX_NAMED = 8
+CEASED_BEATS = 3  # heartbeats that a rank of another host has missed when it has ceased
 Peers = Mapping[int, Mapping[str, Any]]  # identities of the other ranks
 
 

@@ -65,6 +65,7 @@ def publish(
     how: str | None,
     ranks: list[dict[str, Any]],
     why: str = "",
+    **fields: Any,
 ) -> bool:
     """Write the verdict, print it, and log the event; return False if another rank was first.
 
@@ -74,9 +75,10 @@ def publish(
         how: how the blamed rank's process ended, if it did.
         ranks: entries of the blamed ranks: what they last did, `reason` and `stacks`.
         why: why the run ends, if no rank is blamed.
+        fields: further keys of the event.
     """
     mute_broken_output()
-    verdict: dict[str, Any] = {"ended": how, "found_by": found_by, "ranks": ranks}
+    verdict: dict[str, Any] = {"ended": how, "found_by": found_by, "ranks": ranks, **fields}
     if not ranks:
         verdict["reason"] = why
     if token is not None and not write_once(

@@ -44,7 +44,6 @@ SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspende
 EXIT_DELAY_SECONDS = 3.0  # at most, until the launcher, which polls every second, sees a dead rank
 ORPHAN_SECONDS = 2.0  # for the main thread to handle the signal that has ended the launcher
 DIAGNOSIS_SECONDS = 8.0  # an error of a collective waits for the thread to find its cause
-CEASED_BEATS = 3  # heartbeats that a rank of another host must have missed by then
 FOLLOW_SECONDS = 4.0  # further time, for the rank that has looked for those
 TEARDOWN_SECONDS = 30.0  # for the interpreter to exit after an error
 RUNNER_GONE = "deepspeed has ended"
@@ -130,7 +129,7 @@ class Watchdog:
             {rank of another machine: seconds without a heartbeat} of those that have ceased.
         """
         beat = self.heartbeats.seconds
-        deadline = time.monotonic() + max(DIAGNOSIS_SECONDS, (CEASED_BEATS + 1) * beat)
+        deadline = time.monotonic() + max(DIAGNOSIS_SECONDS, (silence.CEASED_BEATS + 1) * beat)
         remote = [
             rank for rank, peer in self.peers.items()
             if self._leads_machine and peer["machine"] != self.heartbeats.machine
@@ -142,7 +141,8 @@ class Watchdog:
             quiet = ages.look(remote)
         if not self._leads_machine:
             time.sleep(FOLLOW_SECONDS)
-        return {rank: seconds for rank, seconds in quiet.items() if seconds > CEASED_BEATS * beat}
+        ceased = silence.CEASED_BEATS * beat
+        return {rank: seconds for rank, seconds in quiet.items() if seconds > ceased}
 
     def close(self, reason: str) -> None:
         """Stop watching, because the run has ended for one of the `GOOD_ENDINGS`."""
@@ -368,24 +368,22 @@ class Watchdog:
             time.sleep(0.05)
 
     def _exit_alone(self, why: str, event: str) -> None:
-        """End only this rank, when there is no launcher or other rank to coordinate with."""
+        """End this rank, which no launcher can end; the others follow, once they are connected."""
         verdict.mute_broken_output()
-        current = progress.CURRENT
         host, pid = self.heartbeats.host, self.heartbeats.process.pid
-        print(f"watchdog: rank {self.rank} on {host} exits: {why} (step {current.step}, "
-              f"{current.phase})", file=sys.stderr, flush=True)  # fmt: skip
-        if self.rank == 0:
-            entry = {
-                "rank": 0, "host": host, "pid": pid, "step": current.step, "phase": current.phase,
-                "sequences": current.sequences, "reason": why, "stacks": None,
-            }  # fmt: skip
+        if self.rank == 0 or self.heartbeats.token is not None:
+            if self.stacks is not None:
+                self.stacks.write("the run ends")
             who = {"host": host, "pid": pid, "reason": why}
-            fields = {"ended": None, "found_by": 0, "ranks": [entry]}
-            verdict.log_event(self.files.run_dir, event, current.step, **who, **fields)
+            self._publish({self.rank: why}, event, None, **who)
+        else:  # it does not know whether the directory belongs to this run
+            print(f"watchdog: rank {self.rank} on {host} exits: {why}", file=sys.stderr, flush=True)
         self.heartbeats.mark_ended(why)
         os._exit(EXIT_BUG)
 
-    def _publish(self, blamed: dict[int, str], event: str, how: str | None, why: str = "") -> bool:
+    def _publish(
+        self, blamed: dict[int, str], event: str, how: str | None, why: str = "", **fields: Any
+    ) -> bool:
         """Publish the verdict on the ranks at fault; return False if another rank was first."""
         entries = []
         for rank, reason in blamed.items():
@@ -403,7 +401,9 @@ class Watchdog:
         # A heartbeat may be some steps old; ranks are never more than one step apart.
         step = max([progress.CURRENT.step] + [entry["step"] or 0 for entry in entries])
         token = self.heartbeats.token
-        return verdict.publish(self.files.run_dir, token, event, step, self.rank, how, entries, why)
+        return verdict.publish(
+            self.files.run_dir, token, event, step, self.rank, how, entries, why, **fields
+        )
 
     def _local_processes(self, ranks: list[int]) -> list[processes.Process]:
         """Return the processes of those ranks that are on this machine and have not ended."""

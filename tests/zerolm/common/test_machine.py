@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.launching import ROOT, environment
-from zerolm.common.machine import running_builds, share_cores
+from zerolm.common.machine import keep_operators, running_builds, share_cores
 from zerolm.watchdog.watchdog import Watchdog
 
 WORK = """
@@ -62,6 +62,20 @@ def test_ranks_of_a_host_share_its_cores_unless_the_user_says_otherwise(name, mo
         before = dict(unchanged)
         share_cores(unchanged)
         assert unchanged == before
+
+
+def test_the_ninja_of_the_environment_is_the_first_on_the_path(tmp_path, monkeypatch):
+    """A shell of ssh has another one or none; a second version would build all operators again."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setattr("sys.executable", str(programs / "python"))
+    given = {"PATH": "/usr/bin"}
+    keep_operators(given)
+    assert given["PATH"] == "/usr/bin", "this environment has no ninja"
+    (programs / "ninja").touch(mode=0o755)
+    for _ in range(2):
+        keep_operators(given)
+        assert given["PATH"] == f"{programs}:/usr/bin"
 
 
 def test_a_start_that_compiles_an_operator_says_so_once(tmp_path, monkeypatch, capsys):
