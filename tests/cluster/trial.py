@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from launch.supervise.outcome import LOST_EVENTS
 from tests.cluster.hosts import Cluster
 from tests.cluster.slurm import Slurm
 from tests.end_to_end.run_digest import differences, digest
@@ -296,7 +297,7 @@ class Trial:
             outcome.seconds = round(max(0.0, after[0]), 1) if after else None
         outcome.blamed = sorted({
             rank["host"] for event in events(self.run_dir)
-            if event["event"] in ("rank_lost", "hang") and _time(event) > made - 1
+            if event["event"] in LOST_EVENTS and _time(event) > made - 1
             for rank in event["ranks"]
         })  # fmt: skip
         allowed = {VICTIM: [self.victim], NOBODY: [], ANYONE: self.cluster.names}[self.kind.blame]

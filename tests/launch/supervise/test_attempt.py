@@ -104,6 +104,37 @@ def test_a_launcher_that_outlives_its_ranks_is_killed_and_one_whose_ranks_save_i
         assert launcher.wait() == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_attempt_ends_when_ranks_of_other_hosts_have_said_why(
+    tmp_path, monkeypatch, is_told
+) -> None:
+    """pdsh ends at once with a launcher that was killed, and ranks a few seconds later."""
+    (tmp_path / "ranks").mkdir()
+    started = Attempt([sys.executable, "-c", ""], f"test-{os.getpid()}", tmp_path)
+    started.process.wait()
+    monkeypatch.setattr(attempt_module, "interval_seconds", lambda world_size: 0.4)
+    beats = 0
+
+    def beat_and_tell(seconds: float) -> None:
+        nonlocal beats
+        beats += 1
+        if beats < 10:
+            write_heartbeat(started, pid=os.getpid(), machine="another", monotonic=float(beats))
+        elif beats == 10 and is_told:
+            rank = {"rank": 3, "host": "node2", "pid": 7, "reason": "its launcher is gone"}
+            lost = {"event": "launcher_lost", "step": 3, "host": "node2", "ranks": [rank]}
+            started.files.events.write_text(
+                json.dumps({**lost, "time": "2026-11-27T13:35:54+0000"}) + "\n"
+            )
+        sleep(seconds)
+
+    sleep = time.sleep
+    write_heartbeat(started, pid=os.getpid(), machine="another")
+    monkeypatch.setattr(attempt_module.time, "sleep", beat_and_tell)
+    (reason,) = started.finish().reasons
+    assert ("node2" in reason) == is_told and beats >= 10, "its heartbeats have ceased"
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", '{"rank": []}', '{"rank": 0, "supervisor": null}'])
 def test_an_odd_heartbeat_file_ends_no_launch(attempt, text) -> None:
     attempt.files.heartbeat(7).write_text(text)

@@ -193,9 +193,11 @@ class Ranks:
     def __init__(self, run_dir: Path):
         self.run_dir, self.started = run_dir, []
 
-    def start(self, *acts: str, timeout: float = 600, **more: str) -> None:
-        for rank, act in enumerate(acts):
-            command = [sys.executable, "-c", RANK, str(self.run_dir), str(len(acts))]
+    def start(
+        self, *acts: str, timeout: float = 600, ranks: int = 0, first: int = 0, **more: str
+    ) -> None:
+        for rank, act in enumerate(acts, first):
+            command = [sys.executable, "-c", RANK, str(self.run_dir), str(ranks or len(acts))]
             self.started.append(
                 subprocess.Popen(
                     [*command, str(timeout), act], text=True, cwd=ROOT,
@@ -204,7 +206,7 @@ class Ranks:
                 )
             )  # fmt: skip
         deadline = time.monotonic() + SECONDS
-        while len(list(self.run_dir.glob("ready-*"))) < len(acts):
+        while len(list(self.run_dir.glob("ready-*"))) < (ranks or len(acts)):
             assert time.monotonic() < deadline, self.outputs()
             time.sleep(0.05)
 
@@ -297,24 +299,30 @@ def test_a_failing_heartbeat_does_not_end_the_run(ranks) -> None:
     assert ranks.outputs().count("reason None") == 2
 
 
-def test_a_rank_whose_launcher_is_gone_ends(tmp_path) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_ranks_whose_launcher_is_gone_end_the_run_and_name_their_host(ranks, lost) -> None:
+    """Without it, the error of a collective on another host would be blamed on the network."""
+    run_dir = ranks.run_dir
     launcher = subprocess.Popen(
         [sys.executable, "-c", f"""
 import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", {RANK!r}, {str(tmp_path)!r}, "1", "600", "time.sleep(60)"])
+subprocess.Popen([sys.executable, "-c", {RANK!r}, {str(run_dir)!r}, "2", "600", {AT_WORK!r}])
 time.sleep(60)
-"""], env=environment(RANK="0", ZEROLM_TEST=str(tmp_path)), cwd=ROOT,
+"""], env=environment(RANK=str(lost), ZEROLM_TEST=str(run_dir)), cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + SECONDS
-    while not (tmp_path / "ready-0").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    ranks.start(AT_WORK, ranks=2, first=1 - lost)
     launcher.kill()
     output = launcher.communicate(timeout=SECONDS)[0]  # ends when the rank has ended too
     assert "its launcher is gone" in output
-    assert processes.marked_pids(f"ZEROLM_TEST={tmp_path}") == []
-    event = json.loads((tmp_path / "events.jsonl").read_text())
-    assert event["event"] == "launcher_lost"
+    assert processes.marked_pids(f"ZEROLM_TEST={run_dir}") == []
+    ranks.outputs()
+    assert ranks.started[0].returncode == 1
+    (event,) = ranks.events()
+    assert event["event"] == "launcher_lost" and event["reason"] == "its launcher is gone"
+    (blamed,) = event["ranks"]
+    assert (blamed["rank"], blamed["pid"]) == (lost, event["pid"])
+    assert event["host"] == blamed["host"]
 
 
 def test_a_rank_saves_when_its_terminal_is_closed_and_the_launcher_is_gone(tmp_path) -> None:
