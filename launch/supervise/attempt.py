@@ -21,7 +21,7 @@ from typing import Any
 
 from launch.supervise.downtime import downtime
 from launch.supervise.outcome import FINAL_EVENTS, LOST_EVENTS, Outcome, classify
-from zerolm.common import jsonl, processes
+from zerolm.common import jsonl, machine, processes
 from zerolm.common.jsonl import EventRow
 from zerolm.common.run_files import RunFiles
 from zerolm.watchdog import progress
@@ -68,6 +68,7 @@ class Attempt:
         self.machine = processes.machine_id()
         self.output: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
         self.kill_reason: str | None = None
+        self._oom_kills = machine.oom_kills()
         self._written: dict[int, tuple[int, float]] = {}  # heartbeats: (mtime, seen since)
         self._beats: list[Heartbeat] = []
         self._beats_read_at = 0.0
@@ -166,6 +167,10 @@ class Attempt:
                 jsonl.last_step(self.files.metrics),
             )  # fmt: skip
             outcome.downtime = downtime(self.files, beats, self._launcher_ended, ended)
+            killed_ranks = any("SIGKILL" in reason for reason in outcome.reasons)
+            if killed_ranks and (kills := machine.oom_kills() - self._oom_kills):
+                note = machine.oom_note(kills)
+                outcome.reasons += [note] * (note not in " ".join(outcome.reasons))
         except Exception as error:  # of the supervisor itself: the code of the launcher must do
             outcome = classify(code, [], [], output, self.kill_reason, killed)
             outcome.reasons.append(f"cannot read how the launch ended: {error!r}")

@@ -21,6 +21,9 @@ FINAL_EVENTS = {"done": EXIT_DONE, "stopped": EXIT_STOPPED, "gave_up": EXIT_GAVE
 LOST_EVENTS = ("rank_lost", "hang", "launcher_lost")  # the watchdog's
 # With several hosts pdsh writes their name before each line.
 RETURN_CODE = re.compile(r"(?:^(?P<host>\S+): )?.*exits with return code = (?P<code>-?\d+)")
+TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: (?P<how>.+)")
+SIGNALS = {signal.strsignal(number): number.name for number in signal.Signals}
+SYMPTOMS = ("SIGABRT", "SIGTERM", "exit code 1")  # of ranks that have lost a peer
 ERROR_LINE = re.compile(r"(Error\b|Exception\b|refused|watchdog:|FAULT |pretrain\.py: |[Kk]illed)")
 MAX_ERROR_LINES = 8
 
@@ -121,12 +124,7 @@ def classify(
         return outcome
     if kill_reason:
         outcome.reasons.append(kill_reason)
-    codes = {
-        match["host"] and _short(match["host"]): shown_code(int(match["code"]))
-        for match in map(RETURN_CODE.match, output)
-        if match
-    }
-    rank_exit = list(codes.values())[-1] if codes else None
+    codes = _codes(output)
     newest = {
         event["host"]: event["slow"]
         for event in events
@@ -148,8 +146,8 @@ def classify(
         changed = [line for line in output if OLD_VALUE in line and ": world_size: " not in line]
         outcome.values_changed = bool(changed)
     saved = any(event.get("reason") == RUNNER_GONE for event in events)
-    if rank_exit is not None and not outcome.reasons and not saved:
-        outcome.reasons.append(f"a rank ended with {rank_exit}")
+    if codes and not outcome.reasons and not saved:
+        outcome.reasons.append(_ended_with(codes))
     if outcome.exit_code == EXIT_BUG and not outcome.reasons:
         but = "the ranks still trained; they saved" if saved else "the run logged no `done` event"
         outcome.reasons.append(f"the launcher ended with {shown_code(returncode)}, but {but}")
@@ -175,6 +173,26 @@ def _exit_code(returncode: int, events: Sequence[dict[str, Any]], output: Sequen
     # Of two ranks that refuse, srun ends the slower one, and returns that.
     reported = {int(match["code"]) for match in map(RETURN_CODE.match, output) if match}
     return EXIT_REFUSED if EXIT_REFUSED in reported and _refusal(output) else EXIT_BUG
+
+
+def _codes(output: Iterable[str]) -> dict[str | None, str]:
+    """Return {host: how the first rank of it ended}, as launchers report it; None: of this host."""
+    codes: dict[str | None, str] = {}
+    for line in output:
+        if match := RETURN_CODE.match(line):
+            host = match["host"] and _short(match["host"])
+            codes[host] = shown_code(int(match["code"]))
+        elif match := TASK_ENDED.match(line):
+            how = match["how"].removesuffix(" (core dumped)").replace("Exited with ", "")
+            codes.setdefault(_short(match["host"]), SIGNALS.get(how, how))
+    return codes
+
+
+def _ended_with(codes: Mapping[str | None, str]) -> str:
+    """Return a reason from how the ranks of each host ended: not first, that they lost a peer."""
+    hosts = sorted(codes, key=lambda host: codes[host] in SYMPTOMS)
+    clauses = [f"{f'on {host} ' if host else ''}ended with {codes[host]}" for host in hosts]
+    return f"a rank {', another '.join(clauses)}"
 
 
 def _refusal(output: Sequence[str]) -> list[str]:

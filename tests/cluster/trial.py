@@ -71,6 +71,37 @@ def _stop_ssh(trial: "Trial") -> None:
     _kill(signal.SIGKILL)(trial)
 
 
+def _abort_peers(trial: "Trial") -> None:
+    """Kill the victim; the other ranks abort a second later, as NCCL makes them."""
+    peers = [pid for name in trial.cluster.names for pid in trial.processes(host=name)]
+    _kill(signal.SIGKILL)(trial)
+    time.sleep(1.0)
+    for pid in peers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGABRT)
+
+
+def _memory_group() -> tuple[Path, str]:
+    """Return a new group of processes with a memory of its own, and the name of its limit."""
+    first = Path("/sys/fs/cgroup/memory")  # of version 1
+    root, limit = (first, "memory.limit_in_bytes") if first.exists() else (
+        first.parent, "memory.max")  # fmt: skip
+    return root / f"zerolm-{os.getpid()}", limit
+
+
+def _fill_memory(trial: "Trial") -> None:
+    group, limit = _memory_group()
+    group.mkdir(exist_ok=True)
+    (group / limit).write_text(str(4 << 20))
+    for pid in trial.processes():
+        (group / "cgroup.procs").write_text(str(pid))
+
+
+def _empty_group(trial: "Trial") -> None:
+    trial.wait(lambda: not (_memory_group()[0] / "cgroup.procs").read_text(), "the kernel to kill")
+    _memory_group()[0].rmdir()
+
+
 def _update_node(state: str) -> "Callable[[Trial], None]":
     def update(trial: "Trial") -> None:
         trial.slurm.command(
@@ -78,6 +109,11 @@ def _update_node(state: str) -> "Callable[[Trial], None]":
         )
 
     return update
+
+
+def _resume_node(trial: "Trial") -> None:
+    with contextlib.suppress(AssertionError):  # it has registered itself again already
+        _update_node("resume")(trial)
 
 
 def _preempt(trial: "Trial") -> None:
@@ -131,8 +167,10 @@ KINDS = {
     "scontrol requeue": Kind(NOBODY, make=_scontrol("scontrol", "requeue"), modes=(SLURM,)),
     "preemption": Kind(NOBODY, make=_preempt, modes=(SLURM,)),
     "a node set DOWN": Kind(
-        NOBODY, make=_update_node("down"), mend=_update_node("resume"), mend_seconds=5,
+        NOBODY, make=_update_node("down"), mend=_resume_node, mend_seconds=5,
         modes=(SLURM,)),
+    "a rank killed, its peers aborted": Kind(VICTIM, make=_abort_peers),
+    "the out-of-memory killer": Kind(VICTIM, make=_fill_memory, mend=_empty_group),
 }  # fmt: skip
 
 
@@ -217,9 +255,9 @@ class Trial:
 
     # ---- Used by the kinds
 
-    def processes(self, *words: str) -> list[int]:
-        """Return the victim's rank, or its processes of the run with these words."""
-        pids = self.cluster.pids(self.victim, "--run_dir", str(self.run_dir), *words)
+    def processes(self, *words: str, host: str = "") -> list[int]:
+        """Return the rank of a host, the victim's, or its processes of the run with these words."""
+        pids = self.cluster.pids(host or self.victim, "--run_dir", str(self.run_dir), *words)
         if words:
             return pids
         own = ("launch", "supervise", NODE_LAUNCHER, "deepspeed.launcher.runner", "train")
@@ -275,14 +313,14 @@ class Trial:
     def _run(self, outcome: Outcome) -> None:
         reference = self._reference()
         self._start()
-        self._wait(lambda: self._step() >= self.drawn.step, "the step of the fault")
+        self.wait(lambda: self._step() >= self.drawn.step, "the step of the fault")
         made = time.time()
         if self.kind.make is not None:
             self.kind.make(self)
         if self.kind.mend is not None:
             started = time.monotonic()
             limit = self.kind.mend_seconds
-            self._wait(lambda: self._failed() or time.monotonic() - started > limit, "an ending")
+            self.wait(lambda: self._failed() or time.monotonic() - started > limit, "an ending")
             self.kind.mend(self)
         for _ in range(4):
             outcome.endings.append(self._wait_for_end())
@@ -304,7 +342,9 @@ class Trial:
         outcome.wrong = [host for host in outcome.blamed if host not in allowed]
         if self.kind.blame == VICTIM and not outcome.blamed:
             reasons = " ".join(map(str, (event["reasons"] for event in self._failed())))
-            outcome.wrong = [] if self.victim in reasons else ["nobody is named"]
+            named = [name for name in self.cluster.names if name in reasons]
+            first = min(named, key=reasons.find, default="nobody is named")
+            outcome.wrong = [first] * (first != self.victim)
         found = differences(digest(self.run_dir, self.directory / "ledger"), reference)
         outcome.differences = found[:5]
 
@@ -341,7 +381,7 @@ class Trial:
                     self.slurm.command("scontrol", "update", f"jobid={self.job}", "starttime=now")
             return state in ended
 
-        self._wait(is_over, "the job to end")
+        self.wait(is_over, "the job to end")
         return self.slurm.state(self.job)
 
     def _step(self) -> int:
@@ -371,7 +411,7 @@ class Trial:
     def _output(self) -> str:
         return self.log.read_text()[-3000:] if self.log.exists() else ""
 
-    def _wait(self, condition: Callable[[], Any], what: str) -> None:
+    def wait(self, condition: Callable[[], Any], what: str) -> None:
         deadline = time.monotonic() + TRIAL_SECONDS
         while not condition():
             assert time.monotonic() < deadline, f"waited in vain for {what}: {self._output()}"

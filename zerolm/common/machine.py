@@ -2,6 +2,7 @@
 
 Changes no files."""
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -244,6 +245,23 @@ def keep_operators(environment: MutableMapping[str, str]) -> None:
     directory = Path(sys.prefix, "torch_extensions")
     if sys.prefix != sys.base_prefix and os.access(directory.parent, os.W_OK):
         environment.setdefault("TORCH_EXTENSIONS_DIR", str(directory))
+
+
+def oom_kills() -> int:
+    """Return how many processes of this host the kernel has ended for memory since it booted."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def oom_note(kills: int) -> str:
+    """Return what `oom_kills` says of a process that was killed."""
+    return (
+        f"the out-of-memory killer has ended {kills} process{'es' * (kills > 1)} of this host "
+        "since the start"
+    )
 
 
 def share_cores(environment: MutableMapping[str, str]) -> None:

@@ -13,10 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from zerolm.watchdog.heartbeats import Heartbeats
 from zerolm.watchdog.progress import Heartbeat
 
-ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b")
+PEER = (
+    re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b"),
+    re.compile(r"\[([0-9a-f:]+)[%\w]*\]:\d"),  # an IPv6 address and a port
+    re.compile(r"([\w.:-]+)(?:%\w+)?<\d+>"),  # as NCCL writes a peer
+)
 MAX_NAMED = 8
+DIAGNOSIS_SECONDS = 8.0  # for the cause of an error in a collective to be found
+FOLLOW_SECONDS = 4.0  # further time, for the rank of this machine that looks
 CEASED_BEATS = 3  # heartbeats that a rank of another host has missed when it has ceased
 Peers = Mapping[int, Mapping[str, Any]]  # identities of the other ranks
 
@@ -52,6 +59,33 @@ class Ages:
         return quiet
 
 
+def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[int, str]:
+    """Return {rank of another host: what is known of it} of those that have ceased.
+
+    Takes `DIAGNOSIS_SECONDS`, in which the thread of the watchdog may find another cause and end
+    this process.
+
+    Args:
+        leads_machine: whether this rank looks; the others of its machine leave it the time to.
+    """
+    beat = heartbeats.seconds
+    remote = [
+        rank for rank, peer in peers.items()
+        if leads_machine and peer["machine"] != heartbeats.machine
+    ]  # fmt: skip
+    deadline = time.monotonic() + max(DIAGNOSIS_SECONDS, (CEASED_BEATS + 1) * beat)
+    ages = Ages(heartbeats.read, heartbeats.files.heartbeat)
+    quiet = ages.look(remote)
+    while time.monotonic() < deadline:
+        time.sleep(beat / 2)
+        heartbeats.write()  # this may be the thread that does it otherwise
+        quiet = ages.look(remote)
+    if not leads_machine:
+        time.sleep(FOLLOW_SECONDS)
+    silent = {rank: seconds for rank, seconds in quiet.items() if seconds > CEASED_BEATS * beat}
+    return accounts(silent, peers, heartbeats.machine)
+
+
 def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[int, str]:
     """Return {silent rank: what is known of it}, from its seconds without a heartbeat.
 
@@ -72,17 +106,26 @@ def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[in
 
 
 def named_peers(error: str, peers: Peers) -> str:
-    """Return whose addresses the error of a collective has, as a clause; may be empty."""
-    addresses = set(ADDRESS.findall(error))
+    """Return which hosts the error of a collective names, as a clause; may be empty.
+
+    gloo and libuv write `[10.0.0.2]:50000`, NCCL `10.0.0.2<50000>`, `fe80::2%eth0<50000>` or
+    `node2<50000>`.
+    """
+    named = {found for pattern in PEER for found in pattern.findall(error)}
     hosts: dict[str, list[int]] = {}
     for rank, peer in peers.items():
         hosts.setdefault(peer["host"], []).append(rank)
-    clauses = [
-        f"{', '.join(sorted(known))} is {host} (rank {_numbers(ranks)})"
-        for host, ranks in hosts.items()
-        if addresses and (known := addresses & _addresses(host))
-    ]
+    clauses = []
+    for host, ranks in hosts.items():
+        own = {name for name in named if _short(name) == _short(host)}
+        if named and (known := own or named & _addresses(host)):
+            is_host = "" if own else f"{', '.join(sorted(known))} is "
+            clauses.append(f"{is_host}{host} (rank {_numbers(ranks)})")
     return "; ".join(clauses)
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0].lower()
 
 
 def _numbers(ranks: Collection[int]) -> str:
@@ -92,6 +135,6 @@ def _numbers(ranks: Collection[int]) -> str:
 
 def _addresses(host: str) -> set[str]:
     with suppress(OSError):
-        found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return {str(address[0]) for *_, address in found}
     return set()

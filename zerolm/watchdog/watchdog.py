@@ -43,8 +43,6 @@ STOPPED_SECONDS = 10.0  # a process stopped with SIGSTOP for this long is lost
 SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspended, not the others
 EXIT_DELAY_SECONDS = 3.0  # at most, until the launcher, which polls every second, sees a dead rank
 ORPHAN_SECONDS = 2.0  # for the main thread to handle the signal that has ended the launcher
-DIAGNOSIS_SECONDS = 8.0  # an error of a collective waits for the thread to find its cause
-FOLLOW_SECONDS = 4.0  # further time, for the rank that has looked for those
 TEARDOWN_SECONDS = 30.0  # for the interpreter to exit after an error
 RUNNER_GONE = "deepspeed has ended"
 GOOD_ENDINGS = ("done", "stopped", "gave up")
@@ -76,6 +74,7 @@ class Watchdog:
         self._stopped_since: dict[int, float] = {}
         self._orphan_since: float | None = None
         self._builds: list[str] = []
+        self._oom_kills = machine.oom_kills()
         self._lock = threading.Lock()  # either the thread or the main thread's error ends the run
         self._quit = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -108,12 +107,10 @@ class Watchdog:
             self.stacks.exit_after(TEARDOWN_SECONDS)
         causes = [error, error.__cause__] if error.__cause__ else [error]
         lines = [f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes]
+        lines += str(error).partition("Last error:")[2].strip().splitlines()[:1]  # NCCL's
         reason = "; ".join(line.rstrip(". ") for line in lines)
         if liveness.raised_in_collective(error) and self.heartbeats.token is not None:
-            if silent := self._wait_for_cause():
-                noticed = f" (rank {self.rank} on {self.heartbeats.host}: {reason})"
-                lost = silence.accounts(silent, self.peers, self.heartbeats.machine)
-                self._end_run({rank: why + noticed for rank, why in lost.items()}, "rank_lost")
+            self._end_for_ceased(f"rank {self.rank} on {self.heartbeats.host}: {reason}")
             if peers := silence.named_peers(str(error), self.peers):
                 reason += f"; {peers}, and no rank is silent: look at the network between them"
         with self._lock:
@@ -121,28 +118,6 @@ class Watchdog:
                 self.stacks.write("its error", masked("".join(traceback.format_exception(error))))
             self._publish({self.rank: f"ended: {reason}"}, "rank_lost", reason)
             self.heartbeats.mark_ended(reason)
-
-    def _wait_for_cause(self) -> dict[int, float]:
-        """Wait for the thread to end this process, if it finds why a collective has failed here.
-
-        Returns:
-            {rank of another machine: seconds without a heartbeat} of those that have ceased.
-        """
-        beat = self.heartbeats.seconds
-        deadline = time.monotonic() + max(DIAGNOSIS_SECONDS, (silence.CEASED_BEATS + 1) * beat)
-        remote = [
-            rank for rank, peer in self.peers.items()
-            if self._leads_machine and peer["machine"] != self.heartbeats.machine
-        ]  # fmt: skip
-        ages = silence.Ages(self.heartbeats.read, self.files.heartbeat)
-        quiet = ages.look(remote)
-        while time.monotonic() < deadline:
-            time.sleep(beat / 2)
-            quiet = ages.look(remote)
-        if not self._leads_machine:
-            time.sleep(FOLLOW_SECONDS)
-        ceased = silence.CEASED_BEATS * beat
-        return {rank: seconds for rank, seconds in quiet.items() if seconds > ceased}
 
     def close(self, reason: str) -> None:
         """Stop watching, because the run has ended for one of the `GOOD_ENDINGS`."""
@@ -233,7 +208,25 @@ class Watchdog:
             if heartbeat["reason"] in GOOD_ENDINGS:
                 return
             how = heartbeat["reason"]
-        self._end_run({rank: f"ended: {how}" if how else "has vanished"}, "rank_lost", how)
+        why = f"ended: {how}" if how else "has vanished"
+        if how == "SIGABRT":  # as NCCL ends a rank that has lost a peer
+            below = [other for other in self.peers if other < self.rank]
+            self._leads_machine = self._leads_machine or not self._local_processes(below)
+            self._end_for_ceased(f"rank {rank} on {self.heartbeats.host} {why}")
+        if how == "SIGKILL" and (kills := machine.oom_kills() - self._oom_kills):
+            why += f"; {machine.oom_note(kills)}"
+        self._end_run({rank: why}, "rank_lost", how)
+
+    def _end_for_ceased(self, symptom: str) -> None:
+        """End the run if ranks of other hosts have ceased, after seconds of looking for them.
+
+        Args:
+            symptom: what has happened on this host, because a peer has ceased or for its own sake.
+        """
+        found = silence.ceased(self.heartbeats, self.peers, self._leads_machine)
+        if found:
+            blamed = {rank: f"{account} ({symptom})" for rank, account in found.items()}
+            self._end_run(blamed, "rank_lost")
 
     def _check_progress(self) -> None:
         """End the run if a rank makes no progress, or its heartbeats have stopped."""

@@ -33,9 +33,10 @@ def attempt(tmp_path):
 def write_heartbeat(attempt: Attempt, pid: int = 0, **values: object) -> Path:
     """Write the heartbeat of a rank with a process, or else with that of the launch."""
     process = processes.inspect_process(pid or attempt.process.pid)
+    of_launch = {"machine": attempt.machine, "supervisor": attempt.mark.partition("=")[2]}
     beat = heartbeat(
-        0, machine=attempt.machine, pid=process.pid, token="1", step=3, limit_seconds=0.2,
-        start_ticks=process.start_ticks, supervisor=attempt.mark.partition("=")[2], **values,
+        0, pid=process.pid, start_ticks=process.start_ticks, token="1", step=3, limit_seconds=0.2,
+        **{**of_launch, **values},
     )  # fmt: skip
     path = attempt.files.heartbeat(0)
     path.write_text(json.dumps(beat))
@@ -174,6 +175,22 @@ def test_the_code_of_a_lost_rank_is_that_of_its_own_host() -> None:
     )
     (reason,) = classify(1, [event], [], output[1:], None, []).reasons
     assert "launcher" not in reason, "that of node2 reported nothing"
+
+
+@pytest.mark.parametrize("lines", [
+    ["node1: [launch.py:259] [...] exits with return code = -6",
+     "node2: [launch.py:259] [...] exits with return code = -9"],
+    ["srun: error: node1: task 0: Aborted (core dumped)", "srun: error: node2: task 1: Killed"],
+])  # fmt: skip
+def test_of_ranks_that_all_ended_the_one_that_lost_no_peer_is_named_first(lines) -> None:
+    """NCCL aborts every rank that has lost one, often before any of them can say so."""
+    for output in (lines, lines[::-1]):
+        (reason,) = classify(1, [], [], output, None, []).reasons
+        assert reason == "a rank on node2 ended with SIGKILL, another on node1 ended with SIGABRT"
+    exited = "srun: error: node2: tasks 8-15: Exited with exit code 3"
+    assert classify(1, [], [], [exited], None, []).reasons == [
+        "a rank on node2 ended with exit code 3"
+    ]
 
 
 def test_a_killed_runner_is_blamed_and_not_the_ranks_that_saved() -> None:

@@ -239,6 +239,43 @@ def test_a_killed_rank_is_named_with_its_signal(ranks) -> None:
     assert event["ranks"][0]["pid"] == ranks.started[1].pid and ranks.started[0].returncode == 1
 
 
+def test_a_rank_that_was_killed_for_memory_is_said_to_be(ranks) -> None:
+    counts = "from zerolm.common import machine\nmachine.oom_kills = lambda: dog._oom_kills + 2\n"
+    ranks.start(counts + AT_WORK, AT_WORK)
+    ranks.started[1].kill()
+    ranks.outputs()
+    (event,) = ranks.events()
+    killer = "the out-of-memory killer has ended 2 processes of this host since the start"
+    assert event["ranks"][0]["reason"] == f"ended: SIGKILL; {killer}"
+
+
+@pytest.mark.parametrize("host_failed", [True, False])
+def test_a_rank_that_aborts_is_blamed_unless_ranks_of_another_host_have_ceased(
+    ranks, host_failed
+) -> None:
+    """NCCL aborts a rank that has lost a peer."""
+    fast = """
+from zerolm.watchdog import silence
+dog.heartbeats.seconds, silence.DIAGNOSIS_SECONDS, silence.FOLLOW_SECONDS = 0.3, 3.0, 1.0
+for peer in dog.peers.values(): peer["machine"] = "b" if peer["rank"] == 2 else peer["machine"]
+dog.heartbeats.machine = "b" if rank == 2 else dog.heartbeats.machine
+"""
+    ranks.start(fast + "os.abort()", fast + AT_WORK, fast + AT_WORK)
+    if host_failed:
+        ranks.started[2].kill()
+    else:
+        time.sleep(7.0)
+        ranks.started[2].kill()
+    ranks.outputs()
+    (event,) = ranks.events()
+    (blamed,) = event["ranks"]
+    if host_failed:
+        assert blamed["rank"] == 2 and "as the only rank on" in blamed["reason"]
+        assert "(rank 0 on" in blamed["reason"] and "ended: SIGABRT" in blamed["reason"]
+    else:
+        assert (blamed["rank"], blamed["reason"]) == (0, "ended: SIGABRT")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("act", "shown"),
