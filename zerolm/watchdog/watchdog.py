@@ -209,7 +209,9 @@ class Watchdog:
                 return
             how = heartbeat["reason"]
         why = f"ended: {how}" if how else "has vanished"
-        if how == "SIGABRT":  # as NCCL ends a rank that has lost a peer
+        here = self.heartbeats.machine
+        if how in ("SIGABRT", None) and any(p["machine"] != here for p in self.peers.values()):
+            # NCCL aborts a rank that has lost a peer.
             below = [other for other in self.peers if other < self.rank]
             self._leads_machine = self._leads_machine or not self._local_processes(below)
             self._end_for_ceased(f"rank {rank} on {self.heartbeats.host} {why}")
