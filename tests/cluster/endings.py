@@ -136,24 +136,25 @@ class Endings:
     def cancelled(self) -> str:
         return self._stopped("scancel", lambda job: self.slurm.command("scancel", job.number))
 
-    def preempted(self) -> str:
-        def preempt(job: Job) -> None:
-            script = self.cluster.directory / "urgent"
-            script.write_text("#!/bin/sh\nsleep 2\n")
-            options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
-            self.slurm.submit(script, *options)
+    def preempt(self, *_: Job) -> None:
+        """Submit what takes the nodes from all other jobs for two seconds."""
+        script = self.cluster.directory / "urgent"
+        script.write_text("#!/bin/sh\nsleep 2\n")
+        options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+        self.slurm.submit(script, *options)
 
-        return self._stopped("preemption", preempt)
+    def fail_node(self, *_: Job) -> None:
+        node = ("scontrol", "update", "nodename=node2")
+        self.slurm.command(*node, "state=down", "reason=test")
+        time.sleep(5)
+        with suppress(AssertionError):  # it has come back by itself
+            self.slurm.command(*node, "state=resume")
+
+    def preempted(self) -> str:
+        return self._stopped("preemption", self.preempt)
 
     def node_failed(self) -> str:
-        def fail(job: Job) -> None:
-            node = ("scontrol", "update", "nodename=node2")
-            self.slurm.command(*node, "state=down", "reason=test")
-            time.sleep(5)
-            with suppress(AssertionError):  # it has come back by itself
-                self.slurm.command(*node, "state=resume")
-
-        return self._stopped("node set DOWN (NODE_FAIL)", fail)
+        return self._stopped("node set DOWN (NODE_FAIL)", self.fail_node)
 
     def time_limit(self) -> str:
         """Two minutes, of which a run of 100 s and its start need more."""

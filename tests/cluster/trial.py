@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -90,11 +91,15 @@ def _memory_group() -> tuple[Path, str]:
 
 
 def _fill_memory(trial: "Trial") -> None:
+    """Let another process fill the memory that the victim's rank shares with it."""
     group, limit = _memory_group()
     group.mkdir(exist_ok=True)
     (group / limit).write_text(str(4 << 20))
+    script = f"echo $$ >{group}/cgroup.procs; exec {sys.executable} -c 'b\"x\" * (1 << 26)'"
     for pid in trial.processes():
         (group / "cgroup.procs").write_text(str(pid))
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")  # the first to be killed
+    subprocess.run(["sh", "-c", script], capture_output=True, timeout=60, check=False)
 
 
 def _empty_group(trial: "Trial") -> None:
