@@ -94,11 +94,16 @@ class Gradients:
 
     def _parts(self) -> Iterator[tuple[Any, torch.Tensor]]:
         optimizer = self._optimizer
-        if hasattr(optimizer, "fp32_groups_gradients"):  # BF16_Optimizer: not sharded
-            for group, gradients in zip(
-                optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True
-            ):
-                yield from zip(group, gradients, strict=True)
+        if hasattr(optimizer, "fp32_groups_gradients"):  # BF16_Optimizer
+            for number, parameters in enumerate(optimizer.bf16_groups):
+                partition = optimizer.fp32_groups_gradient_flat_partition[number]
+                size = partition.numel()
+                first = -size * torch.distributed.get_rank(_group(self._engine, number))
+                for parameter in parameters:
+                    start, stop = max(first, 0), min(first + parameter.numel(), size)
+                    if start < stop:
+                        yield parameter, partition[start:stop]
+                    first += parameter.numel()
             return
         is_stage_3 = hasattr(optimizer, "fp16_groups")
         groups = optimizer.fp16_groups if is_stage_3 else optimizer.params_in_partition

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from zerolm.optim.gradient_reduction import reduce_to_owners
+
 
 def spare_memory_traffic(engine: Any) -> None:
     """Replace DeepSpeed's methods that read or write gradients more often than they must.
@@ -24,6 +26,7 @@ def spare_memory_traffic(engine: Any) -> None:
         engine: an engine of any ZeRO stage; changed for good. Stage 3 has no such method.
     """
     optimizer = engine.optimizer
+    reduction = reduce_to_owners(engine)
     is_single = torch.distributed.get_world_size() == 1
     if hasattr(optimizer, "_add_to_grad_partition_buffer"):
         optimizer._add_to_grad_partition_buffer = _add
@@ -40,6 +43,8 @@ def spare_memory_traffic(engine: Any) -> None:
         _add(total, parameter.grad.view(total.shape))
         parameter._hp_grad = total
         optimizer.fp32_groups_has_gradients[group][index] = True
+        if reduction is not None:
+            reduction.add(group, index)
 
     def clear_once() -> None:
         if any(map(any, optimizer.fp32_groups_has_gradients)):

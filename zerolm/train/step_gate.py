@@ -137,24 +137,28 @@ class StepGate:
     ) -> Any:
         """Return DeepSpeed's (gradients, expert gradients); infinite to refuse the step.
 
-        Without tensor parallelism the norm is that of the flat buffers, read once: DeepSpeed gets
-        it as a gradient of one value, and clips only this rank's partitions. It is summed in
-        float64: torch's float32 sum on a CPU is 1% off for 1e8 values.
+        Without tensor parallelism the norm is that of the ranks' partitions, each read once by its
+        owner: DeepSpeed gets it as a gradient of one value, and clips only this rank's partitions.
+        It is summed in float64: torch's float32 sum on a CPU is 1% off for 1e8 values.
         """
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
-        mpu = self._optimizer.mpu  # with tensor parallelism a rank has only shards of gradients
-        if for_clipping:
-            partitions = self._optimizer.fp32_groups_gradient_flat_partition
-            return original(*args, for_clipping=True) if mpu else partitions
+        optimizer = self._optimizer
+        mpu = optimizer.mpu  # with tensor parallelism a rank has only shards of gradients
+        partitions = optimizer.fp32_groups_gradient_flat_partition
+        if for_clipping:  # Muon reads the matrices of which it owns a part
+            is_complete = mpu or optimizer._uses_muon
+            return original(*args, for_clipping=True) if is_complete else partitions
         if mpu:
             gradients, experts = original(*args, for_clipping=False)
             assert not experts, "DeepSpeed's own MoE layers are not used here"
             norm = get_global_norm_of_tensors(gradients, mpu=mpu)
         else:
-            buffers = self._optimizer.fp32_groups_gradients_flat
-            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in buffers]
-            norm = torch.linalg.vector_norm(torch.stack(norms)).float()
+            norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in partitions]
+            square = torch.stack(norms).square().sum()
+            if torch.distributed.get_world_size(optimizer.dp_process_group) > 1:
+                torch.distributed.all_reduce(square, group=optimizer.dp_process_group)
+            norm = square.sqrt().float()
             gradients = [norm[None]]
         if not self._decide(float(norm)):
             return gradients, {}

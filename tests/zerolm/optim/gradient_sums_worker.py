@@ -1,14 +1,20 @@
-"""One rank of test_gradient_sums.py: the same steps with and without fewer passes over memory.
+"""One rank of test_gradient_sums.py: the same steps as DeepSpeed takes them, and as zerolm does.
 
     RANK=0 WORLD_SIZE=2 ... python gradient_sums_worker.py REPORT.json
 
-Rank 0 writes {stage: tensors of the checkpointed state that differ in a bit}, and for stage 1 which
-gradients of a micro-batch are left after it.
+Rank 0 writes {stage and way to reduce: report}: `different`, {tensor of the checkpointed state that
+differs in a bit: relative distance}; `left`, which gradients of a micro-batch are left after it;
+`norms` of both; `sent`, for both {collective: (calls, values per parameter) of a step}; `early`,
+how many buckets of the last step were reduced before its backward pass had ended, of how many.
 """
 
 import json
+import math
 import os
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +27,12 @@ from tests import ROOT
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
-from zerolm.optim.gradient_sums import spare_memory_traffic
+from zerolm.optim import gradient_reduction, gradient_sums
+from zerolm.train.step_gate import StepGate
 
 WIDTH, ACCUMULATION, STEPS = 24, 3, 4
+BUCKET = 200  # values, of which a rank owns several
+COLLECTIVES = ("all_reduce", "reduce", "reduce_scatter_tensor")
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
@@ -53,6 +62,7 @@ def engine_of(stage: int, as_deepspeed_does: bool) -> Any:
         warmup_steps=1,
         total_steps=1,
     ).json
+    resolved["zero_optimization"]["reduce_bucket_size"] = BUCKET
     if as_deepspeed_does:
         resolved["bf16"].pop("immediate_grad_update", None)
     torch.manual_seed(0)
@@ -61,20 +71,47 @@ def engine_of(stage: int, as_deepspeed_does: bool) -> Any:
         model=model, model_parameters=list(model.parameters()), config=resolved
     )
     if not as_deepspeed_does:
-        spare_memory_traffic(engine)
+        made = []
+        reduce = gradient_reduction.reduce_to_owners
+        gradient_sums.reduce_to_owners = lambda engine: made.append(reduce(engine)) or made[0]
+        gradient_sums.spare_memory_traffic(engine)
+        engine.reduction = made[0]
     return engine
+
+
+@contextmanager
+def counted(found: Counter) -> Iterator[None]:
+    """Count the calls and the values of what reduces gradients."""
+    usual = {name: getattr(torch.distributed, name) for name in COLLECTIVES}
+
+    def counts(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            tensors = [each for each in (*args, *options.values()) if torch.is_tensor(each)]
+            values = max(each.numel() for each in tensors)  # of the input
+            if values > 1:  # not a norm
+                found[f"{name} calls"] += 1
+                found[f"{name} values"] += values
+            return usual[name](*args, **options)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(torch.distributed, name, counts(name))
+    yield
+    for name, function in usual.items():
+        setattr(torch.distributed, name, function)
 
 
 def train(engine: Any) -> list[str]:
     """Return the parameters that had a gradient of their own after a micro-batch."""
-    left = []
+    left, gate = [], StepGate(engine)
     for batch in range(STEPS * ACCUMULATION):
         generator = torch.Generator().manual_seed(2 * batch + RANK)
         scale = 1e-3 if batch < ACCUMULATION else 3.0  # the first step is not clipped, others are
         inputs = scale * torch.randn(2, WIDTH, generator=generator)
         engine.backward(engine(inputs.bfloat16(), batch))
         left += [name for name, each in engine.module.named_parameters() if each.grad is not None]
-        engine.step()
+        gate.step(engine, False, lambda norm: False)
     return left
 
 
@@ -88,19 +125,38 @@ def states(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def compare(stage: int) -> dict[str, Any]:
-    usual, spared = (engine_of(stage, each) for each in (True, False))
-    train(usual)
-    left = train(spared)
-    expected, found = states(usual), states(spared)
+def compare(stage: int, max_latency: float) -> dict[str, Any]:
+    gradient_reduction.MAX_LATENCY = max_latency
+    sent, trained = [], []
+    for as_deepspeed_does in (True, False):
+        engine = engine_of(stage, as_deepspeed_does)
+        sent.append(Counter())
+        with counted(sent[-1]):
+            left = train(engine)
+        trained.append(engine)
+    expected, found = map(states, trained)
     assert expected["tied.weight exp_avg_sq"].abs().sum() > 0
-    different = [name for name, each in expected.items() if not torch.equal(each, found[name])]
-    norms = usual.get_global_grad_norm(), spared.get_global_grad_norm()
-    return {"different": different, "left": sorted(set(left)), "norms": [float(n) for n in norms]}
+    different = {
+        name: float((each - found[name]).norm() / each.norm())
+        for name, each in expected.items() if not torch.equal(each, found[name])
+    }  # fmt: skip
+    size = sum(each.numel() for each in trained[0].module.parameters())
+    norms = [float(each.get_global_grad_norm()) for each in trained]
+    per_step = [
+        {name: count / STEPS / (size if "values" in name else 1) for name, count in each.items()}
+        for each in sent
+    ]
+    reduction = trained[1].reduction
+    early = (reduction.early, len(reduction.buckets)) if reduction is not None else None
+    return {"different": different, "left": sorted(set(left)), "norms": norms, "sent": per_step,
+            "early": early}  # fmt: skip
 
 
 deepspeed.init_distributed("gloo")
-report = {stage: compare(stage) for stage in (1, 2)}
+ways = {"a call for each owner": math.inf, "a call for all": 0.0}
+report = {
+    f"{stage}, {way}": compare(stage, latency) for stage in (1, 2) for way, latency in ways.items()
+}
 if RANK == 0:
     Path(sys.argv[1]).write_text(json.dumps(report))
 torch.distributed.barrier()

@@ -1,0 +1,231 @@
+"""Reduce the gradients of ZeRO-1 and 2 to the ranks that own them: half of the bytes.
+
+DeepSpeed 0.19.8 all-reduces them, although each rank updates a partition only. With bf16 weights
+stage 1 does it after the last backward pass, in copies of 500,000,000 values. Replaced (bytes that
+a rank sends, per parameter):
+
+    DeepSpeedEngine.buffered_allreduce_fallback       4 a step instead of 8, and no copies
+    DeepSpeedZeroOptimizer.average_tensor             4 a micro-batch instead of 8, by its own key
+                                                      `use_multi_rank_bucket_allreduce`
+
+If that key is true in the JSON, nothing is replaced; neither with Muon, which needs complete
+matrices, nor in other dtypes and scalings than a float32 mean.
+
+All ranks must start the same collectives in the same order, and gradients may become ready in
+another one, or not at all. So buckets are started in a fixed order: each waits for all before it.
+The norm must be that of the partitions, as `StepGate` takes it.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+KEY = "use_multi_rank_bucket_allreduce"
+HOP_SECONDS = 1e-5  # of a collective between two ranks, as NCCL's rings take
+BYTES_PER_SECOND = 1e10  # of a device between hosts: 100 Gbit/s
+MAX_LATENCY = 0.25  # of the time of the bytes; with more, one collective for all is faster
+
+
+Parameters = list[tuple[int, int]]  # of a bucket: group, and index in it
+
+
+class Bucket(NamedTuple):
+    """Values of a flat gradient that one rank owns.
+
+    Attributes:
+        group: number of the flat gradient.
+        start, stop: in the flat gradient.
+        owner: rank in the process group.
+    """
+
+    group: int
+    start: int
+    stop: int
+    owner: int
+
+
+def small_pieces_pay(num_values: int, num_calls: int, ranks: int) -> bool:
+    """Return whether calls for the part of one owner each take little more than their bytes.
+
+    A call goes through all ranks, one after another.
+
+    Args:
+        num_values: of all calls, in float32.
+    """
+    latency = num_calls * (ranks - 1) * HOP_SECONDS
+    return latency < MAX_LATENCY * 4 * num_values / BYTES_PER_SECOND
+
+
+def reduce_to_owners(engine: Any) -> "OwnerReduction | None":
+    """Let an engine reduce each gradient to its owner only, where that is the same sum.
+
+    Args:
+        engine: of stage 1 or 2, changed for good; of stage 3, which does so itself.
+
+    Returns:
+        What must be told of each gradient, if the sums are in the flat buffers of BF16_Optimizer.
+    """
+    optimizer = engine.optimizer
+    ranks = distributed.get_world_size()
+    key = engine._config._param_dict.get("zero_optimization", {}).get(KEY)
+    if key is True or ranks == 1 or engine.zero_optimization_stage() > 2:
+        return None
+    if not hasattr(optimizer, "fp32_groups_gradients"):
+        _choose_call(optimizer, ranks, asked=key is False)
+        return None
+    is_mean = (
+        engine.communication_data_type == optimizer.grad_acc_dtype == torch.float32
+        and engine.gradient_average
+        and engine.postscale_gradients()
+        and engine.gradient_predivide_factor() == 1.0
+    )
+    if not is_mean or optimizer.mpu is not None or optimizer._uses_muon:
+        return None
+    reduction = OwnerReduction(engine)
+    engine.buffered_allreduce_fallback = reduction.finish
+    return reduction
+
+
+def _choose_call(optimizer: Any, ranks: int, asked: bool) -> None:
+    """Choose between DeepSpeed's own two ways: a call for each owner, or an all-reduce for all."""
+    values = sum(map(sum, ((each.numel() for each in group) for group in optimizer.bit16_groups)))
+    buckets = math.ceil(values / optimizer.reduce_bucket_size)
+    if asked or small_pieces_pay(values, buckets + ranks * len(optimizer.bit16_groups), ranks):
+        optimizer.use_multi_rank_bucket_allreduce = False
+
+
+class OwnerReduction:
+    """Reduces the sums of BF16_Optimizer, from the end of the model on, as they become complete.
+
+    Afterwards a rank has the mean over ranks in its own partition, and no meaningful values in
+    those of others.
+
+    Args:
+        engine: its buckets are those of the keys `reduce_bucket_size` and `overlap_comm`.
+
+    Attributes:
+        early: how many buckets of the last step were started before the backward pass had ended.
+        buckets: in the order in which they are reduced; none if one collective for each flat
+            gradient is faster.
+    """
+
+    def __init__(self, engine: Any):
+        self._engine, self._optimizer = engine, engine.optimizer
+        (self._process_group,) = set(self._optimizer.real_dp_process_group)
+        self._ranks = distributed.get_world_size(self._process_group)
+        zero = engine._config.zero_config
+        self._overlaps = bool(zero.overlap_comm)
+        self.early = 0
+        self._is_ordered = False
+        self._order(self._divide(int(zero.reduce_bucket_size)))
+
+    def add(self, group: int, index: int) -> None:
+        """Note that a parameter's sum of a micro-batch is complete; start what can be started.
+
+        Raises:
+            RuntimeError: its sum was reduced already: the backward pass had a second gradient.
+        """
+        if not self._overlaps or not self._engine.is_gradient_accumulation_boundary():
+            return
+        for number in self._buckets_of.get((group, index), ()):
+            if number < len(self._started):
+                raise RuntimeError(
+                    "a parameter has got a second gradient in one backward pass, after the first "
+                    f'was reduced over ranks. Set "overlap_comm": false, or "{KEY}": true'
+                )
+            self._missing[number].discard((group, index))
+        while len(self._started) < len(self.buckets) and not self._missing[len(self._started)]:
+            self._start()
+
+    @torch.no_grad()
+    def finish(self, grads: Sequence[Any] | None = None, elements_per_buffer: int = 0) -> None:
+        """Reduce what is left, and wait. Every rank must call this, after its last backward pass.
+
+        Args:
+            grads, elements_per_buffer: as `buffered_allreduce_fallback` has them; not used.
+        """
+        assert grads is None, "DeepSpeed reduces other gradients than its optimizer's"
+        self.early = len(self._started)
+        while len(self._started) < len(self.buckets):
+            self._start()
+        flats = self._optimizer.fp32_groups_gradients_flat
+        partitions = self._optimizer.fp32_groups_gradient_flat_partition
+        if not self.buckets:
+            for partition, flat in zip(partitions, flats, strict=True):
+                distributed.reduce_scatter_tensor(partition, flat, group=self._process_group)
+        for work in self._started:
+            work.wait()
+        # As DeepSpeed scales: ranks of a sequence have parts of one gradient.
+        replicas = self._ranks / float(self._engine.sequence_parallel_size)
+        for partition in partitions:
+            partition.mul_(1.0 / replicas)
+        self._put_off_incomplete()
+        self._begin()
+
+    # ---- Inside
+
+    def _order(self, buckets: Sequence[tuple[Bucket, Parameters]]) -> None:
+        self.buckets = [bucket for bucket, _ in buckets]
+        self._parameters_of = [parameters for _, parameters in buckets]
+        self._buckets_of: dict[tuple[int, int], list[int]] = {}
+        for number, parameters in enumerate(self._parameters_of):
+            for parameter in parameters:
+                self._buckets_of.setdefault(parameter, []).append(number)
+        self._begin()
+
+    def _put_off_incomplete(self) -> None:
+        """Put buckets last that were incomplete on a rank in the first step: others wait for it."""
+        if self._is_ordered or not self.buckets or not self._overlaps:
+            return
+        self._is_ordered = True
+        flat = self._optimizer.fp32_groups_gradients_flat[0]
+        incomplete = torch.tensor([bool(each) for each in self._missing], device=flat.device).int()
+        distributed.all_reduce(incomplete, distributed.ReduceOp.MAX, group=self._process_group)
+        pairs = zip(self.buckets, self._parameters_of, incomplete.tolist(), strict=True)
+        last = sorted(pairs, key=lambda each: each[2])  # otherwise in the same order
+        self._order([(bucket, parameters) for bucket, parameters, _ in last])
+
+    def _begin(self) -> None:
+        self._started: list[Any] = []
+        self._missing = [set(parameters) for parameters in self._parameters_of]
+
+    def _start(self) -> None:
+        bucket = self.buckets[len(self._started)]
+        values = self._optimizer.fp32_groups_gradients_flat[bucket.group][
+            bucket.start : bucket.stop
+        ]
+        owner = distributed.get_global_rank(self._process_group, bucket.owner)
+        self._started.append(
+            distributed.reduce(values, owner, group=self._process_group, async_op=True)
+        )
+
+    def _divide(self, size: int) -> list[tuple[Bucket, Parameters]]:
+        """Return buckets of at most `size` values, with their parameters."""
+        names = {id(each): n for n, each in enumerate(self._engine.module.parameters())}
+        found: list[tuple[int, Bucket, Parameters]] = []
+        values = 0
+        for group, parameters in enumerate(self._optimizer.bf16_groups):
+            flat = self._optimizer.fp32_groups_gradients_flat[group]
+            part = flat.numel() // self._ranks
+            stops = [0]
+            for parameter in parameters:
+                stops.append(stops[-1] + parameter.numel())
+            values += stops[-1]
+            for owner in range(self._ranks):
+                end = min((owner + 1) * part, stops[-1])
+                for start in range(owner * part, end, size):
+                    stop = min(start + size, end)
+                    inside = [
+                        index for index in range(len(parameters))
+                        if stops[index] < stop and stops[index + 1] > start
+                    ]  # fmt: skip
+                    last = min(names[id(parameters[index])] for index in inside)
+                    bucket = Bucket(group, start, stop, owner)
+                    found.append((last, bucket, [(group, index) for index in inside]))
+        if not small_pieces_pay(values, len(found), self._ranks):
+            return []
+        found.sort(key=lambda each: each[:2], reverse=True)
+        return [(bucket, parameters) for _, bucket, parameters in found]
