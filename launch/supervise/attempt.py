@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,7 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from launch.supervise.downtime import downtime
-from launch.supervise.outcome import FINAL_EVENTS, LOST_EVENTS, Outcome, classify
+from launch.supervise.outcome import (
+    FINAL_EVENTS,
+    LOST_EVENTS,
+    RETURN_CODE,
+    Outcome,
+    classify,
+    shown_code,
+)
 from zerolm.common import jsonl, machine, processes
 from zerolm.common.jsonl import EventRow
 from zerolm.common.run_files import RunFiles
@@ -31,6 +39,7 @@ from zerolm.watchdog.silence import CEASED_BEATS, Ages
 
 POLL_SECONDS = 0.2
 ORPHAN_SECONDS = 30.0  # time for processes that a launch left behind to end by themselves
+MEET_SECONDS = 20.0  # for the launchers of all hosts to end, once a rank has before they connect
 RANKS_GONE_SECONDS = 60.0  # time for the launcher to notice that its ranks have ended
 LAUNCHER_SECONDS = 1.5  # the same, if the cause is known: the launcher polls every second
 STOPPED_SECONDS = 30.0  # limit with all ranks of this host stopped (SIGSTOP), unable to report it
@@ -69,6 +78,7 @@ class Attempt:
         self.output: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
         self.kill_reason: str | None = None
         self._oom_kills = machine.oom_kills()
+        self._ended_early: tuple[str, float] | None = None  # of several hosts, and when
         self._written: dict[int, tuple[int, float]] = {}  # heartbeats: (mtime, seen since)
         self._beats: list[Heartbeat] = []
         self._beats_read_at = 0.0
@@ -142,6 +152,11 @@ class Attempt:
     def kill(self) -> list[int]:
         """Kill every process of this launch on this host at once; return their process IDs."""
         killed: set[int] = set()
+        for beat in self.heartbeats():  # of a rank that was started over ssh, without the mark
+            rank = processes.inspect_process(beat["pid"])
+            if rank and not self._is_over(beat) and beat["machine"] == self.machine:
+                processes.signal_process(rank, signal.SIGKILL)  # its launcher then ends
+                killed.add(rank.pid)
         deadline = time.monotonic() + KILL_SECONDS  # a process may be stuck in the kernel
         while (alive := processes.marked_pids(self.mark)) and time.monotonic() < deadline:
             killed.update(
@@ -186,6 +201,10 @@ class Attempt:
         if not beats:
             waited = now - self._started
             late = waited > self.start_seconds
+            if self._ended_early and now - self._ended_early[1] > MEET_SECONDS:
+                return (
+                    f"{self._ended_early[0]} before the ranks had met, and the others wait for it"
+                )
             return f"no rank has written a heartbeat in {waited:.0f} s" if late else None
         local = [beat for beat in beats if beat["machine"] == self.machine]
         alive = [
@@ -257,6 +276,10 @@ class Attempt:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.output.append(line.decode(errors="replace").rstrip())
+            match = RETURN_CODE.match(self.output[-1])
+            if match and match["host"] and match["code"] != "0" and not self._ended_early:
+                how = shown_code(int(match["code"]))
+                self._ended_early = f"a rank on {match['host']} ended with {how}", time.monotonic()
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.buffer.write(line)
                 sys.stdout.buffer.flush()
@@ -283,7 +306,7 @@ class Attempt:
         """Wait while ranks on any host outlive their launcher and have not said why they end."""
         deadline = time.monotonic() + REASON_SECONDS
         ages = Ages(lambda rank: read_heartbeat(self.files.heartbeat(rank)), self.files.heartbeat)
-        while self.kill_reason is None and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             if any(event["event"] in WHY_EVENTS for event in self._new_events()):
                 return
             beats = [beat for beat in self.heartbeats() if not self._is_over(beat)]
@@ -291,6 +314,24 @@ class Attempt:
             if min(quiet.values(), default=math.inf) > CEASED_BEATS * interval_seconds(len(beats)):
                 return
             time.sleep(POLL_SECONDS)
+
+    def left_on_other_hosts(self) -> dict[str, str]:
+        """Return {host: shell command that kills ranks of this launch that may still exist}.
+
+        Such as stopped ones. A process is killed only if its boot and its start time are the same.
+        """
+        commands: dict[str, str] = {}
+        for beat in self.heartbeats():
+            if beat["machine"] == self.machine or beat["state"] != "running":
+                continue
+            pid, boot = beat["pid"], beat["machine"].partition(" ")[0]
+            ticks = f"sed 's/.*) //' /proc/{pid}/stat 2>/dev/null | cut -d' ' -f20"
+            same_boot = f'"$(cat /proc/sys/kernel/random/boot_id)" = {shlex.quote(boot)}'
+            host = beat["host"].partition(".")[0]
+            commands[host] = commands.get(host, "") + (
+                f'[ "$({ticks})" = {beat["start_ticks"]} ] && [ {same_boot} ] && kill -9 {pid}; '
+            )
+        return commands
 
     def _is_over(self, beat: Heartbeat) -> bool:
         """Return whether a rank of this host has no process any more."""

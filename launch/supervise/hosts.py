@@ -73,12 +73,17 @@ def remote_command(host: Host, command: str, ssh_port: str | None = None) -> lis
     return ["ssh", *no_prompt, *port, *pdsh_options, host.name, command]
 
 
-def host_problem(host: Host, check: HostCheck, ssh_port: str | None = None) -> str | None:
+def host_problem(
+    host: Host, check: HostCheck, ssh_port: str | None = None, first: str = ""
+) -> str | None:
     """Run a check on a host; return why it failed, None if it passed.
 
     One that takes too long is tried again: what it imports is in memory then.
+
+    Args:
+        first: shell commands before the check.
     """
-    line = remote_command(host, check.command, ssh_port)
+    line = remote_command(host, first + check.command, ssh_port)
     for _ in range(2):
         try:
             done = subprocess.run(
@@ -100,11 +105,22 @@ def host_problem(host: Host, check: HostCheck, ssh_port: str | None = None) -> s
 
 
 def check_hosts(
-    hosts: Sequence[Host], check: HostCheck, ssh_port: str | None = None
+    hosts: Sequence[Host],
+    check: HostCheck,
+    ssh_port: str | None = None,
+    first: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Host], dict[str, str]]:
-    """Check hosts concurrently; return (hosts that passed, in order; {name: problem} of others)."""
+    """Check hosts concurrently; return (hosts that passed, in order; {name: problem} of others).
+
+    Args:
+        first: {short name of a host: shell commands before its check}.
+    """
+
+    def problem_of(host: Host) -> str | None:
+        return host_problem(host, check, ssh_port, first.get(host.name.partition(".")[0], ""))
+
     with ThreadPoolExecutor(MAX_CONCURRENT_CHECKS) as pool:
-        problems = list(pool.map(lambda host: host_problem(host, check, ssh_port), hosts))
+        problems = list(pool.map(problem_of, hosts))
     pairs = list(zip(hosts, problems, strict=True))
     passed = [host for host, problem in pairs if problem is None]
     return passed, {host.name: problem for host, problem in pairs if problem is not None}
@@ -117,6 +133,7 @@ def without_failing_hosts(
     check: HostCheck,
     log: Callable[[str], None],
     unwanted: Mapping[str, str] = MappingProxyType({}),
+    left: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Return the command with a hostfile of the hosts that pass a check (see `Policy`).
 
@@ -124,6 +141,7 @@ def without_failing_hosts(
 
     Args:
         unwanted: {host: why it is left out if there are spares}.
+        left: {short name of a host: shell commands that end what an attempt has left there}.
 
     Raises:
         TooFewHostsError: fewer hosts than the minimum pass.
@@ -143,7 +161,7 @@ def without_failing_hosts(
     if problems:
         raise ConfigError(problems)
     ssh_port = launcher_option(command, "--ssh_port")
-    passed, failed = check_hosts(hosts, check, ssh_port)
+    passed, failed = check_hosts(hosts, check, ssh_port, left)
     minimum = min_hosts or requested
     reasons = {name.partition(".")[0]: why for name, why in unwanted.items()}
     found = {host: reasons.get(host.name.partition(".")[0]) for host in passed}

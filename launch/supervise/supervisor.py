@@ -73,6 +73,7 @@ class Supervisor:
         self.identity = secrets.token_hex(8)
         self.attempts = 0
         self.unwanted_hosts: dict[str, str] = {}  # {host: why}
+        self.left: dict[str, str] = {}  # {host: commands that end what the last attempt left there}
         self.signals: list[int] = []
         self.stop_reason: str | None = None
         self.html_report: Child | None = None  # writes the HTML report after the last failure
@@ -123,6 +124,7 @@ class Supervisor:
                     HostCheck(policy.host_check or default_check(), policy.host_check_timeout),
                     self.log,
                     self.unwanted_hosts,
+                    self.left,
                 )
                 attempt = self._start(command)
             except OSError as error:  # no process, no space for the hostfile
@@ -210,7 +212,9 @@ class Supervisor:
                     attempt.finish()
                     raise StopRequested
             time.sleep(POLL_SECONDS)
-        return attempt.finish()
+        outcome = attempt.finish()
+        self.left = attempt.left_on_other_hosts()
+        return outcome
 
     def _stop_signal(self) -> signal.Signals | None:
         """Return the signal to send to the ranks, None if nothing has requested a stop."""

@@ -63,6 +63,7 @@ class Watchdog:
         # A rank without a launcher may outlive the shell that started it.
         self.launcher = os.getppid() if "RANK" in os.environ else None
         self.runner = _deepspeed_runner(self.launcher)
+        self.session = _ssh_session(self.launcher)
         self.monitor = liveness.ProgressMonitor(hang_timeout)
         self.heartbeats = Heartbeats(run_dir, rank, self.launcher, self.monitor)
         self.peers: dict[int, dict[str, Any]] = {}  # identities of the other ranks
@@ -172,6 +173,8 @@ class Watchdog:
         if self.runner is not None and not processes.alive(self.runner) and not self.stop.reason:
             verdict.mute_broken_output()
             self.stop.reason = RUNNER_GONE
+        if self.heartbeats.token is None and self.session and not processes.alive(self.session):
+            self._exit_alone("the ssh session of its launcher has ended", "launcher_lost")
         if self.heartbeats.token is None or progress.CURRENT.phase == "end":
             return
         for rank, peer in self.peers.items():
@@ -420,4 +423,15 @@ def _deepspeed_runner(launcher: int | None) -> processes.Process | None:
     with contextlib.suppress(OSError):
         if parent and b"deepspeed" in Path(f"/proc/{parent.parent}/cmdline").read_bytes():
             return processes.inspect_process(parent.parent)
+    return None
+
+
+def _ssh_session(launcher: int | None) -> processes.Process | None:
+    """Return the server's process of the ssh session in which the launcher was started."""
+    parent = processes.inspect_process(launcher) if launcher else None
+    while parent is not None and parent.parent > 1:
+        parent = processes.inspect_process(parent.parent)
+        with contextlib.suppress(OSError):
+            if parent and Path(f"/proc/{parent.pid}/comm").read_text().startswith("sshd"):
+                return parent
     return None

@@ -136,6 +136,58 @@ def test_an_attempt_ends_when_ranks_of_other_hosts_have_said_why(
     assert ("node2" in reason) == is_told and beats >= 10, "its heartbeats have ceased"
 
 
+def test_ranks_without_the_mark_are_killed_here_and_by_a_command_on_other_hosts(
+    tmp_path, monkeypatch
+) -> None:
+    """DeepSpeed's ssh does not carry the mark; a stopped rank would hold its port and its GPU."""
+    monkeypatch.setattr(attempt_module, "REASON_SECONDS", 0.1)
+    (tmp_path / "ranks").mkdir()
+    started = Attempt(SLEEP, f"test-{os.getpid()}", tmp_path)
+    for machine, ticks, dies in ((started.machine, 0, True), ("boot ns", 0, False),
+                                 (processes.machine_id() + "x", 1, False),
+                                 (processes.machine_id() + "x", 0, True)):  # fmt: skip
+        with subprocess.Popen(SLEEP) as rank:
+            os.kill(rank.pid, signal.SIGSTOP)
+            here = processes.inspect_process(rank.pid)
+            write_heartbeat(
+                started, pid=rank.pid, machine=machine, supervisor=None, state="running"
+            )
+            beat = json.loads(started.files.heartbeat(0).read_text())
+            beat |= {"host": "node2.cluster", "start_ticks": here.start_ticks + ticks}
+            path.write_text(json.dumps(beat))
+            if machine == started.machine:
+                assert rank.pid in started.kill()
+                assert started.left_on_other_hosts() == {}
+            else:
+                (command,) = started.left_on_other_hosts().values()
+                done = subprocess.run(["sh", "-c", command + "true"], timeout=10)
+                assert done.returncode == 0
+            assert (rank.poll() is not None or _is_ended(rank.pid)) == dies, machine
+            rank.kill()
+    started.finish()
+
+
+def _is_ended(pid: int) -> bool:
+    time.sleep(0.2)
+    return processes.inspect_process(pid).state in "ZX"
+
+
+def test_a_start_ends_soon_if_a_rank_of_another_host_has_before_they_met(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(attempt_module, "MEET_SECONDS", 0.5)
+    (tmp_path / "ranks").mkdir()
+    line = "node2: [ERROR] [launch.py:259] [...] exits with return code = 1"
+    act = f"import time; print({line!r}, flush=True); time.sleep(60)"
+    started = Attempt([sys.executable, "-c", act], f"test-{os.getpid()}", tmp_path)
+    deadline = time.monotonic() + 10
+    while started.running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    reason = "a rank on node2 ended with exit code 1 before the ranks had met, and the others"
+    assert str(started.kill_reason).startswith(reason)
+    assert started.finish().reasons[0] == started.kill_reason
+
+
 @pytest.mark.parametrize("text", ["[]", "{}", '{"rank": []}', '{"rank": 0, "supervisor": null}'])
 def test_an_odd_heartbeat_file_ends_no_launch(attempt, text) -> None:
     attempt.files.heartbeat(7).write_text(text)
