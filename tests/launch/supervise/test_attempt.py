@@ -146,13 +146,12 @@ def test_ranks_without_the_mark_are_killed_here_and_by_a_command_on_other_hosts(
     for machine, ticks, dies in ((started.machine, 0, True), ("boot ns", 0, False),
                                  (processes.machine_id() + "x", 1, False),
                                  (processes.machine_id() + "x", 0, True)):  # fmt: skip
-        with subprocess.Popen(SLEEP) as rank:
+        rank = subprocess.Popen(SLEEP)
+        try:
             os.kill(rank.pid, signal.SIGSTOP)
             here = processes.inspect_process(rank.pid)
-            write_heartbeat(
-                started, pid=rank.pid, machine=machine, supervisor=None, state="running"
-            )
-            beat = json.loads(started.files.heartbeat(0).read_text())
+            path = write_heartbeat(started, pid=rank.pid, machine=machine, supervisor=None)
+            beat = json.loads(path.read_text())
             beat |= {"host": "node2.cluster", "start_ticks": here.start_ticks + ticks}
             path.write_text(json.dumps(beat))
             if machine == started.machine:
@@ -163,7 +162,9 @@ def test_ranks_without_the_mark_are_killed_here_and_by_a_command_on_other_hosts(
                 done = subprocess.run(["sh", "-c", command + "true"], timeout=10)
                 assert done.returncode == 0
             assert (rank.poll() is not None or _is_ended(rank.pid)) == dies, machine
+        finally:
             rank.kill()
+            rank.wait()
     started.finish()
 
 
