@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from launch.plan.planned_run import PlannedRun
+from zerolm.ds_config import reduction
 from zerolm.model.architecture import num_parameters
 from zerolm.model.flops import TRAINING_TO_FORWARD
 from zerolm.plan import memory
@@ -41,9 +42,10 @@ class Moved(NamedTuple):
 
 
 # By ZeRO stage: for the gradients of a micro-batch, and for a step; then of a single rank.
-GRADIENT_BYTES = {1: Moved(10, 0), 2: Moved(24, 19), 3: Moved(45, 0)}
-STEP_BYTES = {1: Moved(24, 46), 2: Moved(0, 74), 3: Moved(0, 66)}
+GRADIENT_BYTES = {1: Moved(10, 0), 2: Moved(14, 25), 3: Moved(45, 0)}
+STEP_BYTES = {1: Moved(4, 58), 2: Moved(0, 74), 3: Moved(0, 66)}
 ALONE_GRADIENT_BYTES = GRADIENT_BYTES | {2: Moved(19, 0)}
+ALL_REDUCED_GRADIENT_BYTES = Moved(24, 19)  # of stage 2
 ALONE_STEP_BYTES = STEP_BYTES | {1: Moved(16, 38)}
 
 
@@ -191,6 +193,8 @@ def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:
     gradients, step = GRADIENT_BYTES[stage], STEP_BYTES[stage]
     if run.devices == 1:
         gradients, step = ALONE_GRADIENT_BYTES[stage], ALONE_STEP_BYTES[stage]
+    elif stage == 2 and _all_reduces(run, values, run.shapes_of_rank[1]):
+        gradients = ALL_REDUCED_GRADIENT_BYTES
     moved = gradients.total(values, shard) * run.accumulation + step.total(values, shard)
     return moved - 2 * saved * shard
 
@@ -262,9 +266,20 @@ def _exchanged_bytes(run: PlannedRun) -> tuple[float, float]:
     gradients = moved * run.profile.communication_bytes
     if run.profile.zero_stage == 3:
         return 2 * weights + gradients, 0.0
+    if _all_reduces(run, num_parameters(shapes), ranks):
+        gradients *= 2  # each value is sent to be summed, and back
     if run.profile.zero_stage == 2:
         return gradients, weights
     return 0.0, gradients + weights
+
+
+def _all_reduces(run: PlannedRun, values: int, ranks: int) -> bool:
+    """Return whether all ranks get the sums of gradients, and not only their owners."""
+    profile = run.profile
+    if profile.all_reduces or profile.uses_bf16_optimizer:
+        return profile.all_reduces
+    calls = reduction.bucket_calls(values, profile.buckets.reduce, ranks, num_groups=2)
+    return not reduction.small_pieces_pay(values, calls, ranks)
 
 
 def _offload_seconds(run: PlannedRun, shard: float) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
 from zerolm.distributed.layout import Layout
-from zerolm.ds_config import schema
+from zerolm.ds_config import reduction, schema
 from zerolm.ds_config.schema import AUTO, is_number
 
 # DeepSpeed's defaults where the JSON has no value (deepspeed/runtime/zero/config.py, 0.19.8).
@@ -184,6 +184,13 @@ class Profile:
             and self.grad_accum_dtype == "fp32"
             and self.optimizer_offload == "none"
         )
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether gradients at stage 1 or 2 are reduced to all ranks, not to their owners."""
+        asked = self.block("zero_optimization").get(reduction.KEY) is True
+        in_parts = self.tensor_parallel > 1 or self.sequence_parallel > 1
+        return asked or self.uses_muon or (self.uses_bf16_optimizer and in_parts)
 
     @property
     def keeps_micro_batch_gradients(self) -> bool:

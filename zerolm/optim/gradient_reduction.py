@@ -16,18 +16,14 @@ another one, or not at all. So buckets are started in a fixed order: each waits 
 The norm must be that of the partitions, as `StepGate` takes it.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
-KEY = "use_multi_rank_bucket_allreduce"
-HOP_SECONDS = 1e-5  # of a collective between two ranks, as NCCL's rings take
-BYTES_PER_SECOND = 1e10  # of a device between hosts: 100 Gbit/s
-MAX_LATENCY = 0.25  # of the time of the bytes; with more, one collective for all is faster
-
+from zerolm.ds_config import reduction
+from zerolm.ds_config.reduction import KEY
 
 Parameters = list[tuple[int, int]]  # of a bucket: group, and index in it
 
@@ -45,18 +41,6 @@ class Bucket(NamedTuple):
     start: int
     stop: int
     owner: int
-
-
-def small_pieces_pay(num_values: int, num_calls: int, ranks: int) -> bool:
-    """Return whether calls for the part of one owner each take little more than their bytes.
-
-    A call goes through all ranks, one after another.
-
-    Args:
-        num_values: of all calls, in float32.
-    """
-    latency = num_calls * (ranks - 1) * HOP_SECONDS
-    return latency < MAX_LATENCY * 4 * num_values / BYTES_PER_SECOND
 
 
 def reduce_to_owners(engine: Any) -> "OwnerReduction | None":
@@ -84,16 +68,17 @@ def reduce_to_owners(engine: Any) -> "OwnerReduction | None":
     )
     if not is_mean or optimizer.mpu is not None or optimizer._uses_muon:
         return None
-    reduction = OwnerReduction(engine)
-    engine.buffered_allreduce_fallback = reduction.finish
-    return reduction
+    found = OwnerReduction(engine)
+    engine.buffered_allreduce_fallback = found.finish
+    return found
 
 
 def _choose_call(optimizer: Any, ranks: int, asked: bool) -> None:
     """Choose between DeepSpeed's own two ways: a call for each owner, or an all-reduce for all."""
     values = sum(map(sum, ((each.numel() for each in group) for group in optimizer.bit16_groups)))
-    buckets = math.ceil(values / optimizer.reduce_bucket_size)
-    if asked or small_pieces_pay(values, buckets + ranks * len(optimizer.bit16_groups), ranks):
+    groups = len(optimizer.bit16_groups)
+    calls = reduction.bucket_calls(values, optimizer.reduce_bucket_size, ranks, groups)
+    if asked or reduction.small_pieces_pay(values, calls, ranks):
         optimizer.use_multi_rank_bucket_allreduce = False
 
 
@@ -225,7 +210,7 @@ class OwnerReduction:
                     last = min(names[id(parameters[index])] for index in inside)
                     bucket = Bucket(group, start, stop, owner)
                     found.append((last, bucket, [(group, index) for index in inside]))
-        if not small_pieces_pay(values, len(found), self._ranks):
+        if not reduction.small_pieces_pay(values, len(found), self._ranks):
             return []
         found.sort(key=lambda each: each[:2], reverse=True)
         return [(bucket, parameters) for _, bucket, parameters in found]

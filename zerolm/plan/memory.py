@@ -13,6 +13,7 @@ from zerolm.config.settings import Recompute
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config.optimizers import OPTIMIZERS
 from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.reduction import DEEPSPEED_BUCKET
 from zerolm.model import activation_memory
 from zerolm.model.model import hidden_size
 from zerolm.plan import muon_memory
@@ -153,11 +154,15 @@ def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
     """Return the peak bytes of ZeRO's buffers on a rank: (reduce buckets, gathered weights).
 
     There are two reduce buckets with `overlap_comm`, and together they never exceed all gradients.
+    Stage 1 with bf16 weights reduces its sums in place, or as DeepSpeed does, in flattened copies.
     Stage 3 gathers up to `stage3_max_live_parameters` weights and one prefetch bucket.
     """
     numels = [math.prod(shape) for shape in shapes.values()]
     total, largest = sum(numels), max(numels, default=0)
     value, sizes = profile.weight_bytes, profile.buckets
+    if profile.uses_bf16_optimizer:
+        copies = min(total, DEEPSPEED_BUCKET + largest) if profile.all_reduces else 0
+        return copies * profile.communication_bytes, 0
     buckets = (2 if profile.overlap_comm else 1) * max(largest, sizes.reduce)
     bucket_bytes = min(total, buckets) * max(value, profile.communication_bytes)
     if profile.optimizer_offload != "none" and profile.zero_stage < 3:

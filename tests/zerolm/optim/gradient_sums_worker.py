@@ -25,6 +25,7 @@ from torch import nn
 
 from tests import ROOT
 from zerolm.config.settings import Settings
+from zerolm.ds_config import reduction
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.optim import gradient_reduction, gradient_sums
@@ -126,7 +127,7 @@ def states(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def compare(stage: int, max_latency: float) -> dict[str, Any]:
-    gradient_reduction.MAX_LATENCY = max_latency
+    reduction.MAX_LATENCY = max_latency
     sent, trained = [], []
     for as_deepspeed_does in (True, False):
         engine = engine_of(stage, as_deepspeed_does)
@@ -146,8 +147,8 @@ def compare(stage: int, max_latency: float) -> dict[str, Any]:
         {name: count / STEPS / (size if "values" in name else 1) for name, count in each.items()}
         for each in sent
     ]
-    reduction = trained[1].reduction
-    early = (reduction.early, len(reduction.buckets)) if reduction is not None else None
+    ours = trained[1].reduction
+    early = (ours.early, len(ours.buckets)) if ours is not None else None
     return {"different": different, "left": sorted(set(left)), "norms": norms, "sent": per_step,
             "early": early}  # fmt: skip
 

@@ -1,0 +1,31 @@
+"""Which ranks get the sums of gradients at ZeRO-1 and 2: their owners, or all.
+
+DeepSpeed 0.19.8 all-reduces, although each rank updates a partition only; zerolm lets it reduce to
+the owner, which sends half of the bytes (zerolm/optim/gradient_reduction.py). Of `plan`, too, so it
+must not import torch.
+"""
+
+import math
+
+KEY = "use_multi_rank_bucket_allreduce"  # of zero_optimization; true: as DeepSpeed does
+HOP_SECONDS = 1e-5  # of a collective between two ranks, as NCCL's rings take
+BYTES_PER_SECOND = 1e10  # of a device between hosts: 100 Gbit/s
+MAX_LATENCY = 0.25  # of the time of the bytes; with more, one collective for all is faster
+DEEPSPEED_BUCKET = 500_000_000  # values that DeepSpeed flattens at stage 1, whatever the JSON says
+
+
+def small_pieces_pay(num_values: int, num_calls: int, ranks: int) -> bool:
+    """Return whether calls for the part of one owner each take little more than their bytes.
+
+    A call goes through all ranks, one after another.
+
+    Args:
+        num_values: of all calls, in float32.
+    """
+    latency = num_calls * (ranks - 1) * HOP_SECONDS
+    return latency < MAX_LATENCY * 4 * num_values / BYTES_PER_SECOND
+
+
+def bucket_calls(num_values: int, bucket: int, ranks: int, num_groups: int) -> int:
+    """Return about how many calls reduce the buckets of a micro-batch, each to its owner."""
+    return math.ceil(num_values / bucket) + ranks * num_groups
