@@ -190,7 +190,8 @@ class Profile:
         """Whether gradients at stage 1 or 2 are reduced to all ranks, not to their owners."""
         asked = self.block("zero_optimization").get(reduction.KEY) is True
         in_parts = self.tensor_parallel > 1 or self.sequence_parallel > 1
-        return asked or self.uses_muon or (self.uses_bf16_optimizer and in_parts)
+        is_other = in_parts if self.uses_bf16_optimizer else self.optimizer_offload != "none"
+        return asked or self.uses_muon or is_other
 
     @property
     def keeps_micro_batch_gradients(self) -> bool:

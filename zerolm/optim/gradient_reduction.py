@@ -8,8 +8,9 @@ a rank sends, per parameter):
     DeepSpeedZeroOptimizer.average_tensor             4 a micro-batch instead of 8, by its own key
                                                       `use_multi_rank_bucket_allreduce`
 
-If that key is true in the JSON, nothing is replaced; neither with Muon, which needs complete
-matrices, nor in other dtypes and scalings than a float32 mean.
+If that key is true in the JSON, nothing is replaced; neither at stage 1 with Muon, which needs
+complete matrices, or in other dtypes and scalings than a float32 mean, nor at stage 2 with offload.
+If it is false, each owner has a call of its own, however small its part is.
 
 All ranks must start the same collectives in the same order, and gradients may become ready in
 another one, or not at all. So buckets are started in a fixed order: each waits for all before it.
@@ -47,7 +48,7 @@ def reduce_to_owners(engine: Any) -> "OwnerReduction | None":
     """Let an engine reduce each gradient to its owner only, where that is the same sum.
 
     Args:
-        engine: of stage 1 or 2, changed for good; of stage 3, which does so itself.
+        engine: changed for good at stages 1 and 2. Stage 3 does so itself.
 
     Returns:
         What must be told of each gradient, if the sums are in the flat buffers of BF16_Optimizer.
@@ -55,10 +56,11 @@ def reduce_to_owners(engine: Any) -> "OwnerReduction | None":
     optimizer = engine.optimizer
     ranks = distributed.get_world_size()
     key = engine._config._param_dict.get("zero_optimization", {}).get(KEY)
-    if key is True or ranks == 1 or engine.zero_optimization_stage() > 2:
+    if key is True or ranks == 1 or engine.zero_optimization_stage() not in (1, 2):
         return None
     if not hasattr(optimizer, "fp32_groups_gradients"):
-        _choose_call(optimizer, ranks, asked=key is False)
+        if key is None and not optimizer.cpu_offload:
+            _choose_call(optimizer, ranks)
         return None
     is_mean = (
         engine.communication_data_type == optimizer.grad_acc_dtype == torch.float32
@@ -68,18 +70,17 @@ def reduce_to_owners(engine: Any) -> "OwnerReduction | None":
     )
     if not is_mean or optimizer.mpu is not None or optimizer._uses_muon:
         return None
-    found = OwnerReduction(engine)
+    found = OwnerReduction(engine, always_by_owner=key is False)
     engine.buffered_allreduce_fallback = found.finish
     return found
 
 
-def _choose_call(optimizer: Any, ranks: int, asked: bool) -> None:
+def _choose_call(optimizer: Any, ranks: int) -> None:
     """Choose between DeepSpeed's own two ways: a call for each owner, or an all-reduce for all."""
     values = sum(map(sum, ((each.numel() for each in group) for group in optimizer.bit16_groups)))
     groups = len(optimizer.bit16_groups)
     calls = reduction.bucket_calls(values, optimizer.reduce_bucket_size, ranks, groups)
-    if asked or reduction.small_pieces_pay(values, calls, ranks):
-        optimizer.use_multi_rank_bucket_allreduce = False
+    optimizer.use_multi_rank_bucket_allreduce = not reduction.small_pieces_pay(values, calls, ranks)
 
 
 class OwnerReduction:
@@ -90,6 +91,7 @@ class OwnerReduction:
 
     Args:
         engine: its buckets are those of the keys `reduce_bucket_size` and `overlap_comm`.
+        always_by_owner: however small the part of an owner is.
 
     Attributes:
         early: how many buckets of the last step were started before the backward pass had ended.
@@ -97,8 +99,9 @@ class OwnerReduction:
             gradient is faster.
     """
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Any, always_by_owner: bool):
         self._engine, self._optimizer = engine, engine.optimizer
+        self._always_by_owner = always_by_owner
         (self._process_group,) = set(self._optimizer.real_dp_process_group)
         self._ranks = distributed.get_world_size(self._process_group)
         zero = engine._config.zero_config
@@ -210,7 +213,8 @@ class OwnerReduction:
                     last = min(names[id(parameters[index])] for index in inside)
                     bucket = Bucket(group, start, stop, owner)
                     found.append((last, bucket, [(group, index) for index in inside]))
-        if not reduction.small_pieces_pay(values, len(found), self._ranks):
+        pays = reduction.small_pieces_pay(values, len(found), self._ranks)
+        if not (pays or self._always_by_owner):
             return []
         found.sort(key=lambda each: each[:2], reverse=True)
         return [(bucket, parameters) for _, bucket, parameters in found]

@@ -372,8 +372,7 @@ class Watchdog:
         if self.rank == 0 or self.heartbeats.token is not None:
             if self.stacks is not None:
                 self.stacks.write("the run ends")
-            who = {"host": host, "pid": pid, "reason": why}
-            self._publish({self.rank: why}, event, None, **who)
+            self._publish({self.rank: why}, event, None, host=host, pid=pid, reason=why)
         else:  # it does not know whether the directory belongs to this run
             print(f"watchdog: rank {self.rank} on {host} exits: {why}", file=sys.stderr, flush=True)
         self.heartbeats.mark_ended(why)
