@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from launch.plan.planned_run import PlannedRun
-from zerolm.ds_config import reduction
 from zerolm.model.architecture import num_parameters
 from zerolm.model.flops import TRAINING_TO_FORWARD
+from zerolm.optim import reduction_choice
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
@@ -278,8 +278,8 @@ def _all_reduces(run: PlannedRun, values: int, ranks: int) -> bool:
     profile = run.profile
     if profile.all_reduces or profile.uses_bf16_optimizer:
         return profile.all_reduces
-    calls = reduction.bucket_calls(values, profile.buckets.reduce, ranks, num_groups=2)
-    return not reduction.small_pieces_pay(values, calls, ranks)
+    calls = reduction_choice.bucket_calls(values, profile.buckets.reduce, ranks, num_groups=2)
+    return not reduction_choice.small_pieces_pay(values, calls, ranks)
 
 
 def _offload_seconds(run: PlannedRun, shard: float) -> float:

@@ -15,8 +15,9 @@ from typing import Any
 from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
 from zerolm.distributed.layout import Layout
-from zerolm.ds_config import reduction, schema
+from zerolm.ds_config import schema
 from zerolm.ds_config.schema import AUTO, is_number
+from zerolm.optim import reduction_choice
 
 # DeepSpeed's defaults where the JSON has no value (deepspeed/runtime/zero/config.py, 0.19.8).
 REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 50_000_000, 100_000
@@ -188,7 +189,7 @@ class Profile:
     @property
     def all_reduces(self) -> bool:
         """Whether gradients at stage 1 or 2 are reduced to all ranks, not to their owners."""
-        asked = self.block("zero_optimization").get(reduction.KEY) is True
+        asked = self.block("zero_optimization").get(reduction_choice.KEY) is True
         in_parts = self.tensor_parallel > 1 or self.sequence_parallel > 1
         is_other = in_parts if self.uses_bf16_optimizer else self.optimizer_offload != "none"
         return asked or self.uses_muon or is_other

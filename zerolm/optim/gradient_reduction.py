@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from zerolm.ds_config import reduction
-from zerolm.ds_config.reduction import KEY
+from zerolm.optim.reduction_choice import KEY, bucket_calls, small_pieces_pay
 
 Parameters = list[tuple[int, int]]  # of a bucket: group, and index in it
 
@@ -79,8 +78,8 @@ def _choose_call(optimizer: Any, ranks: int) -> None:
     """Choose between DeepSpeed's own two ways: a call for each owner, or an all-reduce for all."""
     values = sum(map(sum, ((each.numel() for each in group) for group in optimizer.bit16_groups)))
     groups = len(optimizer.bit16_groups)
-    calls = reduction.bucket_calls(values, optimizer.reduce_bucket_size, ranks, groups)
-    optimizer.use_multi_rank_bucket_allreduce = not reduction.small_pieces_pay(values, calls, ranks)
+    calls = bucket_calls(values, optimizer.reduce_bucket_size, ranks, groups)
+    optimizer.use_multi_rank_bucket_allreduce = not small_pieces_pay(values, calls, ranks)
 
 
 class OwnerReduction:
@@ -213,7 +212,7 @@ class OwnerReduction:
                     last = min(names[id(parameters[index])] for index in inside)
                     bucket = Bucket(group, start, stop, owner)
                     found.append((last, bucket, [(group, index) for index in inside]))
-        pays = reduction.small_pieces_pay(values, len(found), self._ranks)
+        pays = small_pieces_pay(values, len(found), self._ranks)
         if not (pays or self._always_by_owner):
             return []
         found.sort(key=lambda each: each[:2], reverse=True)

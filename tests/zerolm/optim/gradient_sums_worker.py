@@ -25,10 +25,9 @@ from torch import nn
 
 from tests import ROOT
 from zerolm.config.settings import Settings
-from zerolm.ds_config import reduction
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
-from zerolm.optim import gradient_reduction, gradient_sums
+from zerolm.optim import gradient_reduction, gradient_sums, reduction_choice
 from zerolm.train.step_gate import StepGate
 
 WIDTH, ACCUMULATION, STEPS = 24, 3, 4
@@ -65,7 +64,7 @@ def engine_of(stage: int, as_deepspeed_does: bool, key: bool | None) -> Any:
     ).json
     resolved["zero_optimization"]["reduce_bucket_size"] = BUCKET
     if key is not None and not as_deepspeed_does:
-        resolved["zero_optimization"][reduction.KEY] = key
+        resolved["zero_optimization"][reduction_choice.KEY] = key
     if as_deepspeed_does:
         resolved["bf16"].pop("immediate_grad_update", None)
     torch.manual_seed(0)
@@ -129,7 +128,7 @@ def states(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def compare(stage: int, max_latency: float, key: bool | None) -> dict[str, Any]:
-    reduction.MAX_LATENCY = max_latency
+    reduction_choice.MAX_LATENCY = max_latency
     sent, trained = [], []
     for as_deepspeed_does in (True, False):
         engine = engine_of(stage, as_deepspeed_does, key)

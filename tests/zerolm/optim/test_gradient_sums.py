@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import run_workers
-from zerolm.ds_config.reduction import small_pieces_pay
+from zerolm.optim.reduction_choice import small_pieces_pay
 
 
 @pytest.mark.parametrize(
