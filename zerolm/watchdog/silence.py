@@ -21,6 +21,7 @@ PEER = (
     re.compile(r"\[([0-9a-f:]+)[%\w]*\]:\d"),  # an IPv6 address and a port
     re.compile(r"([\w.:-]+)(?:%\w+)?<\d+>"),  # as NCCL writes a peer
 )
+NCCL_ERROR = re.compile(r"Last error:\s*(.+)")
 MAX_NAMED = 8
 DIAGNOSIS_SECONDS = 8.0  # for the cause of an error in a collective to be found
 FOLLOW_SECONDS = 4.0  # further time, for the rank of this machine that looks

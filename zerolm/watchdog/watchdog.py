@@ -108,7 +108,7 @@ class Watchdog:
             self.stacks.exit_after(TEARDOWN_SECONDS)
         causes = [error, error.__cause__] if error.__cause__ else [error]
         lines = [f"{type(cause).__name__}: {cause}".splitlines()[0] for cause in causes]
-        lines += str(error).partition("Last error:")[2].strip().splitlines()[:1]  # NCCL's
+        lines += silence.NCCL_ERROR.findall(str(error))
         reason = "; ".join(line.rstrip(". ") for line in lines)
         if liveness.raised_in_collective(error) and self.heartbeats.token is not None:
             self._end_for_ceased(f"rank {self.rank} on {self.heartbeats.host}: {reason}")
