@@ -171,12 +171,11 @@ class Attempt:
         """Wait for orphaned processes, kill those that do not end, and return the outcome."""
         self._launcher_ended = self._launcher_ended or time.time()
         killed = self._wait_for_orphans()
-        self._wait_for_reason()
-        ended = time.time()
         self._reader.join(timeout=2.0)
         code, output = self.process.wait(), list(self.output)
         try:
-            beats = self.heartbeats()
+            self._wait_for_reason()
+            ended, beats = time.time(), self.heartbeats()
             outcome = classify(
                 code, self._new_events(), beats, output, self.kill_reason, killed,
                 jsonl.last_step(self.files.metrics),

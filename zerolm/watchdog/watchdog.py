@@ -426,11 +426,12 @@ def _deepspeed_runner(launcher: int | None) -> processes.Process | None:
 
 
 def _ssh_session(launcher: int | None) -> processes.Process | None:
-    """Return the server's process of the ssh session in which the launcher was started."""
-    parent = processes.inspect_process(launcher) if launcher else None
-    while parent is not None and parent.parent > 1:
-        parent = processes.inspect_process(parent.parent)
-        with contextlib.suppress(OSError):
-            if parent and Path(f"/proc/{parent.pid}/comm").read_text().startswith("sshd"):
-                return parent
+    """Return the ssh server's process that started the launcher, as pdsh does on each host.
+
+    None below a shell of a user, who may log out while a run starts.
+    """
+    process = processes.inspect_process(launcher) if launcher else None
+    with contextlib.suppress(OSError):
+        if process and Path(f"/proc/{process.parent}/comm").read_text().startswith("sshd"):
+            return processes.inspect_process(process.parent)
     return None
