@@ -17,6 +17,7 @@ import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ANSWER_SECONDS = 60.0
+FRAME = "requestAnimationFrame"
 
 
 class Browser:
@@ -100,8 +101,11 @@ class Browser:
         self.call("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", media="", features=[scheme])
+        self.evaluate("window.earlierPage = true")
         self.call("Page.navigate", url=page.as_uri())
-        self.wait("document.readyState === 'complete' && document.querySelector('svg path')")
+        loaded = "!window.earlierPage && document.readyState === 'complete'"
+        self.wait(f"{loaded} && document.querySelector('svg path')")
+        self.evaluate(f"new Promise((drawn) => {FRAME}(() => {FRAME}(() => drawn(true))))")
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression in the page."""
