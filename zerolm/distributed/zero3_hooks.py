@@ -51,6 +51,36 @@ def follow_external_parameters() -> None:
     _wrap(coordinator, "trace_prologue", _invalidating_on_external)
 
 
+def bound_gathers(engine: Any, new_event: Callable[[], Any] = torch.cuda.Event) -> None:
+    """Let the host gather a block, and what follows it, only when the block before it has begun.
+
+    Launching a block takes much less time than running it, and memory that a stream still uses
+    is not given to another: a host that runs ahead would gather the weights of many blocks.
+
+    Args:
+        engine: of ZeRO-3 on CUDA, where blocks are leaf modules.
+        new_event: for tests.
+    """
+    from deepspeed.utils import z3_leaf_module
+
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    fetch = coordinator.fetch_sub_module
+    last: Any = None
+    begun = new_event()
+    begun.record()
+
+    def fetch_when_begun(module: Any, forward: bool) -> None:
+        nonlocal last, begun
+        # A recomputed block is fetched twice.
+        if z3_leaf_module(module) and module is not last:
+            before, begun, last = begun, new_event(), module
+            begun.record()
+            before.synchronize()
+        fetch(module, forward)
+
+    coordinator.fetch_sub_module = fetch_when_begun
+
+
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     """Replace a function by `wrapper(function)`, once in a process."""
     function = getattr(owner, name)

@@ -4,11 +4,13 @@ Runs after `rules` has found no problems. The result goes to `deepspeed.initiali
 """
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from zerolm.common.errors import reason
 from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
+from zerolm.ds_config.gathering import persistence_threshold, prefetch_bucket
 from zerolm.ds_config.implied import DEEPSPEED_SCHEDULES
 from zerolm.ds_config.optimizers import ADAM, takes_betas, uses_torch_adam
 from zerolm.ds_config.profile import AUTO, Profile, block, is_number
@@ -27,6 +29,7 @@ def resolve_profile(
     replicas: int,
     warmup_steps: int,
     total_steps: int,
+    gathered_block: Sequence[int] = (),
 ) -> Profile:
     """Return the profile for `deepspeed.initialize`, without "auto" and with defaults filled in.
 
@@ -38,6 +41,8 @@ def resolve_profile(
         accumulation: micro-batches per optimizer step.
         replicas: number of data-parallel ranks or groups of ranks.
         warmup_steps, total_steps: optimizer steps, for a `scheduler` block.
+        gathered_block: values of each parameter of the largest block, if ZeRO-3 gathers blocks at
+            once.
 
     Source: transformers/integrations/deepspeed.py, HfTrainerDeepSpeedConfig (5.23).
     """
@@ -64,7 +69,7 @@ def resolve_profile(
     if profile.uses_bf16_optimizer:
         # Adds each gradient to its float32 sum and frees it, within the backward pass.
         resolved.setdefault("bf16", {}).setdefault("immediate_grad_update", True)
-    _resolve_zero(resolved, profile, hidden_size)
+    _resolve_zero(resolved, profile, hidden_size, gathered_block)
     if replicas == 1 and profile.zero_stage < 3 and profile.optimizer_offload == "none":
         _leave_out_communication(resolved, profile)
     _resolve_optimizer(resolved, profile, settings)
@@ -109,7 +114,12 @@ def _resolve_precision(resolved: dict[str, Any], precision: str) -> None:
             resolved[key]["enabled"] = precision == key
 
 
-def _resolve_zero(resolved: dict[str, Any], profile: Profile, hidden_size: int | None) -> None:
+def _resolve_zero(
+    resolved: dict[str, Any],
+    profile: Profile,
+    hidden_size: int | None,
+    gathered_block: Sequence[int],
+) -> None:
     zero, stage = resolved.setdefault("zero_optimization", {}), profile.zero_stage
     zero["stage"] = stage  # DeepSpeed's default is stage 0
     if profile.uses_muon and stage == 3:
@@ -118,8 +128,8 @@ def _resolve_zero(resolved: dict[str, Any], profile: Profile, hidden_size: int |
         return
     sizes = {
         "reduce_bucket_size": hidden_size * hidden_size,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
+        "stage3_prefetch_bucket_size": prefetch_bucket(profile, gathered_block, hidden_size),
+        "stage3_param_persistence_threshold": persistence_threshold(hidden_size),
     }
     for key, size in sizes.items():
         if zero.get(key) == AUTO and (stage == 3 or not key.startswith("stage3")):

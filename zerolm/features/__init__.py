@@ -16,6 +16,7 @@ from zerolm.features.ema import Ema
 from zerolm.features.expert_balance import ExpertBalance
 from zerolm.features.feature import Case, Feature
 from zerolm.features.fp8 import Fp8
+from zerolm.features.gathered_blocks import GatheredBlocks
 from zerolm.features.integrity import Integrity
 from zerolm.features.memory_copies import MemoryCopies
 from zerolm.features.qk_clip import QkClip
@@ -31,6 +32,7 @@ FEATURES: tuple[type[Feature], ...] = (
     ChunkedLoss,
     ZLoss,
     Fp8,
+    GatheredBlocks,
     CompiledBlocks,
     DocumentMask,
     QkClip,

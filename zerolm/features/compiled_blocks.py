@@ -32,7 +32,8 @@ class CompiledBlocks(Feature):
     def change_model(self, model: Any) -> None:
         from zerolm.model import compile
 
-        compile.mark_leaf_modules(model, self.plan.profile.zero_stage)
+        if self.plan.profile.zero_stage == 3:
+            compile.leave_partitions_out_of_graphs()
 
     def change_engine(self, engine: Any) -> str:
         from zerolm.model import compile

@@ -12,8 +12,13 @@ import torch
 from torch import nn
 
 from zerolm.fp8.linear import MULTIPLE, Fp8Linear
-from zerolm.model.architecture import ConfigKey, is_routed_expert, meta_model, num_experts
-from zerolm.model.compile import decoder_blocks
+from zerolm.model.architecture import (
+    ConfigKey,
+    decoder_blocks,
+    is_routed_expert,
+    meta_model,
+    num_experts,
+)
 from zerolm.model.flops import TRAINING_TO_FORWARD
 
 if TYPE_CHECKING:

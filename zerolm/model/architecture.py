@@ -16,6 +16,7 @@ from zerolm.common.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -167,6 +168,20 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
         ConfigError: the model cannot be built.
     """
     return {name: tuple(p.shape) for name, p in meta_model(config).named_parameters()}
+
+
+def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
+    """Return the decoder blocks: the longest list of layers with checkpointing in transformers."""
+    from torch import nn
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    lists = [
+        list(module)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList)
+        and all(isinstance(one, GradientCheckpointingLayer) for one in module)
+    ]
+    return max(lists, key=len, default=[])
 
 
 def router_loss_coefficient(config: "PretrainedConfig") -> float | None:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.machine import compile_problem
+from zerolm.model.architecture import decoder_blocks, meta_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,24 +27,8 @@ MAX_GRAPHS = 64
 _eager = False  # inside `eager`
 
 
-def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
-    """Return the decoder blocks: the longest list of layers with checkpointing in transformers."""
-    from torch import nn
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    lists = [
-        list(module)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        and all(isinstance(one, GradientCheckpointingLayer) for one in module)
-    ]
-    return max(lists, key=len, default=[])
-
-
 def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
     """Return why a model cannot be compiled on a kind of device (as in `Device`), or None."""
-    from zerolm.model.architecture import meta_model
-
     if device != "absent" and (why := compile_problem(device)):
         return why
     model = meta_model(config)
@@ -53,17 +38,7 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
 # ---- Compilation
 
 
-def mark_leaf_modules(model: "nn.Module", zero_stage: int) -> None:
-    """Keep ZeRO-3's hooks out of the blocks; call before `deepspeed.initialize`."""
-    if zero_stage == 3:
-        from deepspeed.utils import set_z3_leaf_module
-
-        for block in decoder_blocks(model):
-            set_z3_leaf_module(block, True)
-        _leave_partitions_out_of_graphs()
-
-
-def _leave_partitions_out_of_graphs() -> None:
+def leave_partitions_out_of_graphs() -> None:
     """Stop DeepSpeed's linear function from asking in a graph whether a weight is partitioned.
 
     All weights of a compiled block are gathered. torch 2.11 would compile a graph for each block,

@@ -12,8 +12,10 @@ from zerolm.common.errors import ConfigError
 from zerolm.model import config_keys
 from zerolm.model.architecture import (
     causal_lm_class,
+    decoder_blocks,
     has_padding_position,
     keys_with,
+    meta_model,
     num_active_parameters,
     num_parameters,
     parameter_shapes,
@@ -75,6 +77,19 @@ class Model:
     def num_active_parameters(self) -> int:
         """Number of parameters that serve one token, without the experts it skips."""
         return num_active_parameters(self.config, self.shapes)
+
+    @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Numbers of values of the parameters of the largest decoder block.
+
+        Empty without blocks, or if several blocks share a parameter.
+        """
+        blocks = [list(block.parameters()) for block in decoder_blocks(meta_model(self.config))]
+        parameters = [id(one) for block in blocks for one in block]
+        if len(parameters) > len(set(parameters)):
+            return ()
+        sizes = [tuple(one.numel() for one in block) for block in blocks]
+        return max(sizes, key=sum, default=())
 
     @property
     def vocab_size(self) -> int:

@@ -15,15 +15,24 @@ DEEPSPEED_BUCKET = 500_000_000  # values that DeepSpeed flattens at stage 1, wha
 
 
 def small_pieces_pay(num_values: int, num_calls: int, ranks: int) -> bool:
-    """Return whether calls for the part of one owner each take little more than their bytes.
-
-    A call goes through all ranks, one after another.
+    """Return whether a call for the part of each owner is as good as one call for all.
 
     Args:
         num_values: of all calls, in float32.
     """
+    return separate_calls_pay(4 * num_values, num_calls, ranks)
+
+
+def separate_calls_pay(num_bytes: int, num_calls: int, ranks: int) -> bool:
+    """Return whether the latency of collectives is little beside the time of their bytes.
+
+    A collective goes through all ranks, one after another.
+
+    Args:
+        num_bytes: of all calls.
+    """
     latency = num_calls * (ranks - 1) * HOP_SECONDS
-    return latency < MAX_LATENCY * 4 * num_values / BYTES_PER_SECOND
+    return latency < MAX_LATENCY * num_bytes / BYTES_PER_SECOND
 
 
 def bucket_calls(num_values: int, bucket: int, ranks: int, num_groups: int) -> int:

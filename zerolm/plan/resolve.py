@@ -12,6 +12,7 @@ from zerolm.config import defaults
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
 from zerolm.ds_config import implied
+from zerolm.ds_config.gathering import gathers_blocks
 from zerolm.ds_config.optimizers import beta_problems, takes_betas
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
@@ -152,6 +153,13 @@ def resolve_ds_config(
     replicas, schedule = profile.layout(world_size).replicas, budget.batch_schedule(settings)
     steps = budget.num_steps(schedule, settings.seq_len, settings.total_tokens)
     warmup_steps = budget.num_steps(schedule, settings.seq_len, settings.warmup_tokens or 0)
+    at_once = profile.zero_stage == 3 and gathers_blocks(
+        profile,
+        model.block_sizes,
+        hidden_size=model.hidden_size,
+        ranks=world_size,
+        compiled=settings.compile,
+    )
     return resolve_profile(
         profile,
         settings,
@@ -161,4 +169,5 @@ def resolve_ds_config(
         replicas=replicas,
         warmup_steps=warmup_steps,
         total_steps=steps,
+        gathered_block=model.block_sizes if at_once else (),
     )
