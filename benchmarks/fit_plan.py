@@ -1,4 +1,4 @@
-"""Fits the step time of `python -m launch plan` to published benchmarks, and judges the fit.
+"""Fits the step time of `zerolm plan` to published benchmarks, and judges the fit.
 
     python -m benchmarks.fit_plan
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.recovery_time [--kills 5] [--fault kill] [--output FILE]
 
-A toy Llama on two ranks runs under `python -m launch supervise`. A rank gets SIGKILL, or SIGSTOP
+A toy Llama on two ranks runs under `zerolm supervise`. A rank gets SIGKILL, or SIGSTOP
 with `--fault stop`, three steps after a checkpoint; medians of the recoveries, by part. The parts
 are those of the event `recovered`; the sum is timed from outside, from the signal to the line of
 the new step in metrics.jsonl. Two quiet cores are needed; the machine's own speed is the last line.

@@ -1,6 +1,6 @@
 """Prepares training data offline: raw text -> tokenizer -> token shards.
 
-`python -m data_prep --help` lists the commands. May import zerolm below the training loop;
+`zerolm data --help` lists the commands. May import zerolm below the training loop;
 tests/test_ladder.py enforces it. No module imports torch, transformers, datasets or pyarrow at its
 top: `--help` must be fast, and every worker process pays for each import.
 """

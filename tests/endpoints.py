@@ -16,7 +16,7 @@ from typing import Any
 from tests.launching import environment, free_port
 
 MISSING = [name for name in ("moto", "flask", "s3fs") if importlib.util.find_spec(name) is None]
-NO_S3 = f"needs {', '.join(MISSING)} (pip install 'zerolm[s3]' 'moto[server]')" if MISSING else ""
+NO_S3 = f"needs {', '.join(MISSING)} (bash launch/setup.sh dev)" if MISSING else ""
 SECRET = "dont-write-this-secret-anywhere"
 BUCKET = "bucket"
 

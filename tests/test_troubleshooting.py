@@ -11,7 +11,7 @@ import yaml
 
 import zerolm.common.errors
 from tests import ROOT, tracked
-from tests.documents import text_of
+from tests.documents import flags_of_command, text_of
 
 PAGE = ROOT / "docs" / "troubleshooting.md"
 CODE = ("pretrain.py", "zerolm/**/*.py", "data_prep/**/*.py", "launch/**/*.py")
@@ -63,6 +63,27 @@ def test_other_texts_are_not_found_in_the_code():
     assert is_in_code("another run is writing to it now. Stop that run")
     assert not is_in_code("another run is writing to it now. Continue that run")
     assert not is_in_code("Limits of this process and its machine")  # a docstring
+
+
+def commands_in_messages() -> set[str]:
+    """Return the words of each `zerolm` command that a message tells the user to run."""
+    pattern = r"(?:`|: |with |Run |by )zerolm ((?:[a-z][a-z-]+ ?){1,2})"
+    return {words.strip() for text in templates() for words in re.findall(pattern, text)}
+
+
+def test_the_commands_that_messages_name_exist():
+    found = commands_in_messages()
+    assert len(found) > 8
+    for words in found:
+        first, *more = words.split()
+        known = flags_of_command((first, *more)) or flags_of_command((first,))
+        assert known, f"zerolm {words}"
+
+
+def test_messages_name_the_command_and_not_the_module_or_a_package_of_no_index():
+    old = re.compile(r"data_prep [a-z]|python -m (?:data_prep|launch) [a-z]|pip install '?zerolm")
+    messages = (text for path in tracked(*CODE) for text in strings(ast.parse(text_of(path))))
+    assert not [text for text in messages if old.search(text)]
 
 
 def test_the_page_has_every_exit_code():

@@ -73,6 +73,6 @@ def load_rensa() -> Any:
     except ImportError as error:
         raise ConfigError(
             "dedup: near-duplicates need the package rensa, which is not installed. Run: "
-            "pip install 'zerolm[dedup]', or give --near off."
+            "bash launch/setup.sh dedup, or give --near off."
         ) from error
     return rensa

@@ -159,7 +159,7 @@ def _language_problems(language: Any, place: str) -> list[str]:
 
 def missing_package(place: str, name: str, error: ImportError) -> str:
     """Return the message for a filter whose package is not installed."""
-    fix = "Install the extra: pip install 'zerolm[pipeline]'."
+    fix = "Install the extra: bash launch/setup.sh pipeline."
     if "fasttext" in str(error) and sys.version_info >= (3, 13):
         fix = "fastText has no package for this Python: use Python 3.12, or another filter."
     return f"{place}: filter {name}: {error}. {fix}"

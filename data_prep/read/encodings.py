@@ -67,7 +67,7 @@ def reading_problems(encoding: str, repairs: Sequence[str]) -> Iterator[tuple[st
     if unknown:
         yield "repair", f"{unknown[0]!r} is not one of {', '.join(REPAIRS)}."
     if "ftfy" in repairs and find_spec("ftfy") is None:
-        yield "repair", "ftfy is not installed. pip install 'zerolm[inputs]'"
+        yield "repair", "ftfy is not installed. Run: bash launch/setup.sh inputs"
 
 
 def detect_encoding(sample: bytes) -> str | None:

@@ -261,5 +261,7 @@ def package_versions(names: tuple[str, ...]) -> tuple[str, ...]:
     versions = {name: installed_version(name) for name in names}
     for name, version in versions.items():
         if version is None:
-            raise ConfigError(f"needs {name}, which is not installed. pip install 'zerolm[inputs]'")
+            raise ConfigError(
+                f"needs {name}, which is not installed. Run: bash launch/setup.sh inputs"
+            )
     return tuple(f"{name} {version}" for name, version in versions.items())

@@ -106,7 +106,7 @@ def _package_problems(name: str) -> list[str]:
             __import__(package)
         except ImportError as error:
             problems.append(
-                f"--executor {name}: {error}. Install the extra: pip install 'zerolm[{extra}]'."
+                f"--executor {name}: {error}. Install the extra: bash launch/setup.sh {extra}."
             )
     return problems
 

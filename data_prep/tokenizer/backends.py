@@ -6,7 +6,7 @@ text are encoded as text (a document that spells the EOS token does not end ther
 truncated or padded. It runs in the calling thread, or in one thread that the caller waits for.
 `data_prep.tokenizer.equivalence` checks whether two backends give the same ids.
 
-gigatoken is young, so it is optional (`pip install zerolm[fast-tokenizers]`) and another backend is
+gigatoken is young, so it is optional (`bash launch/setup.sh fast-tokenizers`) and another backend is
 always available.
 """
 
@@ -80,7 +80,7 @@ def open_backend(name: str, directory: Path) -> Encode:
     """
     if installed_version(name) is None:
         extra = EXTRAS.get(name, name)
-        raise BackendUnavailable(f"is not installed (pip install 'zerolm[{extra}]')")
+        raise BackendUnavailable(f"is not installed (run: bash launch/setup.sh {extra})")
     paths = [directory / file for file in ID_FILES]
     stats = [path.stat() for path in paths if path.is_file()]
     return _open(name, directory, tuple((each.st_mtime_ns, each.st_size) for each in stats))

@@ -19,7 +19,7 @@ def run_directory(command: Sequence[str]) -> Path:
     if script is None:
         raise ConfigError(
             f"command line: {' '.join(command) or 'nothing'}, does not start {SCRIPT}. Write: "
-            f"python -m launch supervise -- deepspeed ... {SCRIPT} ..."
+            f"zerolm supervise -- deepspeed ... {SCRIPT} ..."
         )
     settings, _ = parse_settings(command[script + 1 :])  # pretrain.py itself reports bad flags
     if settings.run_dir is None:

@@ -1,4 +1,4 @@
-"""`python -m launch doctor`: check the hosts of a run before it starts, and compare them.
+"""`zerolm doctor`: check the hosts of a run before it starts, and compare them.
 
 `collector` runs on each host and gathers facts; `checks` compares them without side effects. Must
 not start a run, or leave anything behind on a host.

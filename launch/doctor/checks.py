@@ -99,7 +99,7 @@ def _data(facts: Facts, required: Requirements) -> list[Finding]:
             host: fact["data"]["sources"][path]
             for host, fact in facts.items() if path in fact["data"]["sources"]
         }  # fmt: skip
-        fix = f"find the damaged copy with python -m data_prep verify {path}, and replace it"
+        fix = f"find the damaged copy with zerolm data verify {path}, and replace it"
         _, odd = outliers({host: source["fingerprint"] for host, source in sources.items()})
         for host in odd:
             text = f"{path}: its manifest differs from the other hosts'"

@@ -1,4 +1,4 @@
-"""`python -m launch doctor`: check every host before a run starts there; print one table.
+"""`zerolm doctor`: check every host before a run starts there; print one table.
 
 Each host is queried over one ssh connection, all hosts concurrently and with a time limit. Then all
 hosts together check that they share the run directory, and run one all-reduce.

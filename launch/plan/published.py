@@ -103,8 +103,8 @@ def document() -> str:
     lines = [
         "# Published runs",
         "",
-        f"Predictions of `python -m launch plan` compared with published runs. Written by "
-        f"`python -m launch plan --published > docs/published_runs.md` from "
+        f"Predictions of `zerolm plan` compared with published runs. Written by "
+        f"`zerolm plan --published > docs/published_runs.md` from "
         f"launch/plan/published_runs.json ({values['date']}).",
         "",
         *_benchmarks_section(),

@@ -1,7 +1,7 @@
 """Estimate the time of an optimizer step: compute, communication and offload.
 
 Fitted numbers are `COSTS` and the devices' `attained` in hardware.json. The errors are in
-docs/published_runs.md, which `python -m launch plan --published` writes.
+docs/published_runs.md, which `zerolm plan --published` writes.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`python -m launch node`: start this node's ranks of a run under Slurm, Kubernetes or SkyPilot.
+"""`zerolm node`: start this node's ranks of a run under Slurm, Kubernetes or SkyPilot.
 
 The scheduler starts this command once on each node and gives the node's rank. DeepSpeed's launcher
 kills the ranks on a signal, so this process, or the supervisor if there is one, forwards signals to
@@ -32,7 +32,7 @@ RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --nodes N --devices_per_node D --master_addr A -- pretrain.py ..."
     parser.description = (
-        "Start this node's ranks of a run. The file of `python -m launch render` and those of "
+        "Start this node's ranks of a run. The file of `zerolm render` and those of "
         "docs/examples run this command once on each node. The node's rank is read from the "
         "variables that Slurm, an indexed Kubernetes Job or SkyPilot set."
     )

@@ -1,7 +1,7 @@
-"""`python -m launch render`: write a job file for a scheduler, after checking the run's flags.
+"""`zerolm render`: write a job file for a scheduler, after checking the run's flags.
 
 The file contains the names of secrets, never their values, which the scheduler supplies. This
-machine is not checked; `pretrain.py --check` and `python -m launch doctor` do that.
+machine is not checked; `pretrain.py --check` and `zerolm doctor` do that.
 """
 
 import argparse

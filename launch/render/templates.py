@@ -1,6 +1,6 @@
 """Render a `Job` as an sbatch script.
 
-It starts `python -m launch node` on every node with the same flags of pretrain.py, and requeues a
+It starts `zerolm node` on every node with the same flags of pretrain.py, and requeues a
 run that ends with exit code 75. No side effects.
 """
 

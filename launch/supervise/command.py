@@ -1,4 +1,4 @@
-"""`python -m launch supervise`: the flags of the supervisor."""
+"""`zerolm supervise`: the flags of the supervisor."""
 
 import argparse
 

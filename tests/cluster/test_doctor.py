@@ -138,7 +138,7 @@ def faults(cluster: Cluster, inputs: Path) -> dict[str, Fault]:
             "versions", ("transformers 5.0.1", "install transformers")),
         "a damaged shard": Fault(
             "node2", f"mount --bind {scratch / 'shard'} {shard}", f"umount {shard}", "data",
-            ("shard-00000.bin: contents differ", "data_prep verify")),
+            ("shard-00000.bin: contents differ", "zerolm data verify")),
         "a directory of its own": Fault(
             "node2", f"mount -t tmpfs none {inputs / 'run'}", f"umount {inputs / 'run'}", "run_dir",
             ("does not see what node1 writes", "all hosts share")),

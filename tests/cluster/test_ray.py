@@ -1,6 +1,6 @@
 """Data preparation on a Ray cluster of two hosts: the bytes of a local run, also through a failure.
 
-Needs Ray (`pip install 'zerolm[ray]'`), besides what other tests of hosts need.
+Needs Ray (`bash launch/setup.sh ray`), besides what other tests of hosts need.
 """
 
 import hashlib

@@ -50,6 +50,6 @@ def url_problem(url: str) -> str | None:
         return f"{scheme}:// is not known to fsspec. Use s3://, gs://, hf:// or file://."
     except ImportError as error:
         extra = EXTRAS.get(scheme)
-        fix = f"pip install 'zerolm[{extra}]'" if extra else "Install it"
+        fix = f"Run: bash launch/setup.sh {extra}" if extra else "Install it"
         return f"needs a package that is not installed ({error}). {fix}."
     return None

@@ -126,7 +126,7 @@ class Core:
         "data",
         "text",
         "concat: split concatenated documents into sequences; best_fit: pack complete "
-        "documents into sequences, with the index that `data_prep pack` writes",
+        "documents into sequences, with the index that `zerolm data pack` writes",
         default=CONCAT,
         choices=(CONCAT, BEST_FIT),
         changes_curve=True,
@@ -471,7 +471,7 @@ class Core:
     eval_tasks: tuple[str, ...] = flag(
         "evaluation",
         "list",
-        "lm-eval tasks to evaluate on (needs pip install 'zerolm[lm-eval]'); may be repeated",
+        "lm-eval tasks to evaluate on (needs bash launch/setup.sh lm-eval); may be repeated",
         shows="NAME[,NAME]",
         default=(),
         no_tensor_parallel=OWN_TEXTS,

@@ -1,7 +1,7 @@
 """Reads the index of best-fit packing, which lists the documents that share a row.
 
 Without packing, a row is a window of the concatenated documents. With packing, an index beside the
-shards defines the rows; `python -m data_prep pack` builds it for one `seq_len`:
+shards defines the rows; `zerolm data pack` builds it for one `seq_len`:
 
     packing-2048.json    published last; without it the index is incomplete
     packing-2048.rows    little-endian uint64: the end of each row, counted in pieces
@@ -130,7 +130,7 @@ class Packing:
 
 
 def _repack_hint(packing: Packing) -> str:
-    return f"Run: python -m data_prep pack {packing.directory} --seq_len {packing.seq_len}"
+    return f"Run: zerolm data pack {packing.directory} --seq_len {packing.seq_len}"
 
 
 def open_packing(source: Source, seq_len: int) -> Packing:
@@ -146,7 +146,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
             f"machine. Copy them here and use their path, or use --packing concat."
         )
     path = index_file(source.directory, seq_len)
-    command = f"Run: python -m data_prep pack {source.directory} --seq_len {seq_len}"
+    command = f"Run: zerolm data pack {source.directory} --seq_len {seq_len}"
     try:
         found = read_record(path, PackingManifest, command)
     except RecordError as error:

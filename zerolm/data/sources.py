@@ -135,7 +135,7 @@ def source_problems(
                 if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a node
                     problems += [f"{line} (--{flag})" for line in packing.damage()]
                     problems += [
-                        f"{line} Then run `data_prep pack` again. (--{flag})"
+                        f"{line} Then run `zerolm data pack` again. (--{flag})"
                         for line in source.index_problems()
                     ]
             except ShardError as error:

@@ -112,7 +112,7 @@ def rendezvous(problems: Sequence[str] = ()) -> None:
     except RuntimeError:
         raise SharedConfigError(
             f"only {store.add('arrived', 0)} of {world_size} ranks started within "
-            f"{RENDEZVOUS_TIMEOUT_SECONDS // 60} minutes. Check the hosts: python -m launch doctor."
+            f"{RENDEZVOUS_TIMEOUT_SECONDS // 60} minutes. Check the hosts: zerolm doctor."
         ) from None
     hosts_of: dict[str, list[str]] = {}  # problem: the hosts that reported it
     for number in range(1, store.add("refused", 0) + 1):

@@ -135,7 +135,7 @@ def _unnumbered(environment: Mapping[str, str]) -> list[str]:
             return [
                 f"environment: {size}: {number}, but nothing says which of these this process is: "
                 f"each would train alone, in the same --run_dir. Start them with `srun python "
-                f"pretrain.py ...`, with mpirun, or with the job file of `python -m launch render "
+                f"pretrain.py ...`, with mpirun, or with the job file of `zerolm render "
                 f"slurm`; for a run of one process ask for one task."
             ]
     return []

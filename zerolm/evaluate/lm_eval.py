@@ -149,7 +149,7 @@ def _require_lm_eval() -> None:
         import lm_eval.tasks  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"needs a package that is not installed ({error}). pip install 'zerolm[lm-eval]'."
+            f"needs a package that is not installed ({error}). Run: bash launch/setup.sh lm-eval."
         ) from None
 
 

@@ -43,7 +43,7 @@ class TextCoder:
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory}: there is no tokenizer, which evaluation on text needs. Tokenize the "
-                f"data with `python -m data_prep tokenize`, which copies it there."
+                f"data with `zerolm data tokenize`, which copies it there."
             )
         self.tokenizer = load_auto_tokenizer(str(directory), local=True, notices=self.notices)
         known = self.tokenizer.eos_token_id

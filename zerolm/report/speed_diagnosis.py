@@ -59,7 +59,7 @@ def low_mfu(rows: Sequence[Row]) -> list[Finding]:
         return []
     text = (
         f"MFU is {now:.1%}. Try a larger --micro_batch_size, a lower ZeRO stage or no offload if "
-        f"memory allows, or --compile; `python -m launch plan --search` compares profiles."
+        f"memory allows, or --compile; `zerolm plan --search` compares profiles."
     )
     return [finding_at("low_mfu", recent[0], text)]
 
@@ -82,7 +82,7 @@ def slow_rank(rows: Sequence[Row]) -> list[Finding]:
     text = (
         f"Rank {rank:.0f} takes {statistics.median(times):.1f} times as long as the mean rank, "
         f"and all ranks wait for it. Check its host, device and disk (ranks/ names the host; "
-        f"`python -m launch doctor` compares hosts)."
+        f"`zerolm doctor` compares hosts)."
     )
     return [finding_at("slow_rank", ranks[0], text)]
 

@@ -221,7 +221,7 @@ class OpenShard:
             raise ShardReadError(
                 f"{self._place(block)} is damaged: its checksum differs. Restore the "
                 f"file (and check its disk), or tokenize again. To find all damage, run: "
-                f"python -m data_prep verify {quote(str(self._directory))}"
+                f"zerolm data verify {quote(str(self._directory))}"
             )
 
     def require_ids(self, start: int, stop: int) -> None:

@@ -68,7 +68,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         shards = directory.with_name(directory.name.partition(".")[0] + "-shards")
         raise ShardError(
             f"{directory}: is a file, not a token shard directory. Tokenize it, and give {shards}: "
-            f"python -m data_prep tokenize --input {quote(str(directory))} --tokenizer DIR "
+            f"zerolm data tokenize --input {quote(str(directory))} --tokenizer DIR "
             f"--output {quote(str(shards))}"
         )
     if not path.is_file():
@@ -80,7 +80,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         )
         raise ShardError(
             f"{directory}: {reason}. Name a directory of token shards, or make one with: "
-            f"python -m data_prep tokenize --output {quote(str(directory))} ..."
+            f"zerolm data tokenize --output {quote(str(directory))} ..."
         )
     try:
         content = path.read_bytes()

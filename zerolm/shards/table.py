@@ -159,7 +159,7 @@ def read_table(directory: Path) -> tuple[dict[str, Any], ShardTable] | None:
 
 
 def _unusable(path: Path, reason: str) -> ShardError:
-    again = f"python -m data_prep table {quote(str(path.parent))}"
+    again = f"zerolm data table {quote(str(path.parent))}"
     return ShardError(f"{path}: {reason}. Make it again: {again}")
 
 

@@ -62,7 +62,7 @@ class Tracker:
         where = settings.where(name)
         return [
             f"{where}: {shown_setting(where, getattr(settings, name))}, needs the package "
-            f"{cls.package}. Install it with pip install 'zerolm[{cls.package}]', or leave the "
+            f"{cls.package}. Install it with bash launch/setup.sh {cls.package}, or leave the "
             f"flag out."
         ]
 

@@ -55,7 +55,7 @@ def layout(keys: set[str], project: str, entity: str, title: str) -> Any:
     except ImportError as error:
         raise ConfigError(
             "needs the package wandb-workspaces. Install it with "
-            "pip install 'zerolm[wandb-workspaces]'."
+            "bash launch/setup.sh wandb-workspaces."
         ) from error
     plots: dict[str, list[Any]] = {}
     for section, panel, _, chosen in metrics.charts(keys - {"samples"}):

@@ -1,4 +1,4 @@
-"""Instrumentation for tests and `python -m launch plan --probe`: what a rank keeps and trains on.
+"""Instrumentation for tests and `zerolm plan --probe`: what a rank keeps and trains on.
 
 Off unless an environment variable names a directory, in which each rank then writes a file:
 `ZEROLM_MEMORY_PROBE`: bytes of weights, gradients, optimizer states and buffers, before each

@@ -114,7 +114,7 @@ def explain(error: BaseException | None) -> str | None:
             cause = found[0].partition(" Of the allocated memory")[0].rstrip(".")
             return (
                 f"{cause}. Lower --micro_batch_size, or add --gradient_checkpointing: the loss "
-                f"curve stays the same. `python -m launch plan` shows what takes the memory. If "
+                f"curve stays the same. `zerolm plan` shows what takes the memory. If "
                 f"another process holds it, end that."
             )
         number = _number(error)

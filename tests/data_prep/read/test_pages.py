@@ -324,7 +324,7 @@ def test_missing_packages_are_named_with_the_extra(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         read(tmp_path)
     (problem,) = caught.value.problems
-    assert "0.html needs trafilatura" in problem and "zerolm[inputs]" in problem
+    assert "0.html needs trafilatura" in problem and "launch/setup.sh inputs" in problem
 
 
 def test_search_finds_members_across_blocks(archive, monkeypatch):

@@ -127,7 +127,7 @@ def test_a_changed_packing_is_refused_with_the_command_that_makes_it_again(shard
     path = shards / "packing-32.json"
     path.write_text(path.read_text().replace('"num_padding": ', '"num_padding": 1'))
     assert main(["verify", str(shards)]) == 2
-    assert f"Run: python -m data_prep pack {shards} --seq_len 32" in capsys.readouterr().err
+    assert f"Run: zerolm data pack {shards} --seq_len 32" in capsys.readouterr().err
     assert main(["pack", str(shards), "--seq_len", "32"]) == 0
     assert main(["verify", str(shards)]) == 0
 

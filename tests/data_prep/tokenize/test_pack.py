@@ -106,7 +106,7 @@ def test_a_stale_index_is_refused_and_written_again(shards, tmp_path):
     other = open_source(write_shards(tmp_path / "other", 300, seed=6))
     for path in shards.glob("packing-*"):
         os.replace(path, other.directory / path.name)
-    with pytest.raises(ShardError, match=r"made from other tokens\. Run: python -m data_prep pack"):
+    with pytest.raises(ShardError, match=r"made from other tokens\. Run: zerolm data pack"):
         open_packing(other, SEQ_LEN)
     with pytest.raises(ShardError, match=r"no such file.*--seq_len 64 needs it"):
         open_packing(source, SEQ_LEN)
@@ -151,7 +151,9 @@ def test_an_impossible_row_is_a_read_error(shards, part, at):
     data = bytearray(file.read_bytes())
     data[at] ^= 0x80
     file.write_bytes(data)
-    with pytest.raises(ShardReadError, match=r"row 0 .*the index is damaged\. Run: python"):
+    with pytest.raises(
+        ShardReadError, match=r"row 0 .*the index is damaged\. Run: zerolm data pack"
+    ):
         packing.pieces(0)
 
 
@@ -209,7 +211,7 @@ def test_a_run_with_best_fit_refuses_damaged_document_ends(shards):
     assert source_problems(Sources([source], [1.0], []), SETTINGS, None, SEQ_LEN) == []
     flip_a_bit(shards / "shard-00001.idx")
     (line,) = source_problems(Sources([source], [1.0], []), SETTINGS, None, SEQ_LEN)
-    assert "shard-00001.idx: its SHA-256 differs" in line and "data_prep pack` again" in line
+    assert "shard-00001.idx: its SHA-256 differs" in line and "`zerolm data pack` again" in line
 
 
 def test_an_index_whose_document_ends_were_not_verified_is_written_again(shards):

@@ -237,5 +237,5 @@ def test_the_fingerprint_of_the_data_includes_the_rows(sources, tmp_path):
     )
     with pytest.raises(ShardError, match="no such file"):
         data_fingerprint(sources, SEQ_LEN + 1, "best_fit")
-    with pytest.raises(ShardError, match="data_prep pack"):
+    with pytest.raises(ShardError, match="zerolm data pack"):
         stream(sources, seq_len=SEQ_LEN + 1)

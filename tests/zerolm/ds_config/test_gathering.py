@@ -22,9 +22,7 @@ def test_blocks_are_gathered_at_once_where_latency_costs_more(model, ranks, at_o
     profile = Profile.read(ROOT / "ds_configs/zero3.json")
 
     def gathers(profile: Profile = profile, compiled: bool = False) -> bool:
-        return gathers_blocks(
-            profile, block, hidden_size=hidden, ranks=ranks, compiled=compiled
-        )
+        return gathers_blocks(profile, block, hidden_size=hidden, ranks=ranks, compiled=compiled)
 
     assert gathers() == at_once
     assert gathers(compiled=True)

@@ -45,7 +45,7 @@ BAD = {
     ),
     "absent profile": ("--deepspeed_config none.json", ["none.json: no such file", "zero2.json"]),
     "torn profile": ("--deepspeed_config torn.json", ["torn.json", "JSON", "Correct"]),
-    "absent shards": ("--data none", ["none", "no such directory", "data_prep tokenize"]),
+    "absent shards": ("--data none", ["none", "no such directory", "zerolm data tokenize"]),
     "a file as shards": ("--data a_file", ["a_file", "is a file"]),
     "truncated shard": ("--data cut", ["cut/shard-00000.bin: 100 bytes", "manifest says 40000"]),
     "missing shard": ("--data holed", ["holed/shard-00000.bin", "missing", "Restore"]),
@@ -245,7 +245,7 @@ def test_missing_device_is_refused(inputs):
 
 def test_missing_packing_index_is_refused_with_the_command_that_creates_it(inputs):
     (problem,) = refusal(inputs, "--packing best_fit")
-    assert "python -m data_prep pack" in problem and "--seq_len 32 needs it" in problem
+    assert "zerolm data pack" in problem and "--seq_len 32 needs it" in problem
 
 
 @pytest.mark.soak

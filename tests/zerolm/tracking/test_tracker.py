@@ -26,4 +26,4 @@ def test_a_missing_package_is_reported_before_the_run(monkeypatch) -> None:
     monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
     (problem,) = Wanting.problems("tensorboard", settings, {})
     assert "tensorboard: true, needs the package tensorboard" in problem
-    assert "pip install 'zerolm[tensorboard]'" in problem
+    assert "bash launch/setup.sh tensorboard" in problem
