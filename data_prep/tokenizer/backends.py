@@ -6,8 +6,8 @@ text are encoded as text (a document that spells the EOS token does not end ther
 truncated or padded. It runs in the calling thread, or in one thread that the caller waits for.
 `data_prep.tokenizer.equivalence` checks whether two backends give the same ids.
 
-gigatoken is young, so it is optional (`bash launch/setup.sh fast-tokenizers`) and another backend is
-always available.
+gigatoken is young, so it is optional (`bash launch/setup.sh fast-tokenizers`) and another backend
+is always available.
 """
 
 import json

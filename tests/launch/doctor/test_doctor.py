@@ -74,7 +74,7 @@ FAULTS = {
     "different manifest": ("data/sources/shards|web/fingerprint", "x", "data",
                            "its manifest differs", "verify"),
     "different bytes": ("data/sources/shards|web/shards/shard-00001.bin", "x", "data",
-                    "shards/web: shard-00001.bin: contents differ", "zerolm data verify shards/web"),
+                    "shards/web: shard-00001.bin: contents differ", "data verify shards/web"),
     "slow storage": ("data/sources/shards|web/seconds", 64.0, "storage", "1 MiB/s", "local disk"),
     "different device": ("devices/kind", "cpu", "devices", "cpu, the others have cuda", "driver"),
     "missing device": ("devices/count", 7, "devices", "7 device(s), the hostfile has slots=8",

@@ -102,7 +102,8 @@ def report_of(way: str, recompute: str) -> dict[str, Any]:
         counts["late", forward] / (counts["late", forward] + counts["ahead", forward])
         for forward in (True, False)
     ]
-    return dict(losses=losses, norms=norms, gathers=counts["gathers"], late=late, peak=peak)
+    gathers = counts["gathers"]
+    return {"losses": losses, "norms": norms, "gathers": gathers, "late": late, "peak": peak}
 
 
 def main(output: str) -> None:
