@@ -5,6 +5,7 @@ torch and DeepSpeed are imported where they are needed.
 
 import contextlib
 import logging
+import os
 import platform
 import re
 import time
@@ -19,6 +20,9 @@ ABSENT = "absent"  # kind of devices that are not on this machine
 # A CPU whose bf16 products take longer than this, relative to float32, emulates them: measured
 # ratios are 20 to 200 with AVX2, about 3 with AVX-512 only, and at most 1 with AVX512-BF16 or AMX.
 EMULATED_RATIO = 1.7
+CPU_INFO = Path("/proc/cpuinfo")
+BF16_FLAGS = {"amx_bf16", "avx512_bf16"}
+ISA_LIMITS = {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"}
 NATIVE_CAPABILITY = (8, 0)  # of NVIDIA GPUs; torch emulates bf16 on older ones
 
 
@@ -155,10 +159,21 @@ def _unusable(error: Exception) -> str:
     )
 
 
+def _multiplies_bf16() -> bool:
+    """Return whether this CPU has instructions for bf16, and no variable switches them off."""
+    if ISA_LIMITS & os.environ.keys():
+        return False
+    try:
+        flags = CPU_INFO.read_text(encoding="utf-8").partition("\nflags")[2]
+    except OSError:
+        return False
+    return bool(BF16_FLAGS & set(flags.partition("\n")[0].split()))
+
+
 def cpu_name() -> str:
     """Return the model name of this CPU, or its architecture if the kernel does not name it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -168,13 +183,15 @@ def cpu_name() -> str:
 def bf16_ratio(device: str) -> float:
     """Return the time of a matrix product in bf16, relative to float32, on a torch device.
 
-    A CPU's list of instructions does not say which of them the libraries use, so it is measured, in
-    milliseconds: products of width 128, on a GPU of width 2,048. A CPU uses one thread: while other
-    programs are running, two threads wait for each other, and half of 20 ratios on a CPU that
-    emulates bf16 were below 1.
+    1 on a CPU that has instructions for it, if nothing keeps oneDNN from using them. Otherwise it
+    is measured, in milliseconds: products of width 128, on a GPU of width 2,048. A CPU uses one
+    thread: while other programs are running, two threads wait for each other, and half of 20 ratios
+    on a CPU that emulates bf16 were below 1.
     """
     import torch
 
+    if device == "cpu" and torch.backends.mkldnn.is_available() and _multiplies_bf16():
+        return 1.0
     width = 128 if device == "cpu" else 2048
     operands = {
         dtype: torch.ones(width, width, device=device, dtype=dtype)

@@ -3,15 +3,21 @@
 `zerolm plan` estimates more: communication, offload, price. torch is imported where it is needed.
 """
 
+import copy
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from zerolm.common import values
 from zerolm.distributed.device import ABSENT, EMULATED_RATIO, bf16_ratio
+from zerolm.model.flops import flops_per_token
+from zerolm.model.model import Model
 from zerolm.plan.peak_flops import datasheet_flops, device_peak_flops
 from zerolm.plan.plan import Plan
 
-# On GPUs as in docs/scaling.md; on a CPU as measured (docs/planning.md).
+# On GPUs as in docs/scaling.md; on a CPU of large models, a block of which is not timed.
 GPU_MFU, CPU_MFU = 0.4, 0.6
+TIMED_PARAMETERS, TIMED_TOKENS = 50_000_000, 2048  # at most; a second on two slow cores
 ASSUMED_DEVICE = "H100"  # for devices that are not on this machine
 YEAR_SECONDS = 365 * 86400
 
@@ -19,9 +25,10 @@ YEAR_SECONDS = 365 * 86400
 def with_duration(plan: Plan) -> Plan:
     """Return a plan with its expected duration among the derived figures; a notice if it is years.
 
-    On a CPU, and on a GPU without a known datasheet, matrix products are timed, which may take
-    seconds.
+    On a CPU, and on a GPU without a known datasheet, matrix products are timed, and on a CPU a
+    block of the model, which may take seconds.
     """
+    mfu = None
     if plan.device == ABSENT:
         peak = datasheet_flops(ASSUMED_DEVICE, plan.matmul_precision)
         assert peak is not None, "the assumed device is known"
@@ -29,27 +36,33 @@ def with_duration(plan: Plan) -> Plan:
         import torch
 
         peak, _ = device_peak_flops(torch.device(plan.device), plan.matmul_precision)
-    line, notices = expected(plan, peak)
+        mfu = _timed_mfu(plan, peak) if plan.device == "cpu" else None
+    line, notices = expected(plan, peak, mfu)
     return replace(
         plan, derived=plan.derived | {"duration": line}, notices=[*plan.notices, *notices]
     )
 
 
-def expected(plan: Plan, peak_flops: float) -> tuple[str, list[str]]:
+def expected(
+    plan: Plan, peak_flops: float, timed_mfu: float | None = None
+) -> tuple[str, list[str]]:
     """Return the expected duration of a run, `about 3h20m at 40% MFU of 8 x H100`, and notices.
 
     Args:
         peak_flops: FLOP/s of one device.
+        timed_mfu: what a block of the model has reached; None for an assumption.
     """
     tokens = plan.settings.total_tokens - (plan.branch["tokens"] if plan.branch else 0)
     name, more = plan.device_name, ""
-    mfu = CPU_MFU if plan.device == "cpu" else GPU_MFU
+    mfu = timed_mfu or (CPU_MFU if plan.device == "cpu" else GPU_MFU)
     if plan.device == ABSENT:
         name = ASSUMED_DEVICE
         more = f", which is assumed; `zerolm plan --hardware NAME --devices {plan.world_size}` "
         more += "estimates other devices"
     is_bf16 = plan.device == "cpu" and plan.profile.compute_precision == "bf16"
-    if is_bf16 and (ratio := bf16_ratio("cpu")) > EMULATED_RATIO:
+    if timed_mfu:
+        more = ", as one block of the model has here"
+    elif is_bf16 and (ratio := bf16_ratio("cpu")) > EMULATED_RATIO:
         peak_flops /= ratio
         more = f", which multiplies bf16 {ratio:.2g} times slower than float32"
     seconds = plan.flops_per_token * tokens / (plan.world_size * peak_flops * mfu)
@@ -62,3 +75,56 @@ def expected(plan: Plan, peak_flops: float) -> tuple[str, list[str]]:
             f"or other devices; `zerolm plan --hardware H100 --devices 8` estimates time and price"
         ]
     return f"about {shown} at {mfu:.0%} MFU of {plan.world_size} x {name}{more}", notices
+
+
+def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
+    """Return the MFU of steps on this CPU, by a copy of the model with one block.
+
+    The copy computes a gradient and is updated; neither communication nor data is counted.
+
+    Returns:
+        None for a large model, for one that cannot be made with one block, and where products are
+        emulated, so that it would take long.
+    """
+    if plan.profile.compute_precision == "bf16" and bf16_ratio("cpu") > EMULATED_RATIO:
+        return None
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(plan.model.config)
+    text, settings = config.get_text_config(), plan.settings
+    text.num_hidden_layers = 1
+    if isinstance(getattr(text, "layer_types", None), list):
+        text.layer_types = text.layer_types[:1]
+    try:
+        block = Model.from_config(config)
+        if block.num_parameters > TIMED_PARAMETERS:
+            return None
+        dtype = torch.bfloat16 if plan.profile.compute_precision == "bf16" else torch.float32
+        with torch.random.fork_rng():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        length = min(settings.seq_len, TIMED_TOKENS)
+        ids = torch.zeros(max(1, TIMED_TOKENS // length), length, dtype=torch.int64)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        forward_backward = _seconds(
+            lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        )
+        update = _seconds(optimizer.step)
+    except Exception:  # of any model's code: the estimate is a courtesy
+        return None
+    per_token = flops_per_token(config, block.shapes, length)
+    tokens = settings.batch_tokens / plan.layout.replicas
+    flops = tokens * plan.flops_per_token / plan.layout.replica_size
+    seconds = flops / per_token * forward_backward / ids.numel()
+    seconds += update * plan.model.num_parameters / block.num_parameters / plan.world_size
+    return flops / (peak_flops * seconds)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """Return the shorter of two times of a piece of work."""
+    taken = []
+    for _ in range(2):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return min(taken)

@@ -89,3 +89,19 @@ def test_the_versions_of_a_gpus_libraries_are_known(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     expected = {"CUDA": "13.0", "cuDNN": "91900", "NCCL": "2.28.9"}
     assert device.gpu_library_versions() == expected
+
+
+@pytest.mark.parametrize("limit", [None, "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"])
+@pytest.mark.parametrize("flags", ["fpu avx2", "fpu avx512_bf16 avx2", "amx_bf16"])
+def test_no_clock_is_asked_where_a_cpu_multiplies_bf16(monkeypatch, tmp_path, flags, limit):
+    for name in device.ISA_LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    if limit:
+        monkeypatch.setenv(limit, "AVX2")
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t: none\n")
+    monkeypatch.setattr(device, "CPU_INFO", tmp_path / "cpuinfo")
+    asked = []
+    monkeypatch.setattr(device.time, "perf_counter", lambda: asked.append(1) or len(asked))
+    ratio = device.bf16_ratio("cpu")
+    assert bool(asked) == (limit is not None or "bf16" not in flags)
+    assert ratio == 1.0

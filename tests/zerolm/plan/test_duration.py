@@ -1,5 +1,6 @@
 """The expected duration of a run: its arithmetic, its basis, and the notice about years."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -65,4 +66,19 @@ def test_check_prints_the_duration_on_this_device(inputs):
         "--max_epochs 1e12")  # fmt: skip
     done = run_module("pretrain", *words)
     assert done.returncode == 0, done.stderr
-    assert " years at 60% MFU of 1 x " in done.stdout and "note: this run would" in done.stdout
+    measured = r" years at \d+% MFU of 1 x .*, as one block of the model has here\n"
+    assert re.search(measured, done.stdout) and "note: this run would" in done.stdout
+
+
+def test_a_block_of_the_model_is_timed_on_a_cpu(plan, monkeypatch):
+    rate = 1e9  # FLOP/s, so that the MFU is that of no device
+    mfu = duration._timed_mfu(plan, rate)
+    assert mfu and mfu == pytest.approx(10 * duration._timed_mfu(plan, 10 * rate), rel=0.9)
+    line, _ = duration.expected(plan, rate, mfu)
+    assert line.endswith(", as one block of the model has here")
+    monkeypatch.setattr(duration, "TIMED_PARAMETERS", 10)
+    assert duration._timed_mfu(plan, rate) is None, "a large model"
+    monkeypatch.undo()
+    monkeypatch.setattr(duration, "bf16_ratio", lambda device: 57.0)
+    bf16 = replace(plan, profile=replace(plan.profile, compute_precision="bf16"))
+    assert duration._timed_mfu(bf16, rate) is None, "which would take a minute"
