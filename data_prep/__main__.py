@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from zerolm.common.command_line import EXIT_INTERRUPTED, Group, commands_in, run_program
 from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.shipped import shield
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 GARBAGE_OBJECTS = 100_000  # created between two collections
@@ -151,4 +152,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    shield(os.environ)
     sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,11 @@
 """The commands that plan, check, start and supervise runs: `python -m launch COMMAND`."""
 
+import os
 import sys
 from collections.abc import Sequence
 
 from zerolm.common.command_line import Command, Group, run_program
+from zerolm.common.shipped import shield
 
 PLAN, TRAIN = "plan and check", "train"
 COMMANDS = Group(
@@ -49,4 +51,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    shield(os.environ)
     sys.exit(main(sys.argv[1:]))

@@ -153,7 +153,7 @@ class Installer:
         if index := os.environ.get("ZEROLM_TORCH_INDEX"):
             indexes = f"{settings.get('extra-index-url', '')} {index}".strip()
             settings["extra-index-url"] = self.pip_environment["PIP_EXTRA_INDEX_URL"] = indexes
-        pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+        pip = [sys.executable, "-I", "-m", "pip", "install", "--disable-pip-version-check"]
         self.pip = [*pip, "--progress-bar", "off"]
         self.uv: list[str] = []
         self.uv_environment: dict[str, str] = {}
@@ -227,7 +227,7 @@ class Installer:
 def pip_settings() -> dict[str, str]:
     """Return {name: value} of pip's files and variables, as far as they concern installing."""
     listed = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
+        [sys.executable, "-I", "-m", "pip", "config", "list"], capture_output=True, text=True
     ).stdout
     found = [re.match(r"(global|install|:env:)\.([^=]+)=(.*)", line) for line in listed.split("\n")]
     order = ("global", "install", ":env:")  # later ones take precedence
@@ -340,7 +340,7 @@ def build_operator() -> None:
     )
     path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
     environment = {"DS_ACCELERATOR": "cpu", "PATH": path}
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-I", "-c", code]
     title = "build DeepSpeed's operator for communication on CPUs"
     if not run_stage(title, command, environment)[0]:
         fail_stage(command)

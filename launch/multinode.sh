@@ -24,7 +24,7 @@ if [[ ! -x $root/.venv/bin/deepspeed ]]; then
     problems+=("$root/.venv: not set up. Run: bash launch/setup.sh")
     python=python3
 fi
-found=$(PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -m launch.command.hosts \
+found=$("$python" "$root/zerolm/run_module.py" launch.command.hosts \
     "$hostfile" "$num_nodes" "$@") || refuse "${problems[@]}"
 [[ -z $found ]] || problems+=("$found")
 command -v pdsh >/dev/null ||

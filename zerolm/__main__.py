@@ -1,11 +1,13 @@
 """Every command of the project: `zerolm COMMAND`, which is also `python -m zerolm COMMAND`."""
 
+import os
 import sys
 from collections.abc import Sequence
 
 import data_prep.__main__
 import launch.__main__
 from zerolm.common.command_line import Group, commands_in, run_program
+from zerolm.common.shipped import shield
 
 COMMANDS = Group(
     description="Pretrain Hugging Face causal language models with DeepSpeed ZeRO, from raw text "
@@ -43,8 +45,10 @@ def main(argv: Sequence[str], program: str = "python -m zerolm") -> int:
 
 
 def console_script() -> int:
+    shield(os.environ)
     return main(sys.argv[1:], "zerolm")
 
 
 if __name__ == "__main__":
+    shield(os.environ)
     sys.exit(main(sys.argv[1:]))

@@ -60,7 +60,7 @@ def new_log_directory(phase: Phase) -> Path:
 
 def environment_command() -> str:
     """Return a shell command that sets this process's Python and module paths in a job."""
-    path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))
+    path = os.pathsep.join(filter(None, sys.path))
     programs = os.pathsep.join([str(Path(sys.executable).parent), "$PATH"])
     return f'export PYTHONPATH={shlex.quote(path)}\nexport PATH="{programs}"'
 

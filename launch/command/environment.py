@@ -5,7 +5,6 @@ Every user of those hosts can read that command line, so a secret must not be am
 
 import os
 import re
-from pathlib import Path
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.secrets import FILE_NAME
@@ -29,8 +28,6 @@ def forwarded_environment() -> dict[str, str]:
     forwarded = {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)
     }
-    path = os.environ.get("PYTHONPATH")
-    forwarded["PYTHONPATH"] = str(Path.cwd()) + (f":{path}" if path else "")
     for variables in deepspeed_env_files().values():
         forwarded |= variables
     return forwarded

@@ -6,6 +6,7 @@ No flag of the launcher has the name of a flag of pretrain.py, so they may be mi
 import argparse
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from zerolm.common.command_line import count
 from zerolm.common.errors import ConfigError
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import has_credentials
-from zerolm.common.shipped import SCRIPT
+from zerolm.common.shipped import SCRIPT, module_command
 from zerolm.config.flags import add_all_settings, answer, parse_settings
 
 SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-q": "--quiet"}
@@ -81,6 +82,7 @@ LAUNCHER_FLAGS = {
     "log_level": LauncherFlag("LEVEL", "log level of the launcher (default: error)"),
     "quiet": LauncherFlag("", "print only errors of the launcher (-q)"),
 }
+LAUNCHER = "launch.command.launcher"
 PROGRAMS = ("zerolm", "launch")
 ALIASES = {"num_accelerators": "num_gpus"}
 CHOOSE_DEVICES = ("num_gpus", "num_nodes", "hostfile", "include", "exclude")
@@ -151,15 +153,17 @@ def deepspeed_command(argv: Sequence[str]) -> list[str]:
     if not any(flag.startswith(("--log_level", "--quiet")) for flag in launcher):
         launcher.append("--log_level=error")
     launcher = _for_mpirun(launcher)
-    return [sys.executable, "-m", "deepspeed.launcher.runner", *launcher, str(SCRIPT), *flags]
+    return module_command(LAUNCHER, *launcher, SCRIPT, *flags)
 
 
 def run_command(arguments: argparse.Namespace) -> list[str]:
-    """Return what follows `--` in a command line, with `zerolm train ...` as `deepspeed ...`."""
+    """Return what follows `--` in a command line, with `zerolm train` and `deepspeed` as argv."""
     command = _without_credentials(arguments.run_command or [])
     for place in (1, 3):  # zerolm train, python -m zerolm train
         if command[place : place + 1] == ["train"] and Path(command[place - 1]).name in PROGRAMS:
             return deepspeed_command(command[place + 1 :])
+    if command and shutil.which(command[0]) == str(Path(sys.executable).with_name("deepspeed")):
+        return module_command(LAUNCHER, *command[1:])
     return command
 
 

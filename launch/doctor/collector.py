@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,7 @@ from zerolm.common import machine
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
 from zerolm.common.provenance import git_commit, versions
-from zerolm.common.shipped import ROOT, find_config
+from zerolm.common.shipped import ROOT, find_config, module_command
 from zerolm.config.flags import parse_settings
 from zerolm.config.settings import Settings
 from zerolm.data.sources import open_sources
@@ -281,9 +280,10 @@ def network(
         address, port: where rank 0 listens.
         seconds: time limit.
     """
-    command = [sys.executable, "-m", "launch.doctor.network_rank", "--address", address]
-    command += ["--hosts", ",".join(map(str, hosts)), "--port", str(port)]
-    command += ["--seconds", str(seconds)]
+    command = module_command(
+        "launch.doctor.network_rank", "--address", address, "--port", port,
+        "--hosts", ",".join(map(str, hosts)), "--seconds", seconds,
+    )  # fmt: skip
     first, ranks = sum(hosts[:number]), hosts[number]
     workers = [
         subprocess.Popen(

@@ -9,7 +9,6 @@ import json
 import queue
 import shlex
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -20,13 +19,14 @@ from typing import Any
 from launch.command.hosts import Host
 from launch.doctor.collector import MARK
 from launch.supervise.hosts import remote_command
+from zerolm.common.shipped import code_command, module_command
 
 # Reads only the first line, byte by byte: the program that replaces this one reads the rest.
 BOOTSTRAP = (
-    "import json, os, sys; line = b''\n"
+    "import json, os; line = b''\n"
     "while not line.endswith(b'\\n'): line += os.read(0, 1) or sys.exit('no standard input')\n"
     "os.environ.update(json.loads(line))\n"
-    "os.execv(sys.executable, [sys.executable, '-m', 'launch', 'doctor', '--collect'])"
+    f"os.execv(sys.executable, {module_command('launch', 'doctor', '--collect')})"
 )
 
 
@@ -39,8 +39,8 @@ class Session:
 
     def __init__(self, host: Host, ssh_port: str | None, environment: Mapping[str, str]):
         self.host = host
-        here, python = shlex.quote(str(Path.cwd())), shlex.quote(sys.executable)
-        command = f"cd {here} && exec {python} -c {shlex.quote(BOOTSTRAP)}"
+        here = shlex.quote(str(Path.cwd()))
+        command = f"cd {here} && exec {shlex.join(code_command(BOOTSTRAP))}"
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             remote_command(host, command, ssh_port), stdin=subprocess.PIPE, stdout=subprocess.PIPE,

@@ -24,6 +24,7 @@ from zerolm.common import machine, processes
 from zerolm.common.command_line import count
 from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_STOPPED, ConfigError
 from zerolm.common.events import DONE, GAVE_UP
+from zerolm.common.shipped import module_command
 from zerolm.common.values import duration
 from zerolm.config.flags import parse_settings
 from zerolm.config.settings import COMMAND_LINE
@@ -272,7 +273,7 @@ def _launch(sweep: Sweep, point: Point, slot: int, jobs: int, master_port: int) 
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "zerolm", "train", *words, *sweep.flags, *sweep.flags_of(point)],
+            module_command("zerolm", "train", *words, *sweep.flags, *sweep.flags_of(point)),
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True, preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )  # fmt: skip

@@ -8,18 +8,18 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.command.train import LAUNCHER
 from launch.plan import hardware
 from zerolm.common import machine, processes
 from zerolm.common.errors import ConfigError
 from zerolm.common.records import read_json
 from zerolm.common.run_files import RunFiles
-from zerolm.common.shipped import SCRIPT
+from zerolm.common.shipped import SCRIPT, module_command
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import FLAGS, Settings
 from zerolm.ds_config.profile import Profile
@@ -145,8 +145,8 @@ def _write_tokens(directory: Path, model: Model, count: int) -> None:
 
 def _launch(flags: list[str], ranks: int, directory: Path, timeout_seconds: float) -> None:
     """Run pretrain.py under the deepspeed launcher, and kill every process it leaves behind."""
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(ranks)]
-    command += ["--master_port", str(machine.free_port()), str(SCRIPT), *flags]
+    port = machine.free_port()
+    command = module_command(LAUNCHER, "--num_gpus", ranks, "--master_port", port, SCRIPT, *flags)
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "ZEROLM_MEMORY_PROBE": str(directory / "counts")}
     process = subprocess.Popen(

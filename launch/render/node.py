@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 
 from launch.command.deepspeed_command import parse_pretrain_flags, pretrain_flags
-from launch.command.train import DEFAULT_PORT, add_launcher_flags, run_command
+from launch.command.train import DEFAULT_PORT, LAUNCHER, add_launcher_flags, run_command
 from launch.supervise.attempt import POLL_SECONDS, Attempt
 from zerolm.common import processes
 from zerolm.common.command_line import count, count_from_zero
 from zerolm.common.errors import EXIT_BUG, EXIT_STOPPED, ConfigError
-from zerolm.common.shipped import SCRIPT
+from zerolm.common.shipped import SCRIPT, module_command
 
 # The node's rank, as set by Slurm, by an indexed Kubernetes Job, and by SkyPilot.
 RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
@@ -64,10 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
         hostfile = Path(directory) / "hostfile"
         slots = f"slots={arguments.devices_per_node}"
         hostfile.write_text("".join(f"node-{n} {slots}\n" for n in range(arguments.nodes)))
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--no_ssh"]
-        command += ["--hostfile", str(hostfile), "--num_nodes", str(arguments.nodes)]
-        command += ["--node_rank", str(rank), "--master_addr", arguments.master_addr]
-        command += ["--master_port", str(arguments.master_port), str(SCRIPT), *flags]
+        command = module_command(
+            LAUNCHER, "--no_ssh", "--hostfile", hostfile, "--num_nodes", arguments.nodes,
+            "--node_rank", rank, "--master_addr", arguments.master_addr,
+            "--master_port", arguments.master_port, SCRIPT, *flags,
+        )  # fmt: skip
         if processes.SUPERVISOR in os.environ:
             return subprocess.run(command, check=False).returncode
         return _run_ranks(command, run_dir)

@@ -7,8 +7,10 @@ run that ends with exit code 75. No side effects.
 import math
 import shlex
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from zerolm.common.errors import EXIT_STOPPED
+from zerolm.common.shipped import ROOT, RUN_MODULE
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Job:
 
     def node_shell_command(self) -> str:
         """Return the command that each node runs, for a shell whose `$master` is the address."""
-        node = [self.python, "-m", "launch", "node", "--nodes", str(self.nodes)]
+        node = [self.python, run_module_on_nodes(self.directory), "launch", "node"]
+        node += ["--nodes", str(self.nodes)]
         node += ["--devices_per_node", str(self.devices)]
         run = ["--", "pretrain.py", *self.flags]
         port, point = str(self.master_port), ""
@@ -94,15 +97,23 @@ def slurm_script(job: Job) -> str:
         for number, flags in enumerate(job.points):
             lines.append(f"    {number}) point=({shlex.join(flags)}) ;;")
         lines.append("esac")
+    supervise = [job.python, run_module_on_nodes(job.directory), "launch", "supervise", "--requeue"]
     task = f"srun --nodes={job.nodes} --ntasks={job.nodes} --ntasks-per-node=1"
     lines += [
         'export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}"',
         'master=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)',
-        f"exec {shlex.quote(job.python)} -m launch supervise --requeue -- \\",
+        f"exec {shlex.join(supervise)} -- \\",
         f"    {task} --kill-on-bad-exit=1 \\",
         f"    {job.node_shell_command()}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def run_module_on_nodes(directory: str) -> str:
+    """Return the path of `run_module.py` in this project on the nodes, or where it is installed."""
+    path = RUN_MODULE.relative_to(ROOT)
+    is_elsewhere = Path(directory).is_dir() and not (directory / path).exists()
+    return str(RUN_MODULE if is_elsewhere else path)
 
 
 def _array_options(job: Job) -> list[str]:

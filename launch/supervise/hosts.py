@@ -8,7 +8,6 @@ import re
 import shlex
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +30,7 @@ from launch.command.hosts import (
 )
 from zerolm.common.errors import ConfigError
 from zerolm.common.run_files import RunFiles
+from zerolm.common.shipped import code_command
 
 MAX_CONCURRENT_CHECKS = 64
 MPI_ADDRESS = re.compile(r"\bMASTER_ADDR=(\S+)")  # in the arguments of mpirun
@@ -56,8 +56,8 @@ def default_check() -> str:
 
     It uses the directory and interpreter of this process, as DeepSpeed will.
     """
-    directory, python = shlex.quote(str(Path.cwd())), shlex.quote(sys.executable)
-    return f"cd {directory} && {python} -c 'import torch, deepspeed'"
+    directory = shlex.quote(str(Path.cwd()))
+    return f"cd {directory} && {shlex.join(code_command('import torch, deepspeed'))}"
 
 
 def remote_command(host: Host, command: str, ssh_port: str | None = None) -> list[str]:

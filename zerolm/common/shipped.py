@@ -1,9 +1,19 @@
-"""Files that come with zerolm. A checkout and an installed wheel have them in the same places."""
+"""Files that come with zerolm, and the commands that start them in other processes.
 
+A checkout and an installed wheel have them in the same places. Every Python process is started by
+`module_command` or `code_command`: no file of the working directory is imported, whatever its name.
+"""
+
+import os
+import sys
+from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]  # of the checkout, or the site-packages directory
 SCRIPT = ROOT / "pretrain.py"
+RUN_MODULE = ROOT / "zerolm" / "run_module.py"
+WITHOUT_DIRECTORY = "import sys; sys.path[:] = [entry for entry in sys.path if entry]\n"
 DS_CONFIGS = ROOT / "ds_configs"
 DIRECTORIES = ("ds_configs", "model_configs")
 
@@ -23,3 +33,46 @@ def shipped_notice(path: str | Path) -> str | None:
     """Return a line for the plan if `find_config` takes the file that comes with zerolm."""
     found = find_config(path)
     return None if found == Path(path) else f"{path}: not in this directory; using {found}"
+
+
+# ---- Other processes
+
+
+def module_command(module: str, *arguments: object) -> list[str]:
+    """Return the argv of `python -m MODULE ARGUMENTS` without the files of the directory."""
+    return [sys.executable, str(RUN_MODULE), module, *map(str, arguments)]
+
+
+def code_command(code: str) -> list[str]:
+    """Return the argv of `python -c CODE` without the files of the directory."""
+    return [sys.executable, "-c", WITHOUT_DIRECTORY + code]
+
+
+def shield(environment: MutableMapping[str, str]) -> None:
+    """Keep the files of the working directory out of Python processes that others start.
+
+    Those are DeepSpeed's launcher, and multiprocessing, whose processes begin with `python -c`.
+    Empty entries of PYTHONPATH mean the directory, too. Called at the start of each program.
+    """
+    kept = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if "-packages" not in ROOT.name and str(ROOT) not in kept:
+        kept.insert(0, str(ROOT))  # PYTHONSAFEPATH leaves out the directory of a script, too
+    environment.update(PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(kept))
+    if sys.version_info < (3, 11):
+        _shield_multiprocessing()
+
+
+def _shield_multiprocessing() -> None:
+    """Do for multiprocessing what PYTHONSAFEPATH does from Python 3.11 on."""
+    from multiprocessing import util
+
+    start = util.spawnv_passfds
+
+    def start_shielded(path: Any, arguments: Any, descriptors: Any) -> int:
+        arguments = list(arguments)
+        if "-c" in arguments:
+            place = arguments.index("-c") + 1
+            arguments[place] = WITHOUT_DIRECTORY + arguments[place]
+        return start(path, arguments, descriptors)
+
+    util.spawnv_passfds = start_shielded

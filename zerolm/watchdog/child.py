@@ -9,24 +9,17 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from zerolm.common import processes
-from zerolm.common.shipped import ROOT
+from zerolm.common.shipped import module_command, shield
 from zerolm.watchdog import progress
 
 MAX_PAUSE_SECONDS = 600.0
 WAIT_SECONDS = 0.05
-# `python -m zerolm`, but without the current directory, whose files would take the place of modules
-# (and `python -P` needs Python 3.11).
-MAIN = (
-    "import sys; sys.path = [entry for entry in sys.path if entry]; "
-    "from zerolm.__main__ import main; sys.exit(main(sys.argv[1:]))"
-)
 
 
 class Child:
@@ -53,8 +46,7 @@ class Child:
         first_pause_seconds: float = 0.0,
         max_failures: float = float("inf"),
     ):
-        self.command = [sys.executable, "-c", MAIN, *map(str, arguments)]
-        self.command += ["--of_process", str(os.getpid())]
+        self.command = module_command("zerolm", *arguments, "--of_process", os.getpid())
         self.log, self.supervised, self.endless = log, supervised, endless
         self.first_pause_seconds, self.max_failures = first_pause_seconds, max_failures
         self.process: subprocess.Popen[bytes] | None = None
@@ -138,8 +130,8 @@ class Child:
 
 def _environment(supervised: bool) -> dict[str, str]:
     """Return the environment of a child, in which it imports the same zerolm as this process."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = dict(os.environ)
+    shield(environment)
     if not supervised:
         environment.pop(processes.SUPERVISOR, None)
     return environment

@@ -114,7 +114,7 @@ def test_the_doctors_environment_is_that_of_the_ranks(monkeypatch, tmp_path) -> 
     (tmp_path / ".deepspeed_env").write_text("TOKENIZERS_PARALLELISM=false\nHF_TOKEN_PATH=/b\n")
     forwarded = forwarded_environment()
     expected = {"NCCL_IB_PKEY": "7", "TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/b"}
-    assert forwarded.items() >= {**expected, "PYTHONPATH": f"{tmp_path}:/a"}.items()
+    assert forwarded.items() >= {**expected, "PYTHONPATH": "/a"}.items()
     monkeypatch.setenv("NCCL_DEBUG_FILE", "/log/%h")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "secret-value")
     (tmp_path / ".deepspeed_env").write_text("AWS_ACCESS_KEY_ID=secret-value\nA='1'\n")

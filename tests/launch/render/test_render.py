@@ -40,7 +40,7 @@ def rendered(kind, *flags) -> str:
 def flags_of_pretrain(argv: list[str]) -> list[str]:
     """Return pretrain.py's flags in a node's command, after checking `launch node`'s flags."""
     node = argv.index("node")
-    assert argv[node - 2 : node] == ["-m", "launch"]
+    assert argv[node - 2 : node] in (["zerolm/run_module.py", "launch"], ["-m", "launch"])
     assert argv[node + 1 : node + 5] == ["--nodes", "2", "--devices_per_node", "8"]
     return argv[argv.index("pretrain.py", node) + 1 :]
 
@@ -115,7 +115,7 @@ def test_slurm_script_runs_the_supervisor_with_one_task_on_each_node(script, tmp
     assert result.returncode == 0, result.stderr
     interface, *argv = result.stdout.splitlines()
     assert interface == "eth0"
-    assert argv[:5] == ["-m", "launch", "supervise", "--requeue", "--"]
+    assert argv[:5] == ["zerolm/run_module.py", "launch", "supervise", "--requeue", "--"]
     assert argv[5] == "srun" and "--ntasks-per-node=1" in argv and "--nodes=2" in argv
     assert argv[argv.index("--master_addr") + 1] == "node-a"
     assert flags_of_pretrain(argv) == PRETRAIN_FLAGS

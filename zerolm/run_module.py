@@ -1,0 +1,29 @@
+"""`python zerolm/run_module.py MODULE ARGUMENTS`: `python -m MODULE` without the directory's files.
+
+`python -m` puts the working directory before the standard library, so that a json.py or queue.py
+there is imported in place of Python's (and `python -P` needs Python 3.11). Must not be imported:
+`zerolm.common.shipped` has the command.
+"""
+
+import sys
+
+HERE = __file__.rpartition("/")[0]
+ROOT = HERE.rpartition("/")[0]
+sys.path[:] = [entry for entry in sys.path if entry not in ("", HERE)]
+if ROOT not in sys.path:
+    sys.path.insert(0, ROOT)
+
+
+def main() -> None:
+    import os
+    import runpy
+
+    from zerolm.common.shipped import shield
+
+    shield(os.environ)
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
