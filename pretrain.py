@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         process_group.rendezvous()
         if plan.settings.check:
             if rank == 0:
-                print(with_duration(plan).summary(), flush=True)
+                collectives.print_safely(with_duration(plan).summary())
             return EXIT_DONE
         run_dir = plan.run_dir
         lock = run_directory.claim(run_dir) if rank == 0 else None

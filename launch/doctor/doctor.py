@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         collector.serve(sys.stdin, answers)
         return 0
     findings = Doctor(arguments, command).findings()
-    print(masked(table(findings, color=sys.stdout.isatty())))
+    output = getattr(sys.stdout, "stream", sys.stdout)
+    print(masked(table(findings, color=output.isatty())), file=output)
     red = sum(finding.state == RED for finding in findings)
     print(f"{red} problem(s) to fix before the run starts" if red else "all hosts are ready")
     return EXIT_REFUSED if red else 0

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zerolm.common.values import printable
+
 OK, NOTE, RED = "ok", "note", "RED"
 ALL = "all"
 MAX_WIDTH = 24  # of a column; the names of 64 hosts are longer
@@ -55,5 +57,6 @@ def table(findings: Sequence[Finding], color: bool) -> str:
         cells = (finding.check, finding.host, finding.state)
         head = "".join(f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True))
         line = f"{head}{finding.fact}" + (f".  Fix: {finding.fix}." if finding.fix else "")
+        line = printable(line)  # the facts of a host come from its files
         lines.append(f"\033[31m{line}\033[0m" if color and finding.state == RED else line)
     return "\n".join(lines)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean
 from zerolm.common.provenance import version_text
@@ -33,12 +33,14 @@ from zerolm.common.values import (
     parse_duration,
     parse_path,
     parse_real,
+    printable,
     within,
 )
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_OUTPUT_CLOSED = 128 + signal.SIGPIPE
 COMPLETION = "_ARGCOMPLETE"  # set by the shell when it asks argcomplete for completions
+CURSOR_UP = "\x1b[A"
 WIDTH = 100
 SYNTAX = (
     "Write flags with underscores or dashes; numbers as 3e9, 3B, 15M or 2k; bytes as 5GB or 32GiB; "
@@ -118,9 +120,19 @@ def run_program(group: Group, argv: Sequence[str], program: str) -> int:
     if COMPLETION in os.environ:
         _complete(group, program)
     open_standard_streams()
+    streams: Any = sys.stdout, sys.stderr
     if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may lack a character
         sys.stdout.reconfigure(errors="backslashreplace")
+    shown: Any = PrintableOutput(sys.stdout, "\n\t"), PrintableOutput(sys.stderr, "\n\r\t")
+    sys.stdout, sys.stderr = shown
     mask_tracebacks()
+    try:
+        return _exit_code(group, argv, program)
+    finally:
+        sys.stdout, sys.stderr = streams
+
+
+def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
     try:
         code = _run(group, argv, program)
     except KeyboardInterrupt:
@@ -136,6 +148,26 @@ def run_program(group: Group, argv: Sequence[str], program: str) -> int:
         code = end.code or EXIT_DONE
     flush_output()
     return code
+
+
+class PrintableOutput:
+    """A standard stream of a command, which prints no control characters: text may be of a file.
+
+    Attributes:
+        stream: the stream itself, for what a command draws.
+        kept: control characters that are printed.
+    """
+
+    def __init__(self, stream: TextIO, kept: str):
+        self.stream, self.kept = stream, kept
+
+    def write(self, text: str) -> int:
+        is_move = not text.replace(CURSOR_UP, "")  # by tqdm, to the bar above
+        self.stream.write(text if is_move else printable(text, self.kept))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def open_standard_streams() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerolm.common.secrets import masked
+from zerolm.common.values import printable
 
 EXIT_DONE = 0
 EXIT_BUG = 1
@@ -33,7 +34,7 @@ class ZerolmError(Exception):
     on_all_ranks = True
 
     def __init__(self, message: str = ""):
-        super().__init__(masked(message))
+        super().__init__(printable(masked(message), "\n\t"))
 
 
 class CheckpointWriteError(ZerolmError):
@@ -47,7 +48,7 @@ class ConfigError(ZerolmError):
 
     def __init__(self, problems: str | Iterable[str]):
         given = [problems] if isinstance(problems, str) else problems
-        self.problems = [masked(problem) for problem in given]
+        self.problems = [printable(masked(problem), "\n\t") for problem in given]
         assert self.problems, "a ConfigError needs at least one problem"
         super().__init__("\n".join(self.problems))
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from zerolm.common.values import printable
+
 HIDDEN = "(hidden)"
 SECRET_KEY = re.compile(
     r"(^|_|\b)(api_?key|key|secret|password|passwd|credentials?|auth|access_token|token)$", re.I
@@ -80,7 +82,8 @@ def mask_tracebacks() -> None:
     """Mask the traceback with which an exception ends this process."""
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        sys.stderr.write(masked("".join(traceback.format_exception(kind, error, trace))))
+        text = masked("".join(traceback.format_exception(kind, error, trace)))
+        sys.stderr.write(printable(text, "\n\t"))
 
     sys.excepthook = show
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import unicodedata
 from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
@@ -15,7 +16,28 @@ from typing import Any
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 MAX_COUNT = 10**18  # fits into 64 bits with room for sums
+UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
+JOINERS = "\u200c\u200d"
 BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Return text of a file for a terminal: control characters as in JSON, `\\u001b`.
+
+    Those would colour, clear or retitle the terminal, and characters that turn the direction would
+    show other text than there is. The joiners of Persian, Hindi and emoji are kept.
+
+    Args:
+        kept: control characters that are kept.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        json.dumps(character)[1:-1]
+        if unicodedata.category(character) in UNPRINTABLE and character not in kept + JOINERS
+        else character
+        for character in text
+    )
 
 
 def shown(value: Any) -> str:

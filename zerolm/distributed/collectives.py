@@ -9,15 +9,16 @@ from typing import Any
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.secrets import masked
+from zerolm.common.values import printable
 
 
 def print_safely(*values: object) -> None:
-    """Print without secrets, and ignore output errors.
+    """Print without secrets and control characters, and ignore output errors.
 
     A closed terminal or a full disk must not end a run.
     """
     with contextlib.suppress(OSError):
-        print(masked(" ".join(map(str, values))), flush=True)
+        print(printable(masked(" ".join(map(str, values))), "\n\t"), flush=True)
 
 
 def print_rank0(rank: int, *values: object) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common import events
-from zerolm.common.values import count, duration, strict_json
+from zerolm.common.values import count, duration, printable, strict_json
 from zerolm.config.run_records import lineage
 from zerolm.report.event_list import merged
 from zerolm.report.run_history import RunHistory, read_runs, seconds_of
@@ -61,7 +61,7 @@ def _show_live(run_dirs: Sequence[Path], watch: bool) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
-    console = Console(highlight=False)
+    console = Console(file=getattr(sys.stdout, "stream", sys.stdout), highlight=False)
 
     def panels() -> Group:
         return Group(*(panel(status_of(run)) for run in read_runs(run_dirs)))
@@ -259,7 +259,8 @@ def plain_lines(status: Row) -> list[str]:
     rows += [f"  {name:<12}{text}" for name, text in lines(status)]
     rows += [f"  {'event':<12}{_event_line(event)}" for event in status["events"]]
     rows += [f"  {'finding':<12}{text}" for text in _finding_texts(status["findings"])]
-    return rows + [f"  {'unreadable':<12}{problem}" for problem in status["problems"]]
+    rows += [f"  {'unreadable':<12}{problem}" for problem in status["problems"]]
+    return [printable(row) for row in rows]
 
 
 def _finding_texts(found: Sequence[Row]) -> list[str]:
@@ -285,27 +286,30 @@ def panel(status: Row) -> Any:
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
     from rich.table import Table
-    from rich.text import Text
+    from rich.text import Text as Styled
+
+    def text_of(text: str, style: str = "") -> Styled:
+        return Styled(printable(text), style=style)
 
     colour = COLOURS[status["state"]]
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in lines(status):
-        table.add_row(name, Text(text))
+        table.add_row(name, text_of(text))
         if name == "step" and status["total_tokens"]:
             done = min(status["tokens"], status["total_tokens"])
             total = status["total_tokens"]
             bar = ProgressBar(total, done, 48, complete_style=colour, finished_style=colour)
             table.add_row("", bar)
     for event in status["events"]:
-        table.add_row("event", Text(_event_line(event), style=COLOURS[event["level"]]))
+        table.add_row("event", text_of(_event_line(event), style=COLOURS[event["level"]]))
     for text in _finding_texts(status["findings"]):
-        table.add_row("finding", Text(text, style="yellow"))
+        table.add_row("finding", text_of(text, style="yellow"))
     for problem in status["problems"]:
-        table.add_row("unreadable", Text(problem, style="red"))
-    title = Text.assemble((status["run"], "bold"), "  ", (status["state"], colour))
+        table.add_row("unreadable", text_of(problem, style="red"))
+    title = Styled.assemble((printable(status["run"]), "bold"), "  ", (status["state"], colour))
     parts: list[Any] = [table]
     if status["why"]:
-        parts.insert(0, Text(status["why"], style=colour))
+        parts.insert(0, text_of(status["why"], style=colour))
     return Panel(Group(*parts), title=title, title_align="left", border_style=colour)

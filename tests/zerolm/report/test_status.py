@@ -1,16 +1,20 @@
 """`zerolm status` for a person, a pipe and a program."""
 
+import io
 import json
 import os
 import pty
 import subprocess
 import sys
+import unicodedata
+
+from rich.console import Console
 
 from tests import ROOT
 from tests.zerolm.report.run_directories import write_branch, write_heartbeats, write_run
 from zerolm.common.events import message
 from zerolm.report.run_history import read_run
-from zerolm.report.status import plain_lines, sparkline, status_of
+from zerolm.report.status import panel, plain_lines, sparkline, status_of
 from zerolm.report.summary import facts
 
 COMMAND = [sys.executable, "-m", "zerolm", "status"]
@@ -99,6 +103,22 @@ def test_a_terminal_gets_a_panel(tmp_path) -> None:
     text = shown.decode()
     assert "\x1b[" in text and "[bold]run" in text, "text of a run is not markup"
     assert "40 of 100" in text and "▁" in text
+
+
+def test_neither_a_pipe_nor_a_terminal_gets_control_characters_of_a_file(tmp_path) -> None:
+    run = write_run(tmp_path / "run", ended=None)
+    evil = "\x1b]0;owned\x07\x1b[2J\x1b[31mred \u202e\n\r\ttxet"
+    event = {"event": "failed", "step": 41, "time": "2026-01-01T00:01:00+0000", "reason": evil}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 41, "tokens": 41, f"eval/{evil}": 1.0}) + "\n")
+    status = status_of(read_run(run))
+    console = Console(file=io.StringIO(), width=300, force_terminal=True, color_system=None)
+    console.print(panel(status))
+    for text in ("\n".join(plain_lines(status)), console.file.getvalue()):
+        unprintable = {letter for letter in text if unicodedata.category(letter) in ("Cc", "Cf")}
+        assert unprintable == {"\n"} and r"\u001b]0;owned\u0007" in text
 
 
 def test_a_sparkline_shows_the_curve() -> None:
