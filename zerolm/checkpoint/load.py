@@ -21,7 +21,7 @@ from zerolm.checkpoint.directory import (
 )
 from zerolm.checkpoint.file_lists import pieces
 from zerolm.checkpoint.memory import MemoryCopies
-from zerolm.checkpoint.safe_load import pickle_problems, safe_loading
+from zerolm.checkpoint.safe_load import interpreted, pickle_problems, safe_loading
 from zerolm.common.errors import CheckpointError
 from zerolm.common.files import wait_until_visible
 from zerolm.common.run_files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
@@ -185,7 +185,8 @@ def load(
             raise CheckpointError(problems)
         reshard(engine, checkpoint.directory, checkpoint.manifest)
         return
-    with safe_loading(engine), names_without_lookups(engine):
+    names = names_without_lookups(engine)
+    with safe_loading(engine), names, interpreted(checkpoint.directory):
         path, _ = engine.load_checkpoint(
             str(checkpoint.directory.parent), tag=checkpoint.directory.name
         )

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from zerolm.checkpoint.partitions import Partitions
-from zerolm.checkpoint.safe_load import read_data
+from zerolm.checkpoint.safe_load import interpreted, read_data
 from zerolm.checkpoint.zero_files import (
     MASTER,
     base_state,
@@ -56,16 +56,23 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
             resharded, with file, key and reason.
     """
     path = model_file(directory, manifest)
-    model_state = read_data(path, mapped=True)
-    old = partitions(model_state["param_shapes"], manifest["world_size"], manifest["zero_stage"])
     stage = engine.zero_optimization_stage()
     new = partitions(engine._get_zero_param_shapes(), engine.world_size, stage)
     template = engine.optimizer.state_dict()
-    files = optimizer_files(directory, manifest["world_size"])
-    share = range(engine.global_rank, len(files), engine.world_size)
-    inspected = [_inspect_shard(files[rank], old, masters(template)[0].dtype) for rank in share]
-    problems = _model_problems(path, model_state, old, new, template)
-    problems += [problem for shard in inspected for problem in shard["problems"]]
+    inspected: list[dict[str, Any]] = []
+    try:
+        with interpreted(directory):
+            model_state = read_data(path, mapped=True)
+            shapes, world_size = model_state["param_shapes"], manifest["world_size"]
+            old = partitions(shapes, world_size, manifest["zero_stage"])
+            files = optimizer_files(directory, world_size)
+            share = range(engine.global_rank, len(files), engine.world_size)
+            dtype = masters(template)[0].dtype
+            inspected = [_inspect_shard(files[rank], old, dtype) for rank in share]
+            problems = _model_problems(path, model_state, old, new, template)
+        problems += [problem for shard in inspected for problem in shard["problems"]]
+    except CheckpointError as error:  # all ranks must learn of it
+        problems = error.problems
     shards = [shard for group in gather_objects(inspected) for shard in group]
     problems = [line for lines in gather_objects(problems) for line in lines]
     problems += _shard_differences(shards)
@@ -73,12 +80,13 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
         raise CheckpointError(list(dict.fromkeys(problems)))
 
     dtypes = {MASTER: masters(template)[0].dtype, **shards[0]["dtypes"]}
-    flats = copy_partitions(old, new, files, engine.global_rank, dtypes)
-    _set_rank_state(template, flats, shards[0]["scalars"], engine.optimizer.optimizer)
-    shard = read_data(files[0], mapped=True)["optimizer_state_dict"]
-    _copy_shared_state(template, shard, scheduled=engine.lr_scheduler is not None)
-    _load_into_engine(engine, template)
-    _restore_counters(engine, model_state)
+    with interpreted(directory):
+        flats = copy_partitions(old, new, files, engine.global_rank, dtypes)
+        _set_rank_state(template, flats, shards[0]["scalars"], engine.optimizer.optimizer)
+        shard = read_data(files[0], mapped=True)["optimizer_state_dict"]
+        _copy_shared_state(template, shard, scheduled=engine.lr_scheduler is not None)
+        _load_into_engine(engine, template)
+        _restore_counters(engine, model_state)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -105,7 +113,8 @@ def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) ->
         )
         return facts
     states = group_states(state)
-    assert len(states) == len(layout.sizes) == len(masters(state)), f"{path}: groups"
+    if not len(states) == len(layout.sizes) == len(masters(state)):
+        raise ValueError(f"{path.name}: {len(masters(state))} groups of masters")
     for master, entries, size in zip(masters(state), states, layout.sizes, strict=True):
         # Stages 1 and 2 save masters without the padding at their end.
         if master.numel() > size or master.dtype != master_dtype:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zerolm.checkpoint.partitions import Partitions
-from zerolm.checkpoint.safe_load import read_data
+from zerolm.checkpoint.safe_load import interpreted, read_data
 from zerolm.common.errors import CheckpointError
 from zerolm.pretrained.safetensors_files import Tensor
 
@@ -125,6 +125,9 @@ def copy_partitions(
             for key in dtypes:
                 values = sources[copy.source_group][key]
                 values = values[copy.source_offset : copy.source_offset + copy.length]
+                if len(values) != copy.length or not values.is_floating_point():
+                    found = f"{len(values)} values of {values.dtype}"
+                    raise ValueError(f"{files[source_rank].name}: {found}, not {copy.length}")
                 flats[copy.group][key][copy.offset : copy.offset + copy.length] = values
     return flats
 
@@ -156,7 +159,11 @@ class Weights:
         tensor_rank: int = 0,
         state: str = MASTER,
     ):
-        self._state = state
+        self._state, self._directory = state, directory
+        with interpreted(directory):
+            self._read(directory, manifest, tensor_rank)
+
+    def _read(self, directory: Path, manifest: Mapping[str, Any], tensor_rank: int) -> None:
         degree = manifest.get("cut", {}).get("tensor_parallel", 1)
         world_size, stage = manifest["world_size"] // degree, manifest["zero_stage"]
         self._model_state = read_data(model_file(directory, manifest, tensor_rank), mapped=True)
@@ -173,17 +180,18 @@ class Weights:
         self._files = optimizer_files(directory, world_size, tensor_rank)
         self._open: dict[Path, dict[str, Any]] = {}
         others = range(1, degree) if tensor_rank == 0 else ()
-        self._others = [Weights(directory, manifest, other, state) for other in others]
+        self._others = [Weights(directory, manifest, other, self._state) for other in others]
 
     @cached_property
     def listed(self) -> dict[str, Tensor]:
         """{name: shape and dtype} of parameters, complete and tied ones once, and of buffers."""
-        listed = {name: self._full_shape(name) for name in self.shapes} | self._frozen
-        listed |= {name: self._model_state["module"][name].shape for name in self.buffers}
-        return {
-            name: Tensor(tuple(shape), str(self._dtype(name)).removeprefix("torch."))
-            for name, shape in listed.items()
-        }
+        with interpreted(self._directory):
+            listed = {name: self._full_shape(name) for name in self.shapes} | self._frozen
+            listed |= {name: self._model_state["module"][name].shape for name in self.buffers}
+            return {
+                name: Tensor(tuple(shape), str(self._dtype(name)).removeprefix("torch."))
+                for name, shape in listed.items()
+            }
 
     def _dtype(self, name: str) -> torch.dtype:
         is_master = name in self.shapes
@@ -197,12 +205,20 @@ class Weights:
         return tuple(shape)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a parameter or buffer by any of its names, without loading any other."""
+        """Return a parameter or buffer by any of its names, without loading any other.
+
+        Raises:
+            CheckpointError: the files do not have it, or have no tensor of its size.
+        """
+        with interpreted(self._directory):
+            return self._tensor(name)
+
+    def _tensor(self, name: str) -> torch.Tensor:
         name = self.tied.get(name, name)
         if name in self._frozen:
             return self._frozen_parameter(name)
         if name not in self.shapes:
-            return self._model_state["module"][name]
+            return self._model_state["module"][name].detach()
         own = self._part(name)
         dim = self._sharded_dim(name) if self._others else None
         return own if dim is None else torch.cat([own, *(o._part(name) for o in self._others)], dim)

@@ -80,7 +80,7 @@ def _about_average(run_dir: Path) -> str:
     settings = (find_run_json(run_dir) or {}).get("settings", {})
     half_life = settings.get("ema_tokens")
     return "The weights are an exponential moving average over the training" + (
-        f", with a half-life of {half_life:,} tokens." if half_life else "."
+        f", with a half-life of {half_life:,} tokens." if isinstance(half_life, int) else "."
     )
 
 

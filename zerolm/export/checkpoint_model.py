@@ -61,6 +61,7 @@ def _load_checkpoint(reference: str | Path, device: str) -> LoadedModel:
     from transformers.initialization import no_init_weights
 
     from zerolm.checkpoint.zero_files import Weights
+    from zerolm.export.weights import fitting
 
     checkpoint = locate(reference)
     if problems := verify_files(checkpoint):
@@ -83,7 +84,7 @@ def _load_checkpoint(reference: str | Path, device: str) -> LoadedModel:
     weights = Weights(checkpoint.directory, manifest)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+            parameter.copy_(fitting(name, weights[name], parameter))
         # Buffers are replaced: those of the checkpoint may have a higher precision (router biases).
         for name in set(weights.buffers) & set(model.state_dict()):
             path, _, leaf = name.rpartition(".")

@@ -5,6 +5,8 @@ be published, so it contains no paths of this machine. Must not depend on weight
 """
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 from zerolm.common import jsonl
 from zerolm.common.jsonl import MetricsRow
 from zerolm.common.run_files import RunFiles
+from zerolm.common.values import printable
 from zerolm.config.run_records import find_run_json, lineage
 
 PICTURE = "loss.png"
 PRIVATE_KEYS = ("tensorboard", "wandb", "csv_monitor", "comet")  # of ds configs: have paths, names
 LOSS_ROWS = 10  # the training loss is the mean of the last rows, because one step is noisy
+PLAIN = re.compile(r"[\w .,%+/()-]*")
 SETTINGS = {
     "seq_len": "sequence length (tokens)",
     "batch_tokens": "batch (tokens)",
@@ -73,10 +77,10 @@ def model_card(
             {key: v for key, v in evaluations.items() if measured_at[key] == progress["step"]},
             run.get("initial_weights", {}).get("hub_id"),
         ),
-        f"# {name}",
+        f"# {plain(name)}",
         f"A `{model_type}` causal language model with {num_parameters:,} parameters, pretrained "
         f"from {_origin(run)} on {progress['tokens']:,} tokens with zerolm (DeepSpeed "
-        f"ZeRO-{manifest['zero_stage']}, {manifest['precision']}).",
+        f"ZeRO-{manifest['zero_stage']}, {plain(manifest['precision'])}).",
         *([about] if about else []),
         USE,
         "## Training",
@@ -113,7 +117,7 @@ def _origin(run: Mapping[str, Any]) -> str:
     source = run.get("initial_weights")
     if not source:
         return "random weights"
-    return f"the weights of `{source['hub_id'] or Path(source['source']).name}`"
+    return f"the weights of {code(str(source['hub_id'] or Path(source['source']).name))}"
 
 
 def front_matter(name: str, evaluations: Mapping[str, float], base_model: str | None = None) -> str:
@@ -162,7 +166,9 @@ def _training(run: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[tuple
 
 def _data(newest: Mapping[str, Any]) -> list[str]:
     names = [
-        key.split("/")[1] for key in newest if key.startswith("data/") and key.endswith("/tokens")
+        key[len("data/") : -len("/tokens")]
+        for key in newest
+        if key.startswith("data/") and key.endswith("/tokens") and key.count("/") > 1
     ]
     if not names:
         return []
@@ -172,7 +178,7 @@ def _data(newest: Mapping[str, Any]) -> list[str]:
             name,
             f"{newest[f'data/{name}/tokens']:,}",
             f"{newest[f'data/{name}/tokens'] / total:.1%}",
-            f"{newest[f'data/{name}/epochs']:.3g}",
+            f"{newest.get(f'data/{name}/epochs', math.nan):.3g}",
         )
         for name in names
     ]
@@ -223,7 +229,22 @@ def _shown(value: Any) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table; the text of the cells is escaped."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in lines]
+    """Return a Markdown table whose cells are plain text."""
+    lines = [map(plain, heads), ["---"] * len(heads), *(map(plain, row) for row in rows)]
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def plain(text: object) -> str:
+    """Return text as Markdown that shows it: names come from files of others.
+
+    What could be HTML, a link or an image is a code span.
+    """
+    word = printable(" ".join(str(text).split()))
+    is_plain = PLAIN.fullmatch(word) and "www." not in word.lower()
+    return word if is_plain else code(word)
+
+
+def code(text: str) -> str:
+    """Return a code span."""
+    return "`{}`".format(printable(text).replace("`", "'"))

@@ -16,6 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from transformers.core_model_loading import revert_weight_conversion
 
+from zerolm.common.errors import ConfigError
 from zerolm.common.files import sync_file, write_json
 from zerolm.routers.biased_routers import biased_routers
 
@@ -73,7 +74,7 @@ def write_weights(
     split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
     filling: dict[str, State] = {name: {} for name in split.filename_to_tensors}
     for block in _blocks(skeleton, meta, list(planned)):
-        loaded = {name: load_weight(name).to(meta[name].dtype) for name in block}
+        loaded = {name: fitting(name, load_weight(name), meta[name]) for name in block}
         release()
         for name, tensor in published(skeleton, loaded).items():
             assert tensor.shape == planned[name].shape, f"{name}: {tensor.shape}"
@@ -93,6 +94,21 @@ def write_weights(
         }
         write_json(directory / INDEX, index)
     return sum(tensor.nbytes for tensor in planned.values())
+
+
+def fitting(name: str, weight: Any, expected: torch.Tensor) -> torch.Tensor:
+    """Return a weight in the dtype of the model's.
+
+    Raises:
+        ConfigError: its shape is not that of the model.
+    """
+    if not isinstance(weight, torch.Tensor) or weight.shape != expected.shape:
+        found = list(getattr(weight, "shape", [])) or type(weight).__name__
+        raise ConfigError(
+            f"{name}: {found} in the weights, must be {list(expected.shape)}, as the model's "
+            f"config says. Use another checkpoint, or a copy of this one."
+        )
+    return weight.to(expected.dtype)
 
 
 def published(skeleton: Any, state: State) -> State:

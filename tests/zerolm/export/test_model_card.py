@@ -1,8 +1,10 @@
 """A model card describes the run and contains no path of the machine."""
 
 import json
+import re
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
 from zerolm.export.model_card import model_card
@@ -64,7 +66,7 @@ def test_a_card_ends_at_its_checkpoint_and_names_no_path(tmp_path):
         "1,234,567 parameters",
         "40,000 tokens",
         "ZeRO-3, bf16",
-        "| web\\|2 | 30,000 | 75.0% | 0.5 |",
+        "| `web\\|2` | 30,000 | 75.0% | 0.5 |",
         "| code | 10,000 | 25.0% | 2 |",
         "| train/loss (mean of the last rows) | 7.4500 | 20 |",
         "| eval/loss | 7.2500 | 20 |",
@@ -90,6 +92,33 @@ def test_a_card_ends_at_its_checkpoint_and_names_no_path(tmp_path):
         ("validation", "loss", 7.25),
         ("validation", "perplexity", 1408.1),
     ]
+
+
+EVIL = (
+    "<img src=x onerror=alert(1)> [a](http://x.example) ![b](//x) `c` | www.x.example\n# d \u202e"
+)
+
+
+def test_names_in_the_files_of_a_run_are_shown_as_text(tmp_path):
+    """Neither HTML nor a link, nor a metric with more parts than ours; each is in a code span."""
+    write_run(tmp_path)
+    settings = dict.fromkeys(("schedule", "seed", "learning_rate"), EVIL)
+    run = {**RUN, "settings": settings, "git_commit": EVIL, "ds_config": {"optimizer": EVIL}}
+    entry = {"given": "", "source": EVIL, "hub_id": "", "digest": "", "about": "", "vocab_size": 1}
+    (tmp_path / "run.json").write_text(json.dumps({**run, "initial_weights": entry}))
+    row = {"step": 20, "tokens": 20, "data/a/b/tokens": 3, f"data/{EVIL}/tokens": 4}
+    row |= {"data//tokens": 1, "data/tokens": 1, f"eval/{EVIL}": 1.0, f"eval/{EVIL}/x/y": 2.0}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    manifest = {**MANIFEST, "optimizer": EVIL, "versions": {EVIL: EVIL}, "precision": EVIL}
+    text = model_card(tmp_path, manifest, EVIL, 1, picture=False)
+    _, front, body = text.split("---\n", 2)
+    body = re.sub(r"(?s)```.*?```", "", body)  # code, and the ds config
+    outside = re.sub(r"`[^`\n]*`", "", body)
+    tags = set(re.findall(r"<[^>]*>", outside))
+    assert tags == {"<details>", "<summary>", "</summary>", "</details>"}
+    assert not re.search(r"\]\(|//|www|\u202e|^# d", outside, re.M) and "alert(1)" in body
+    assert "| a/b | 3 |" in body and yaml.safe_load(front)
 
 
 def test_a_checkpoint_without_a_run_directory_has_a_card(tmp_path):

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.model_families.toy_configs import toy_config
 from tests.zerolm.model.initialization_families import FAMILIES, family_config
+from zerolm.common.errors import ConfigError
 from zerolm.export import weights
 from zerolm.export.export import load_exported
 
@@ -85,3 +86,11 @@ def test_names_that_transformers_writes_for_layers_of_other_kinds(family, name, 
         assert not [key for key in found if ".hc_pre.hc_" in key and "_layer.hc_pre." not in key]
     loaded = load_exported(tmp_path).state_dict()
     assert all(torch.equal(loaded[key], state[key]) for key in state)
+
+
+@pytest.mark.parametrize("weight", [torch.ones(1), torch.ones(3, 2), torch.tensor(1.0), "text"])
+def test_a_weight_of_another_shape_is_refused_and_not_repeated(weight):
+    expected = torch.empty(2, 3, dtype=torch.bfloat16)
+    assert weights.fitting("w", torch.ones(2, 3), expected).dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match=r"w: .* must be \[2, 3\]"):
+        weights.fitting("w", weight, expected)
