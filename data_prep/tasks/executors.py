@@ -133,6 +133,7 @@ class RayExecutor:
         logs = new_log_directory(phase)
         options = {key: value for key, value in self.options.items() if key != "address"}
         if not ray.is_initialized():
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # telemetry of a cluster
             path = os.pathsep.join(filter(None, sys.path))
             ray.init(
                 address=self.options.get("address"),

@@ -5,10 +5,12 @@ functions, so that `--help` stays fast. Must not depend on DeepSpeed, data or se
 """
 
 import copy
+import itertools
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,9 @@ EXPERTS_PER_TOKEN_KEYS = (
     "moe_top_k",
     "moe_k",
 )
+# A block of Llama has 21. Checks of a model at the limit take 15 s on a core (2026-11), and
+# published models have at most a tenth.
+MAX_PARTS = 15_000
 ROUTED_EXPERT = re.compile(r"\bexperts\b")
 
 
@@ -58,13 +63,15 @@ def meta_model(
 
     causal_lm_class(config)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _limited_size():
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=torch.float32,
                 attn_implementation="eager",  # kernels that the config names may be missing here
                 trust_remote_code=False,
             )
+    except ConfigError:
+        raise
     except Exception as error:  # of any type: the classes do not validate all values
         problem = reason(error)
         if isinstance(error, KeyError) and (keys := keys_with(config.to_dict(), error.args[0])):
@@ -77,6 +84,31 @@ def meta_model(
     if frozen_rows is not None:
         frozen_rows |= rows
     return model
+
+
+@contextmanager
+def _limited_size() -> Iterator[None]:
+    """Refuse a model while it is being built: no limit on keys finds layers times experts."""
+    from torch.nn.modules import module
+
+    parts = itertools.count(1)
+
+    def count(*_: Any) -> None:
+        if next(parts) > MAX_PARTS:
+            raise ConfigError(
+                f"model config: the model has more than {MAX_PARTS:,} modules and parameters. Use "
+                f"fewer layers or experts."
+            )
+
+    handles = (
+        module.register_module_module_registration_hook(count),
+        module.register_module_parameter_registration_hook(count),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def train_every_row(model: "PreTrainedModel") -> set[int]:

@@ -4,9 +4,12 @@
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from zerolm.common.errors import ConfigError, Findings
+from zerolm.common.run_files import RunFiles
 from zerolm.common.shipped import shipped_notice
+from zerolm.common.values import shown
 from zerolm.config.settings import Settings
 from zerolm.data.sources import Sources, open_sources
 from zerolm.ds_config import host as ds_host
@@ -98,6 +101,7 @@ def _read_profile(
         found.problems += error.problems
         return Profile.parse({}, path)
     found.problems += profile.problems
+    found.problems += _output_problems(profile, settings)
     profile = ds_host.with_nvme_path(profile, settings, found.problems)
     profile, notices = with_precision(profile, settings, host.device, found.problems, begun)
     found.notices += notices
@@ -137,4 +141,18 @@ def _prepare_caches(sources: Sources, settings: Settings, found: Findings) -> No
         f"not their content. Shards written by this release have them"
         for source in every
         if not source.has_checksums
+    ]
+
+
+def _output_problems(profile: Profile, settings: Settings) -> list[str]:
+    """Refuse a file outside the run that DeepSpeed would overwrite: a JSON may come from anyone."""
+    path = profile.block("flops_profiler").get("output_file")
+    if not path or settings.run_dir is None:
+        return []
+    directory = RunFiles(Path(settings.run_dir)).profile
+    if isinstance(path, str) and Path(path).resolve().is_relative_to(directory.resolve()):
+        return []
+    return [
+        f"{profile.name}: flops_profiler.output_file: {shown(path)}, must be in {directory}: "
+        f"DeepSpeed overwrites it. Name a file there, or remove the key to print the profile."
     ]

@@ -146,6 +146,8 @@ class WandbTracker(Tracker):
         self.directory.mkdir(exist_ok=True)
         os.environ.setdefault("WANDB_DATA_DIR", str((self.directory / "data").resolve()))
         os.environ["WANDB_SILENT"] = "true"
+        # Telemetry, which W&B sends to its makers even offline. Rows need none.
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         mode: Any = self.identity.mode

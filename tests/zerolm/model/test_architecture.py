@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests import ROOT, tracked
 from zerolm.common.errors import ConfigError
 from zerolm.model.architecture import (
+    meta_model,
     num_active_parameters,
     num_parameters,
     parameter_shapes,
@@ -145,3 +146,18 @@ def test_import_is_cheap():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert ran.stdout.strip() == "False", ran.stderr
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "llama", "num_hidden_layers": 10_000},
+        {"model_type": "mpt", "n_layers": 10_000},
+    ],
+    ids=lambda values: values["model_type"],
+)
+def test_a_model_of_too_many_parts_is_refused_while_it_is_built(values):
+    """The number of layers may be within its limit, and so may that of experts in each."""
+    config = AutoConfig.for_model(**values)
+    with pytest.raises(ConfigError, match=r"more than 15,000 modules .* fewer layers"):
+        meta_model(config)

@@ -103,6 +103,10 @@ BAD = {
         "--deepspeed_config ds_offload.json",
         ["ds_offload.json: zero_optimization.offload_param", "zero3_offload.json"],
     ),
+    "a file that DeepSpeed would overwrite": (
+        "--deepspeed_config ds_flops.json",
+        ["ds_flops.json: flops_profiler.output_file: ", "a_file", "must be in", "profile"],
+    ),
     "learning rate twice": (
         "--deepspeed_config ds_fixed.json --batch_tokens 256 --learning_rate 3e-4",
         ["ds_fixed.json: optimizer.params.lr: 0.001", "--learning_rate 0.0003", '"auto"'],
