@@ -18,7 +18,7 @@ from data_prep.filters.score_filters import TAGS, scores_of
 from data_prep.read.bad_input import Tally, check_bad_fraction
 from data_prep.read.documents import Document, InputRules
 from data_prep.read.parse import replace_text
-from data_prep.read.readers import Input
+from data_prep.read.readers import Input, require_unchanged
 from data_prep.read.stage_files import (
     STAGE_MANIFEST,
     json_line,
@@ -204,6 +204,7 @@ def run_clean(
     records = run_phase(phase, executor)
     tally = Tally.from_records([record["reading"] for record in records])
     check_bad_fraction(inputs, tally, options.rules)
+    require_unchanged(inputs)
     shutil.rmtree(output / FILE_RECORDS)
     entries = [entry for record in records for entry in record["entries"]]
     if options.keep_dropped is not None:

@@ -47,7 +47,7 @@ from data_prep.read.stage_files import (
 )
 from data_prep.read.streams import COMPRESSIONS, Failure
 from zerolm.common.errors import ConfigError, reason
-from zerolm.common.url import is_url
+from zerolm.common.url import HUB_SECONDS, announce_hub, is_url
 
 SHOWN_KINDS = 6
 HUB_ID = re.compile(
@@ -427,7 +427,8 @@ def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Itera
     try:
         from huggingface_hub import HfApi
 
-        hub = replace(hub, revision=HfApi().dataset_info(name).sha)
+        announce_hub(argument)
+        hub = replace(hub, revision=HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
         open_hub(hub)
         yield Input(argument, argument, "hub", None, hub=hub)
     except Exception as error:  # datasets, huggingface_hub and the network raise many types

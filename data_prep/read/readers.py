@@ -4,7 +4,7 @@ An unreadable part becomes a chunk of kind "bad", and reading continues after it
 """
 
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -101,6 +101,19 @@ def _read_input(
 def _remote_pointer(source: Input) -> Failure | None:
     """Return the failure of a pointer in a store; discovery looks into local files."""
     return pointer_failure(source.name, source.size_bytes) if is_url(source.name) else None
+
+
+def require_unchanged(inputs: Iterable[Input]) -> None:
+    """Check that no local file was written to after it was read, before anything is published.
+
+    Raises:
+        ConfigError: one was.
+    """
+    for source in inputs:
+        if source.suffix == "hub" or source.problem is not None or is_url(source.name):
+            continue
+        if (failure := _check_unchanged(source)) is not None:
+            raise ConfigError(f"{source.name}: {failure.detail} Restore it.")
 
 
 def _check_unchanged(source: Input) -> Failure | None:

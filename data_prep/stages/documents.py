@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from data_prep.read.bad_input import Tally, check_bad_fraction
 from data_prep.read.documents import InputRules
 from data_prep.read.parse import find_text
-from data_prep.read.readers import Input
+from data_prep.read.readers import Input, require_unchanged
 from data_prep.read.stage_files import Stage, provenance_of, read_stage_lines
 from data_prep.read.work_units import (
     MAX_UNIT_BYTES,
@@ -121,6 +121,7 @@ class InputDocuments(Documents):
         """Return the tally of all units; see `Documents`."""
         tally = Tally.from_records([record["tally"] for record in records])
         check_bad_fraction(self.inputs, tally, self.rules)
+        require_unchanged(self.inputs)
         return tally
 
     def bounded(self, directory: Path, executor: Executor) -> Documents:

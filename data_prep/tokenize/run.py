@@ -15,6 +15,7 @@ from typing import Any
 
 from data_prep.read.bad_input import Tally, check_bad_fraction, describe_problems, summary_lines
 from data_prep.read.inputs import Input, total_bytes
+from data_prep.read.readers import require_unchanged
 from data_prep.read.work_units import WorkUnit
 from data_prep.tasks.phases import (
     RECORDS,
@@ -159,6 +160,7 @@ class _Run:
         if tally.bad and self.options.rules.on_bad_input == "fail":
             raise ConfigError(describe_problems(self.inputs, tally.examples, self.options.rules))
         check_bad_fraction(self.inputs, tally, self.options.rules)
+        require_unchanged(self.inputs)
         shard_manifests.refuse_unknown(self.tokenizer.name, records, self.options.max_unknown)
         return records
 

@@ -9,6 +9,7 @@ with the saved copy, so that shards and copy cannot disagree. Independent of doc
 import base64
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ _INERT_KEYS = {
     "model_max_length",
     "tokenizer_class",
 }
+MAX_GROWTH = 1000  # Unicode's own normalization makes 18 characters of one
 _PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 _PLAIN_FILES = {"tokenizer.json", "tokenizer_config.json"}
 _MAX_PLAIN_VOCAB = 100_000  # above this size transformers may patch Mistral's split pattern
@@ -212,6 +214,12 @@ def _describe_backend(
             f"--tokenizer {name}: tokenizer.json: model.dropout is {dropout}, with which equal "
             f"texts get other ids each time. Set it to null."
         )
+    if (growth := _growth(content["normalizer"])) > MAX_GROWTH:
+        raise ConfigError(
+            f"--tokenizer {name}: tokenizer.json: normalizer: replaces a character by up to "
+            f"{growth:,}, must be at most {MAX_GROWTH:,}: one document would take all memory. "
+            f"Correct it."
+        )
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     definition = [*(content[key] for key in keys), eos_id]
     vocab = content["model"]["vocab"]  # for Unigram a list of (token, score) in the order of ids
@@ -222,6 +230,15 @@ def _describe_backend(
     # If the ids have gaps, the largest id exceeds the length.
     fingerprint = _fingerprint(definition, has_floats)
     return Tokenizer(name, max(length, largest + 1), eos_id, fingerprint, save, notices)
+
+
+def _growth(normalizer: Any) -> int:
+    """Return how many characters the replacements of a normalizer may make of one."""
+    if not isinstance(normalizer, dict):
+        return 1
+    own = max((len(normalizer.get(key) or "") for key in ("content", "prepend")), default=0)
+    parts = map(_growth, normalizer.get("normalizers") or ())
+    return max(1, own) * math.prod(parts)
 
 
 def _fingerprint(definition: Any, has_floats: bool = True) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from data_prep.read.bad_input import Tally, check_bad_fraction
 from data_prep.read.documents import InputRules
+from data_prep.read.readers import require_unchanged
 from data_prep.read.work_units import plan_units, read_batches
 
 
@@ -99,6 +100,7 @@ def read_texts(
             advance(batch.input_bytes, len(batch.documents))
             yield from ((inputs[each.input].argument, each.text) for each in batch.documents)
     check_bad_fraction(inputs, tally, rules)
+    require_unchanged(inputs)
 
 
 def add_to_sample(sample: Sample, texts: Iterable[tuple[str, str]]) -> Iterator[str]:

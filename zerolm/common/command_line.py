@@ -230,6 +230,12 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
         heading = "refused\n" if error.exit_code == EXIT_REFUSED else ""
         print(f"{name}: {heading}{error}", file=sys.stderr)
         return error.exit_code
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        fix = "Change its permissions, or name another."
+        print(f"{name}: refused\n{error.filename}: {error.strerror}. {fix}", file=sys.stderr)
+        return EXIT_REFUSED
 
 
 def _parse(command: Command, module: Any, argv: list[str], name: str) -> argparse.Namespace:

@@ -64,8 +64,9 @@ def shield(environment: MutableMapping[str, str]) -> None:
 
 def _shield_multiprocessing() -> None:
     """Do for multiprocessing what PYTHONSAFEPATH does from Python 3.11 on."""
-    from multiprocessing import util
+    import multiprocessing.util
 
+    util: Any = multiprocessing.util
     start = util.spawnv_passfds
 
     def start_shielded(path: Any, arguments: Any, descriptors: Any) -> int:

@@ -1,12 +1,16 @@
-"""URLs of directories in object stores, used like paths."""
+"""URLs of directories in object stores, used like paths, and names on the Hugging Face hub."""
 
+import os
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from zerolm.common.errors import reason
 from zerolm.common.secrets import has_credentials
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "s3", "https": "s3"}
+HUB_SECONDS = 10.0
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -53,3 +57,33 @@ def url_problem(url: str) -> str | None:
         fix = f"Run: bash launch/setup.sh {extra}" if extra else "Install it"
         return f"needs a package that is not installed ({error}). {fix}."
     return None
+
+
+def ask_hub(name: str, revision: str | None = None, kind: str = "model") -> str | None:
+    """Ask the hub once for a name that no file here has, after a line that says so.
+
+    Its client and transformers would ask for each of many files, and wait and retry for minutes.
+
+    Returns:
+        Why the hub does not have it or cannot be reached, so that only its cache is left; None if
+        it has it, or if HF_HUB_OFFLINE is set.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    announce_hub(name)
+    try:
+        HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=HUB_SECONDS)
+    except Exception as error:  # of the network, the hub, and names that it refuses
+        return reason(error)
+    return None
+
+
+def announce_hub(name: str) -> None:
+    """Print, on rank 0, that the hub is asked for a name."""
+    from huggingface_hub import constants
+
+    if os.environ.get("RANK", "0") == "0":
+        line = f"{name}: nothing here has this name; asking the hub, {constants.ENDPOINT}"
+        print(line, file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from zerolm.common.errors import ConfigError, reason
+from zerolm.common.url import ask_hub
 
 HUB_ID = re.compile(r"([\w.-]+/[\w.-]+|[\w-]+)(?:@([\w./-]+))?")  # name[@revision]
 PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json",
@@ -31,12 +32,19 @@ def fetch(name: str) -> tuple[Path, str, str]:
     assert parts is not None, name
     hub_id, revision = parts
     disable_progress_bars()
+    absent = ask_hub(hub_id, revision)
     try:
-        path = Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(PATTERNS)))
+        path = Path(
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=list(PATTERNS),
+                local_files_only=absent is not None,
+            )
+        )  # fmt: skip
     except Exception as error:  # of the network, the hub, the cache: many types
         raise ConfigError(
             f"--init_from {name}: no such directory, nor a model that the Hugging Face client can "
-            f"fetch or has in its cache ({reason(error)}). Give a model directory, RUN[@STEP], or "
-            f"a hub id; without a network, run `hf download {hub_id}` where there is one."
+            f"fetch or has in its cache ({absent or reason(error)}). Give a model directory, "
+            f"RUN[@STEP], or a hub id; without a network, run `hf download {hub_id}` where there "
+            f"is one."
         ) from None
     return path, hub_id, f"{hub_id}@{path.name}"

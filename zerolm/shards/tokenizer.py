@@ -15,6 +15,7 @@ from typing import Any
 
 from zerolm.common.errors import ConfigError, reason
 from zerolm.common.files import sha256_file, write_json
+from zerolm.common.url import ask_hub
 from zerolm.config.custom_code import tokenizer_problem
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -71,20 +72,22 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
     from transformers.utils import cached_file
 
+    absent = None if local else ask_hub(name)
+    is_local = local or absent is not None
     try:
         of_class = AutoTokenizer.from_pretrained(
-            name, local_files_only=local, trust_remote_code=False
+            name, local_files_only=is_local, trust_remote_code=False
         )
         found = cached_file(
             name,
             TOKENIZER_FILE,
-            local_files_only=local,
+            local_files_only=is_local,
             _raise_exceptions_for_missing_entries=False,
         )
         if found is None or type(of_class) is PreTrainedTokenizerFast:
             return of_class
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
-            name, local_files_only=local, trust_remote_code=False
+            name, local_files_only=is_local, trust_remote_code=False
         )
     except Exception as error:  # OSError, ValueError, KeyError, ImportError, bare Exception
         if "trust_remote_code" in str(error):  # of a hub id, whose files are not here
@@ -94,8 +97,8 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
             ) from error
         where = "directory" if local else "directory, nor a hub id that can be loaded"
         raise ConfigError(
-            f"--tokenizer {name}: not a tokenizer {where} ({reason(error)}). Give a directory with "
-            f"tokenizer.json, a hub id, or tiktoken:<encoding>."
+            f"--tokenizer {name}: not a tokenizer {where} ({absent or reason(error)}). Give a "
+            f"directory with tokenizer.json, a hub id, or tiktoken:<encoding>."
         ) from error
     for key, token in of_class.special_tokens_map.items():
         if getattr(tokenizer, key, "") is None and str(token) in tokenizer.get_vocab():

@@ -36,6 +36,8 @@ _TEXTS = {  # {error: cause and fix}
     "more hosts, or end other processes; a container or a job may have a limit of its own.",
     errno.EAGAIN: "no more processes or threads{processes}. Raise `ulimit -u`, or the limit on "
     "PIDs of the container; or lower --num_workers and OMP_NUM_THREADS.",
+    errno.EACCES: "{path}: this user may not read or write it. Change its permissions, or name "
+    "another.",
     errno.ENOSPC: "{path}: no {what} left. Remove files there, and run the same command again.",
     errno.EDQUOT: "{path}: the disk quota is used up. Remove files, or ask for more.",
     errno.EROFS: "{path}: the file system is read-only; after an error the kernel makes it so, "

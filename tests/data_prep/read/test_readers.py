@@ -13,7 +13,7 @@ import pytest
 
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
-from data_prep.read.readers import HubDataset, Input
+from data_prep.read.readers import HubDataset, Input, require_unchanged
 from data_prep.read.work_units import Tally, plan_units, read_batches
 from tests.data_prep.read.small_inputs import (
     TEXTS,
@@ -241,3 +241,17 @@ def test_a_damaged_offset_of_an_arrow_file_is_found(tmp_path):
     (tmp_path / "a.arrow").write_bytes(content)
     with pytest.raises(ConfigError, match=r"a\.arrow:1: cannot be read as Arrow"):
         read([str(tmp_path)])
+
+
+def test_a_file_that_is_written_to_after_it_was_read_is_noticed(tmp_path):
+    """With the same size, or removed: its documents are no longer those that were read."""
+    path = tmp_path / "a.txt"
+    path.write_text("one two")
+    inputs, _ = find_inputs([str(path)], "text")
+    require_unchanged(inputs)
+    path.write_text("two one")
+    with pytest.raises(ConfigError, match="since the command started, with the same size"):
+        require_unchanged(inputs)
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        require_unchanged(inputs)

@@ -1,7 +1,9 @@
 """`load_tokenizer`: the saved copy gives the ids of transformers and tiktoken."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -300,3 +302,32 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path, tokenizer_director
     change(tokenizer_directory, tmp_path / "other-eos", eos_token="<|endoftxt|>")
     with pytest.raises(ConfigError, match=message):
         load_tokenizer(name.format(tmp=tmp_path))
+
+
+def test_a_normalizer_that_multiplies_text_is_refused(tmp_path, tokenizer_directory):
+    def replacing(content: str) -> dict:
+        return {"type": "Replace", "pattern": {"String": "a"}, "content": content}
+
+    chain = {"type": "Sequence", "normalizers": [replacing("b" * 40), replacing("a" * 40)]}
+    for number, normalizer in enumerate((replacing("b" * 100_000), chain)):
+        target = tmp_path / str(number)
+        change(tokenizer_directory, target, "tokenizer.json", normalizer=normalizer)
+        with pytest.raises(ConfigError, match=r"normalizer: replaces a character by up to 1"):
+            load_tokenizer(str(target))
+    target = change(
+        tokenizer_directory, tmp_path / "few", "tokenizer.json", normalizer=replacing("bb")
+    )
+    assert load_tokenizer(str(target)).vocab_size
+
+
+def test_the_hub_is_asked_once_for_a_name_that_is_no_directory(tmp_path):
+    """Nothing listens there; the client itself would try each of several files five times."""
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    code = "from data_prep.tokenizer.load import load_tokenizer; load_tokenizer('tokeniser')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr.startswith("tokeniser: nothing here has this name; asking the hub, http")
+    assert "nor a hub id that can be loaded (ConnectError: " in done.stderr
+    assert "Retrying" not in done.stderr
