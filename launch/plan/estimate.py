@@ -36,6 +36,7 @@ class DeviceMemory:
     gradients: int
     optimizer: int
     master: int
+    secondary: int
     buckets: int
     gathered: int
     activations: int
@@ -48,7 +49,8 @@ class DeviceMemory:
     @property
     def used(self) -> int:
         states = self.weights + self.gradients + self.optimizer + self.master
-        return states + self.buckets + self.gathered + self.activations + self.loss
+        states += self.secondary + self.buckets + self.gathered
+        return states + self.activations + self.loss
 
     @property
     def fits(self) -> bool:
@@ -168,6 +170,7 @@ def device_memory(run: PlannedRun, ratio: float = 1.0) -> DeviceMemory:
         "gradients": states.gradients,
         "optimizer": states.optimizer,
         "master": states.master,
+        "secondary": states.secondary,
         "buckets": buckets,
         "gathered": gathered,
         "activations": peak - loss,

@@ -178,7 +178,7 @@ def rejection_reason(found: Estimate) -> str:
         components = {
             name: getattr(memory, name)
             for name in (
-                "weights", "gradients", "optimizer", "master", "buckets", "gathered",
+                "weights", "gradients", "optimizer", "master", "secondary", "buckets", "gathered",
                 "activations", "loss",
             )
         }  # fmt: skip

@@ -61,12 +61,16 @@ def _memory_lines(found: Estimate) -> list[tuple[str, str]]:
     host = f"{shown_bytes(memory.host)} of {shown_bytes(memory.host_capacity)}"
     if memory.host > memory.host_capacity:
         host += ": DOES NOT FIT"
+    second = []
+    if memory.secondary:
+        second = [("  hpZ's second weights", shown_bytes(memory.secondary))]
     return [
         ("memory per device", ""),
         ("  weights", shown_bytes(memory.weights)),
         ("  gradients", shown_bytes(memory.gradients)),
         ("  optimizer states", shown_bytes(memory.optimizer)),
         ("  fp32 master weights", shown_bytes(memory.master)),
+        *second,
         ("  ZeRO buckets", shown_bytes(memory.buckets)),
         ("  gathered and prefetched", shown_bytes(memory.gathered)),
         ("  activations", f"{shown_bytes(memory.activations)} ({shown_bytes(other)} {alternative} "

@@ -38,6 +38,7 @@ class ModelStates:
         gradients: accumulated gradients, and the shard that the rank updates.
         optimizer: moments, and the moving average of the weights if there is one.
         master: master weights of the rank's shard.
+        secondary: hpZ's copy of the weights, from the forward pass to the update.
         host_...: the same on the host, with offload.
     """
 
@@ -45,6 +46,7 @@ class ModelStates:
     gradients: int = 0
     optimizer: int = 0
     master: int = 0
+    secondary: int = 0
     host_weights: int = 0
     host_gradients: int = 0
     host_optimizer: int = 0
@@ -52,7 +54,8 @@ class ModelStates:
 
     @property
     def device(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.master
+        states = self.weights + self.gradients + self.optimizer + self.master
+        return states + self.secondary
 
     @property
     def host(self) -> int:
@@ -70,7 +73,7 @@ def model_states(
 
     Per parameter: the weight in its precision, a master weight and the optimizer's moments, both in
     fp32 unless the profile says bf16, and a gradient. ZeRO-1 shards master weights and moments,
-    ZeRO-2 also gradients, ZeRO-3 also weights.
+    ZeRO-2 also gradients, ZeRO-3 also weights; hpZ has a second copy of these.
 
     Args:
         shapes: {parameter name: shape}, tied parameters once.
@@ -103,6 +106,8 @@ def model_states(
         device["gradients"] += weight_bytes * total  # beside the fp32 sums
     if stage == 3 and world_size > 1:
         device["weights"] += weight_bytes * _persistent_values(shapes, profile)
+    if (ranks := secondary_ranks(profile, world_size)) > 1:
+        device["secondary"] = weight_bytes * -(-total // ranks)
     if profile.optimizer_offload == "none":
         return ModelStates(**device)
     host = {"host_" + name: device.pop(name) for name in ("optimizer", "master")}
@@ -117,7 +122,8 @@ def model_states(
     if stage >= 2 or not separate:
         device["gradients"] = 0
     if profile.param_offload != "none":
-        host["host_weights"] = weight_bytes * shard
+        # The second copy is where the shard is (`remote_device` in partition_parameters.py).
+        host["host_weights"] = weight_bytes * shard + device.pop("secondary", 0)
         device["weights"] -= weight_bytes * shard
     return ModelStates(**device, **host)
 
@@ -137,6 +143,16 @@ def _num_moments(profile: Profile) -> int:
 def _has_separate_accumulator(profile: Profile) -> bool:
     """Return whether gradients are accumulated outside the buffer that the optimizer reads."""
     return (profile.accumulation or 2) > 1 or profile.gradient_bytes != profile.weight_bytes
+
+
+def secondary_ranks(profile: Profile, world_size: int) -> int:
+    """Return over how many ranks hpZ divides its second copy of the weights; 1 without it.
+
+    They gather from it after the first forward pass of a step (`ds_secondary_tensor`).
+    """
+    size = profile.zero.get("zero_hpz_partition_size", 1)
+    is_used = profile.zero_stage == 3 and isinstance(size, int) and size > 1
+    return min(size, world_size) if is_used else 1
 
 
 def _persistent_values(shapes: Shapes, profile: Profile) -> int:

@@ -57,7 +57,7 @@ OTHERS = (
 def cases(world_size: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (name, model, DeepSpeed config).
 
-    Llama with all profiles, Mixtral with the shipped ones, Llama with other optimizers.
+    Llama with all profiles, Mixtral with the shipped ones, Llama with other optimizers and hpZ.
     """
     for model in MODELS:
         for profile in PROFILES if model == "llama" else PROFILES[:SHIPPED]:
@@ -72,6 +72,10 @@ def cases(world_size: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
             ds["gradient_clipping"] = 0.0
             ds["zero_optimization"]["reduce_scatter"] = profile[0] != 3
         yield f"llama {kind} ZeRO-{' '.join(map(str, profile))}", "llama", ds
+    if world_size > 1:
+        ds = config(3, "none", "bf16+fp32", 2, world_size)
+        ds["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_max_live_parameters": 0}
+        yield "llama ZeRO-3 hpZ", "llama", ds
 
 
 def config(

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.launching import LAUNCH_SECONDS, ROOT, environment, free_port, kill_session
-from tests.zerolm.plan.memory_cases import MODELS, cases, config
+from tests.zerolm.plan.memory_cases import MODELS, SEQ_LEN, cases, config
 from zerolm.ds_config.profile import Profile
 from zerolm.model.architecture import num_parameters, parameter_shapes
 from zerolm.plan import memory, muon_memory
@@ -46,10 +46,11 @@ def test_model_states_are_predicted_within_one_percent(world_size, tmp_path):
     for name, model, ds in cases(world_size):
         states = memory.model_states(shapes[model], Profile.parse(ds), world_size)
         counted = sum(found[name][component] for component in COMPONENTS)
-        predicted = states.device + states.host
+        predicted = states.device + states.host - states.secondary
         print(f"{world_size} rank(s), {name}: {counted} counted, {predicted / counted - 1:+.2%}")
         if abs(predicted / counted - 1) > 0.01:
             wrong.append((name, found[name], predicted))
+        assert states.secondary == pytest.approx(found[name]["secondary"], rel=0.05), name
         for component in ("optimizer", "master"):
             each = getattr(states, component) + getattr(states, f"host_{component}")
             assert each == pytest.approx(found[name][component], rel=0.01), (name, component)
@@ -63,6 +64,35 @@ def test_model_states_equal_those_of_the_zero_paper(stage, gigabytes):
     ds = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": True}}
     states = memory.model_states(shapes, Profile.parse(ds), 64)
     assert states.device / 1e9 == pytest.approx(gigabytes, rel=0.01) and states.host == 0
+
+
+def test_hpz_keeps_a_second_copy_of_the_weights_that_the_micro_batch_makes_room_for():
+    shapes = {"weights": (1000, 640)}
+    zero = {"stage": 3, "zero_hpz_partition_size": 8}
+    ds = {"zero_optimization": zero, "bf16": {"enabled": True}}
+    profile = Profile.parse(ds)
+    states = memory.model_states(shapes, profile, 64)
+    assert states.secondary == 2 * 640_000 / 8
+    assert memory.model_states(shapes, profile, 4).secondary == 2 * 640_000 / 4
+    plain = Profile.parse({**ds, "zero_optimization": {"stage": 3}})
+    assert states.device - memory.model_states(shapes, plain, 64).device == states.secondary
+    zero |= {f"offload_{each}": {"device": "cpu"} for each in ("optimizer", "param")}
+    moved = memory.model_states(shapes, Profile.parse(ds), 64)
+    assert moved.secondary == 0 and moved.host_weights > 2 * 640_000 / 8
+    sizes = [
+        memory.fitting_micro_batch(
+            64,
+            SEQ_LEN,
+            config=MODELS["llama"],
+            shapes=shapes,
+            profile=one,
+            world_size=64,
+            memory_bytes=4_560_000,
+            checkpointing=False,
+        )
+        for one in (plain, profile)
+    ]
+    assert sizes == [2, 1]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
