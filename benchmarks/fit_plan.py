@@ -5,7 +5,8 @@
 It prints the errors, and the fitted numbers as lines of launch/plan/published_runs.json.
 
 Fitted are `COSTS` of launch/plan/step_time.py and the attained share of the peak of each group of
-devices and years, to the logarithm of tokens per second. Every source has the same weight, however
+devices and years, to the logarithm of tokens per second. Sources that are not `fitted` only judge
+the result (docs/published_runs.md). Every other source has the same weight, however
 many rows it has, and large errors count less (soft L1). Mixtures of experts are predicted, but not
 fitted: two rows of one implementation say little about others. Two errors are printed:
 
@@ -105,7 +106,7 @@ def summary(found: np.ndarray) -> str:
 
 def main() -> None:
     tables.parser(__doc__, has_table=False).parse_args()
-    rows, _ = published_benchmarks.read()
+    rows = [row for row in published_benchmarks.read()[0] if row.is_fitted]
     groups = list(dict.fromkeys(row.entry["attained"] for row in rows))
     fitted = fit(rows, groups)
     shares, costs = split(fitted, groups)

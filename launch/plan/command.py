@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.write and not arguments.search:
         raise ConfigError("command line: --write, needs --search. Add it, or remove --write.")
     if arguments.published:
-        return _published()
+        return _published(arguments)
     if arguments.budget:
         return _budget(arguments)
     if not (arguments.model_config or arguments.init_from or arguments.branch):
@@ -46,9 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from launch.plan import search
     from launch.plan.estimate import estimate, to_json
 
-    run = _planned_run(arguments)
+    run, profile, settings = _planned_run(arguments)
     found = estimate(run, assumptions(arguments), arguments.mfu)
     if arguments.json:
         print(json.dumps(to_json(found), indent=2))
@@ -59,6 +60,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         for notice in run.model.notices:
             print(f"note: {notice}")
         print(as_text(found, arguments.mfu))
+        others = search.faster(profile, settings, found, assumptions(arguments))
+        if others and arguments.mfu is None:
+            print(search.instead(found, others))
     return 0
 
 
@@ -71,7 +75,8 @@ def _print_notices(arguments: argparse.Namespace) -> None:
             print(f"note: {notice}")
 
 
-def _planned_run(arguments: argparse.Namespace) -> Any:
+def _planned_run(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Return the run, and its profile and settings before they were resolved."""
     from launch.plan.planned_run import plan_run
     from zerolm.ds_config.precision import with_precision
     from zerolm.ds_config.profile import Profile
@@ -85,7 +90,7 @@ def _planned_run(arguments: argparse.Namespace) -> Any:
         print(f"note: {notice}")
     if problems:
         raise ConfigError(problems)
-    return plan_run(
+    run = plan_run(
         model,
         profile,
         settings,
@@ -94,6 +99,7 @@ def _planned_run(arguments: argparse.Namespace) -> Any:
         per_node(arguments),
         begun_tokens=begun,
     )
+    return run, profile, settings
 
 
 def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
@@ -188,7 +194,7 @@ def _probe(arguments: argparse.Namespace) -> int:
     from launch.plan.estimate import estimate, to_json
     from launch.plan.text import as_text
 
-    planned_run = _planned_run(arguments)  # raises before anything runs
+    planned_run, _, _ = _planned_run(arguments)  # raises before anything runs
     settings = settings_of(arguments)
     name = settings.deepspeed_config or DEFAULT_DS_CONFIG
     on_cpu = planned_run.hardware.is_cpu
@@ -254,10 +260,13 @@ def _search(arguments: argparse.Namespace) -> int:
 # --published and --budget
 
 
-def _published() -> int:
+def _published(arguments: argparse.Namespace) -> int:
     from launch.plan import published
 
-    print(published.document())
+    if arguments.json:
+        print(json.dumps(published.to_json(), indent=1))
+    else:
+        print(published.document())
     return 0
 
 

@@ -16,6 +16,9 @@ from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
+# Memory that others reported over the tensors that a plan counts: the median, the least and
+# the most of published_runs.json.
+RESERVED_RATIO, RESERVED_RATIOS = 1.31, (1.21, 1.41)
 UINT16_TOKENS = 1 << 16  # larger vocabularies take four bytes per token (docs/formats.md)
 
 
@@ -53,7 +56,13 @@ class DeviceMemory:
         return states + self.activations + self.loss
 
     @property
+    def reserved(self) -> int:
+        """Bytes that the device will report as used, with blocks that the allocator keeps."""
+        return round(RESERVED_RATIO * self.used)
+
+    @property
     def fits(self) -> bool:
+        """Whether live tensors fit: the allocator frees what it only keeps before it fails."""
         return self.used + self.margin <= self.capacity and self.host <= self.host_capacity
 
 
@@ -221,7 +230,10 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "micro_batch_size": run.settings.micro_batch_size,
         "accumulation": run.accumulation,
         "gradient_checkpointing": settings.gradient_checkpointing,
-        "memory": {**asdict(found.memory), "used": found.memory.used, "fits": found.memory.fits},
+        "memory": {
+            **asdict(found.memory),
+            **{name: getattr(found.memory, name) for name in ("used", "reserved", "fits")},
+        },
         "activations": found.activations,
         "step_seconds": asdict(found.step) | {"total": found.step.seconds},
         "steps": found.steps,

@@ -10,12 +10,10 @@ from typing import Any
 
 from launch.plan import hardware, published_benchmarks
 from launch.plan.published_benchmarks import FILE, Benchmark
-from launch.plan.step_time import COSTS
+from launch.plan.step_time import COSTS, MANY_DEVICES
 from zerolm.common.records import read_json
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
-
-OLDEST = "MosaicML"  # and the largest source, of 2023
 
 
 @dataclass(frozen=True)
@@ -100,135 +98,110 @@ def _model(values: Mapping[str, Any], name: str) -> Model:
 def document() -> str:
     """Return the text of docs/published_runs.md."""
     values = read_json(FILE, "launch/plan/published_runs.json")
-    lines = [
-        "# Published runs",
-        "",
-        f"Predictions of `zerolm plan` compared with published runs. Written by "
-        f"`zerolm plan --published > docs/published_runs.md` from "
-        f"launch/plan/published_runs.json ({values['date']}).",
-        "",
-        *_benchmarks_section(),
-        "",
-        *_runs_section(runs()),
-    ]
-    return "\n".join(lines)
+    rows, fit = published_benchmarks.read()
+    return f"""# Published runs
+
+Tokens per second and device that others have reported, and what `zerolm plan` predicts for the
+same model, devices and batch. `zerolm plan --published > docs/published_runs.md` writes
+this page from launch/plan/published_runs.json ({values["date"]}); with `--json` it prints each row.
+
+- A row is planned with the nearest profile, `zero3.json` unless the table says another, and with
+  the activations of fused kernels. Plans of Hugging Face models count theirs, which are more.
+- Collectives are called as the trainer calls them: FSDP by layer, InternEvo by the owner of each
+  tensor. Their latencies are NCCL's own and not fitted (launch/plan/collectives.py).
+- Links have the bandwidth of hardware.json, or the one that the source names.
+- Fitted to the first {_num_fitted(fit)} sources (`python -m benchmarks.fit_plan`):
+{_fitted_text(fit)}
+- A share of the peak belongs to devices and the software of a year. A new stack on a new device
+  is predicted as well as the last column says. Mixtures of experts are not fitted.
+- Memory: {_memory_text()}
+
+Errors are those of a fit without the row (10-fold), in the last column of one without the source.
+
+{chr(10).join(_table(rows, fit))}
+
+{_runs_text(runs())}"""
 
 
-def _benchmarks_section() -> list[str]:
-    rows, values = published_benchmarks.read()
-    lines = [
-        "## Benchmarks: tokens per second and device",
-        "",
-        "Predicted as runs with ds_configs/zero3.json, with the activations of fused kernels; a "
-        "Hugging Face model keeps and moves more, which the plan takes into account. Fitted to "
-        "these rows by `python -m benchmarks.fit_plan`, every source with the same weight: "
-        f"{_fitted_text(values)} `left out` is the prediction of a fit without the row (10-fold). "
-        "A share of the peak (`attained`) belongs to devices and the year of the software, so a "
-        "new stack on a new device is predicted as well as the last line of the next table says, "
-        "not better. Mixtures of experts are not fitted: `experts` of step_time.py is from "
-        "another measurement.",
-        "",
-        "| source | rows | median error, fitted | left out, 10-fold | maximum | all of the source "
-        "left out | |",
-        "|---|---|---|---|---|---|---|",
+def _memory_text() -> str:
+    ratios = published_benchmarks.memory_ratios()
+    return (
+        f"{len(ratios)} reported figures are {min(ratios):.2f} to {max(ratios):.2f} times the live "
+        f"tensors that a plan counts,\n  the median {median(ratios):.2f} times."
+    )
+
+
+def to_json() -> list[dict[str, Any]]:
+    """Return every benchmark with its prediction, for `--json`."""
+    rows, fit = published_benchmarks.read()
+    return [
+        {**row.entry, "predicted": row.predict(fit["attained"]), "left_out": row.held_out}
+        for row in rows
     ]
-    for source, about in values["sources"].items():
-        which = [row for row in rows if row.entry["source"] == source]
-        link = f"[{source}]({about['url']})"
-        lines.append(_source_line(link, which, values, values["left_out"][source], about["about"]))
-    recent = [row for row in rows if row.entry["source"] != OLDEST]
-    recent_left_out = [each for name, each in values["left_out"].items() if name != OLDEST]
-    lines.append(_source_line(f"all but {OLDEST}", recent, values, median(recent_left_out), ""))
-    lines.append(_source_line("all", rows, values, median(values["left_out"].values()), ""))
-    lines += [
-        "",
-        "| model | devices | tokens | micro-batch | recompute | precision | compiled | reported "
-        "| fitted | error | left out | error |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    return lines + [_benchmark_line(row, values) for row in rows]
+
+
+def _num_fitted(values: Mapping[str, Any]) -> int:
+    return sum(about.get("fitted", True) for about in values["sources"].values())
 
 
 def _fitted_text(values: Mapping[str, Any]) -> str:
     shares = ", ".join(f"{group} {share:g}" for group, share in values["attained"].items())
     costs = ", ".join(f"{name} {value:g}" for name, value in asdict(COSTS).items())
     return (
-        f"the share of the peak FLOP/s that matrix products attain ({shares}; `attained` in "
-        f"launch/plan/hardware.json has those of the last years), and the costs in "
-        f"launch/plan/step_time.py ({costs})."
+        f"  the share of the peak that matrix products attain ({shares}),\n  and the costs of "
+        f"step_time.py ({costs})."
     )
 
 
-def _source_line(
-    name: str,
-    rows: list[Benchmark],
-    values: Mapping[str, Any],
-    left_out: float,
-    about: str,
-) -> str:
-    fitted = [abs(row.predict(values["attained"]) / row.reported - 1) for row in rows]
-    held_out = [abs(row.held_out / row.reported - 1) for row in rows]
-    return (
-        f"| {name} | {len(rows)} | {median(fitted):.1%} | {median(held_out):.1%} | "
-        f"{max(held_out):.0%} | {left_out:.0%} | {about} |"
-    )
-
-
-def _benchmark_line(row: Benchmark, values: Mapping[str, Any]) -> str:
-    entry, predicted = row.entry, row.predict(values["attained"])
-    return (
-        f"| {entry['model']} | {entry['devices']} x {entry['hardware']} | {entry['seq_len']:,} | "
-        f"{entry['micro_batch_size']} | {entry['recompute']} | {entry['precision']} | "
-        f"{'yes' if entry['compiled'] else 'no'} | {row.reported:,.0f} | {predicted:,.0f} | "
-        f"{predicted / row.reported - 1:+.1%} | {row.held_out:,.0f} | "
-        f"{row.held_out / row.reported - 1:+.1%} |"
-    )
-
-
-def _runs_section(rows: list[Row]) -> list[str]:
-    ratios = sorted(row.ratio for row in rows if row.ratio is not None)
-    quarter = len(ratios) // 4
-    flops_errors = [abs(row.flops_error) for row in rows if row.flops_error is not None]
-    return [
-        "## Runs: FLOPs and device-hours",
-        "",
-        "FLOPs are 6 N D, as papers report them, and with attention, as zerolm counts them. Hours "
-        "count compute only, without recomputation, communication, restarts or evaluation: these "
-        "runs used tensor and pipeline parallelism, which is not modelled here. `ratio` is "
-        "reported over predicted hours.",
-        "",
-        "| run | parameters | FLOPs (6 N D) | reported | error | with attention | device-hours "
-        "| reported | error | ratio | source | seen |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-        *map(_run_line, rows),
-        "",
-        f"Absolute errors of 6 N D: median {median(flops_errors):.1%}, maximum "
-        f"{max(flops_errors):.1%}. The runs took {ratios[0]:.2f} to {ratios[-1]:.2f} times the "
-        f"predicted hours of compute, the middle half {ratios[quarter]:.2f} to "
-        f"{ratios[-1 - quarter]:.2f}, the median {median(ratios):.2f}. `seen` says whether the "
-        f"figure was checked against a copy of its source when published_runs.json was written.",
+def _table(rows: list[Benchmark], values: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "| source | what it is, and what is assumed | rows | devices | median error | largest "
+        "| without the source |",
+        "|---|---|---|---|---|---|---|",
     ]
+    dense = [row for row in rows if not row.run.routed_flops]
+    for source, about in values["sources"].items():
+        which = [row for row in dense if row.entry["source"] == source]
+        alone = values["left_out"].get(source)
+        link = f"[{source}]({about['url']})"
+        lines.append(_line(link, about["about"], which, alone))
+    counted = [row for row in dense if row.is_counted]
+    for text, which in (
+        ("all dense models", counted),
+        (f"on more than {MANY_DEVICES} devices", [row for row in counted if row.is_large]),
+        ("mixtures of experts", [row for row in rows if row.run.routed_flops]),
+    ):
+        lines.append(_line(text, "", which, None))
+    return lines
 
 
-def _run_line(row: Row) -> str:
-    source = f"[{row.entry['source']}]({row.entry['url']})"
-    if row.entry.get("flops_source"):
-        source += f"; FLOPs: {row.entry['flops_source']}"
+def _line(name: str, about: str, rows: list[Benchmark], alone: float | None) -> str:
+    errors = [abs(row.error) for row in rows]
+    devices = sorted({row.entry["devices"] for row in rows})
+    alone = median(errors) if alone is None and about else alone
     cells = [
-        row.name,
-        f"{row.parameters:,}",
-        f"{row.flops:.3g}",
-        _or_blank(row.reported_flops, ".3g"),
-        _or_blank(row.flops_error, "+.1%"),
-        f"{row.all_flops:.3g}",
-        _or_blank(row.predicted, ",.0f"),
-        _or_blank(row.reported, ",.0f"),
-        _or_blank(row.error, "+.0%"),
-        _or_blank(row.ratio, ".2f"),
-        source,
-        row.entry["seen"],
+        name,
+        about,
+        str(len(rows)),
+        " to ".join(f"{each:,}" for each in dict.fromkeys((devices[0], devices[-1]))),
+        f"{median(errors):.1%}",
+        f"{max(errors):.0%}",
+        _or_blank(alone, ".0%"),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _runs_text(rows: list[Row]) -> str:
+    ratios = sorted(row.ratio for row in rows if row.ratio is not None)
+    quarter = len(ratios) // 4
+    flops = [abs(row.flops_error) for row in rows if row.flops_error is not None]
+    return (
+        f'**Complete runs.** {len(ratios)} runs whose device-hours are known ("runs" of '
+        f"published_runs.json, with their sources) took\n{ratios[0]:.1f} to {ratios[-1]:.1f} times "
+        f"the hours of their matrix products, the middle half {ratios[quarter]:.1f} to "
+        f"{ratios[-1 - quarter]:.1f}: restarts, evaluation,\ncommunication and pipelines are not "
+        f"in these hours. Their reported FLOPs are 6 N D within {max(flops):.1%}."
+    )
 
 
 def _or_blank(value: float | None, format_spec: str) -> str:

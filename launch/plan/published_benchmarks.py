@@ -1,7 +1,8 @@
-"""Published benchmarks of other trainers, predicted as runs of ours with ds_configs/zero3.json.
+"""Published benchmarks of other trainers, predicted as runs of ours with the nearest profile.
 
-benchmarks/fit_plan.py fits `step_time.COSTS` and the attained shares to them; `published` prints
-the table. published_runs.json has the reported figures, with sources.
+benchmarks/fit_plan.py fits `step_time.COSTS` and the attained shares to the sources that are
+`fitted`; the others only judge the fit. `published` prints the table. published_runs.json has the
+reported figures, with sources.
 """
 
 import dataclasses
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch.plan import hardware
+from launch.plan.collectives import Calls
+from launch.plan.estimate import device_memory
 from launch.plan.planned_run import PlannedRun, plan_run
 from launch.plan.search import profile_of
-from launch.plan.step_time import COSTS, Costs, step_time
+from launch.plan.step_time import COSTS, MANY_DEVICES, Costs, step_time
 from zerolm.common.records import read_json
 from zerolm.config.settings import Recompute, Settings
+from zerolm.ds_config.profile import Profile
 from zerolm.model.model import Model
 
 if TYPE_CHECKING:
@@ -30,6 +34,7 @@ RECOMPUTE: dict[str, tuple[Recompute, float]] = {
     "full": (True, 1.0),
 }
 LOGIT_BYTES = 4  # of a fused loss
+BY_LAYER, BY_OWNER, BY_DEEPSPEED = "layer", "owner", "deepspeed"  # how a trainer sends
 
 
 @dataclass(frozen=True)
@@ -39,20 +44,50 @@ class Benchmark:
     Attributes:
         entry: columns of published_runs.json.
         run: the same configuration, planned.
-        kept_bytes: bytes of activations per token, with fused kernels; models of transformers keep
-            more.
+        kept_bytes: bytes of activations per token, with fused kernels; None: of a model of
+            transformers, which keeps more.
+        is_fitted: whether the costs are fitted to its source.
+        is_counted: whether it is a benchmark, and not the hours of a run.
+        sent: how its trainer sends weights and gradients: by layer, by the owner of a tensor, or as
+            DeepSpeed does.
         held_out: prediction by a fit without this row.
     """
 
     entry: Mapping[str, Any]
     run: PlannedRun
-    kept_bytes: float
-    held_out: float
+    kept_bytes: float | None
+    is_fitted: bool
+    is_counted: bool
+    sent: str
+    held_out: float = 0.0
 
     @property
     def reported(self) -> float:
         """Return tokens per second and device."""
         return float(self.entry["tokens_per_second_per_device"])
+
+    @property
+    def is_large(self) -> bool:
+        return self.run.devices > MANY_DEVICES
+
+    @property
+    def error(self) -> float:
+        """Return the relative error of the prediction by a fit without this row."""
+        return self.held_out / self.reported - 1
+
+    @property
+    def calls(self) -> Calls | None:
+        """Collectives of the source's trainer.
+
+        FSDP gathers each layer in both passes, and reduces its gradients at once. InternEvo gives
+        each tensor to one rank, which broadcasts it after the step (`broadcast_params` in
+        internlm/solver/optimizer/hybrid_zero_optim.py).
+        """
+        if self.sent == BY_DEEPSPEED:
+            return None
+        layers = self.run.model.config.get_text_config().num_hidden_layers
+        owners = min(len(self.run.model.shapes), self.run.layout.replicas)
+        return Calls(3 * (layers + 1), owners if self.sent == BY_OWNER else 0)
 
     def predict(self, attained: Mapping[str, float], costs: Costs = COSTS) -> float:
         """Return tokens per second and device.
@@ -65,8 +100,9 @@ class Benchmark:
         step = step_time(
             dataclasses.replace(self.run, hardware=device),
             kept_bytes=self.kept_bytes,
-            repeated=RECOMPUTE[self.entry["recompute"]][1],
+            repeated=_recompute(self.entry["recompute"])[1],
             costs=costs,
+            calls=self.calls,
         )
         return self.run.settings.batch_tokens / step.seconds / self.run.devices
 
@@ -78,36 +114,69 @@ def read() -> tuple[list[Benchmark], Mapping[str, Any]]:
     known |= hardware.parse(values["devices"], FILE, known)
     models = {name: _model(config, name) for name, config in values["models"].items()}
     rows = [dict(zip(values["columns"], row, strict=True)) for row in values["rows"]]
-    held_out = values.get("held_out") or [0.0] * len(rows)
-    found = [
-        Benchmark(entry, _planned(entry, known, models), _kept_bytes(models[entry["model"]]), each)
-        for entry, each in zip(rows, held_out, strict=True)
-    ]
+    held_out = iter(values["held_out"])
+    found = []
+    for entry in rows:
+        source = values["sources"][entry["source"]]
+        run = _planned(entry, source, known, models)
+        fitted, sent = source.get("fitted", True), source.get("calls", BY_LAYER)
+        kept = None if sent == BY_DEEPSPEED else _kept_bytes(models[entry["model"]])
+        row = Benchmark(entry, run, kept, fitted, source.get("counted", True), sent)
+        each = next(held_out) if fitted else row.predict(values["attained"])
+        found.append(dataclasses.replace(row, held_out=each))
     return found, values
 
 
+def memory_ratios() -> list[float]:
+    """Return reported memory over the tensors that a plan counts, of each published figure."""
+    everything = read_json(FILE, "launch/plan/published_runs.json")
+    values, known = everything["memory"], hardware.devices_of(hardware.FILE)
+    models = everything["benchmarks"]["models"]
+    same = {"recompute": "full", "precision": "bf16", "accumulation": 4}
+    found = []
+    for row in values["rows"]:
+        entry = dict(zip(values["columns"], row, strict=True)) | same
+        model = _model(models[entry["model"]], entry["model"])
+        run = _planned(entry, {}, known, {entry["model"]: model})
+        found.append(entry["reported_bytes"] / device_memory(run).used)
+    return found
+
+
 def _planned(
-    entry: Mapping[str, Any], known: Mapping[str, hardware.Hardware], models: Mapping[str, Model]
+    entry: Mapping[str, Any],
+    source: Mapping[str, Any],
+    known: Mapping[str, hardware.Hardware],
+    models: Mapping[str, Model],
 ) -> PlannedRun:
     device, count = known[entry["hardware"]], entry["devices"]
-    batch = entry["micro_batch_size"] * entry["accumulation"] * count * entry["seq_len"]
+    tensor = source.get("tensor_parallel", 1)
+    sequences = entry["micro_batch_size"] * entry["accumulation"] * count // tensor
+    batch = sequences * entry["seq_len"]
     settings = Settings(
         seq_len=entry["seq_len"],
         batch_tokens=batch,
         total_tokens=batch,
         micro_batch_size=entry["micro_batch_size"],
-        gradient_checkpointing=RECOMPUTE[entry["recompute"]][0],
+        gradient_checkpointing=_recompute(entry["recompute"])[0],
         compile=entry["compiled"],
         fp8=entry["precision"] == "fp8",
         explicit=frozenset({"batch_tokens", "micro_batch_size"}),
     )
     per_node = min(entry["per_node"], count)
-    return plan_run(models[entry["model"]], _profile(device), settings, device, count, per_node)
+    profile = _profile(device, source.get("zero_stage", 3), tensor)
+    return plan_run(models[entry["model"]], profile, settings, device, count, per_node)
+
+
+def _recompute(level: str | float) -> tuple[Recompute, float]:
+    return RECOMPUTE[level] if isinstance(level, str) else ("selective", level)
 
 
 @cache
-def _profile(device: hardware.Hardware) -> Any:
-    return profile_of(3, "none", device)
+def _profile(device: hardware.Hardware, stage: int, tensor: int) -> Profile:
+    found = profile_of(stage, "none", device)
+    if tensor == 1:
+        return found
+    return Profile.parse({**found.json, "tensor_parallel": {"autotp_size": tensor}})
 
 
 def _model(values: Mapping[str, Any], name: str) -> Model:

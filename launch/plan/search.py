@@ -1,11 +1,13 @@
 """`plan --search`: rank every combination of stage, offload, recomputation and micro-batch.
 
 Only profiles that pretrain.py accepts are tried. Tensor and sequence parallelism are not tried,
-because their time estimates have not been compared with benchmarks.
+because their time estimates have been compared with few benchmarks. A plan of one profile names
+faster ones if it waits for its collectives.
 """
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,9 @@ from zerolm.plan.resolve import resolve_settings
 CPU = {"device": "cpu", "pin_memory": True}
 OFFLOADS = {1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "both")}
 TIME_RESOLUTION = 0.02  # relative; the time estimate cannot tell smaller differences apart
+QUANTIZED = "quantized"
+CHANGES_CURVE = "ZeRO++ sends weights in 8 bits and gradients in 4, which changes the loss curve."
+WAITING_SHARE, WORTH_NAMING = 0.15, 0.05  # of a step
 NOT_TRIED = (
     "Stage 0 is not tried: pretrain.py refuses it, and stage 1 has the same results in less "
     "memory. Tensor, pipeline and sequence parallelism are not tried."
@@ -89,15 +94,52 @@ def search(
         total_tokens=sized.total_tokens,
     )
     place = (hardware, devices, devices_per_node)
-    candidates = []
+    candidates: list[Candidate] = []
+    profiles: list[Profile] = []
     for stage, offloads in OFFLOADS.items():
-        for offload in offloads:
-            profile = profile_of(stage, offload, hardware)
-            given = settings.gradient_checkpointing
-            for recompute in (given,) if given else RECOMPUTE_LEVELS:
-                variant = dataclasses.replace(settings, gradient_checkpointing=recompute)
-                candidates.append(_best(model, variant, profile, place, assumed))
+        profiles += [profile_of(stage, offload, hardware) for offload in offloads]
+    given = settings.gradient_checkpointing
+    for profile in profiles + zeropp_profiles(*place):
+        for recompute in (given,) if given else RECOMPUTE_LEVELS:
+            variant = dataclasses.replace(settings, gradient_checkpointing=recompute)
+            candidates.append(_best(model, variant, profile, place, assumed))
     return sorted(candidates, key=_rank)
+
+
+def faster(
+    profile: Profile, settings: Settings, found: Estimate, assumed: Assumptions
+) -> list[Candidate]:
+    """Return what to use instead where a run at stage 3 waits for its collectives, fastest first.
+
+    Tried with the same batch and recomputation, and any micro-batch: its own profile, stages 1 and
+    2, hpZ, and tensor parallelism within a host. Empty if the run does not wait.
+
+    Args:
+        profile, settings: of the run, before they were resolved.
+        found: of the run.
+    """
+    run, step = found.run, found.step
+    if run.profile.zero_stage < 3 or step.exposed < WAITING_SHARE * step.seconds:
+        return []
+    settings = dataclasses.replace(
+        settings,
+        seq_len=run.settings.seq_len,
+        batch_tokens=run.settings.batch_tokens,
+        total_tokens=run.settings.total_tokens,
+        gradient_checkpointing=run.settings.gradient_checkpointing,
+        micro_batch_size=None,
+        deepspeed_config=None,
+    )
+    hardware, place = run.hardware, (run.hardware, run.devices, run.devices_per_node)
+    first, second = (profile_of(stage, "none", hardware) for stage in (1, 2))
+    tensor = {"tensor_parallel": {"autotp_size": run.devices_per_node}}
+    name = f"ZeRO-1 + {run.devices_per_node} tensor parallel"
+    profiles = [profile, first, second, Profile.parse({**first.json, **tensor}, name)]
+    profiles += zeropp_profiles(*place)[:1]
+    tried = [_best(run.model, settings, each, place, assumed) for each in profiles]
+    enough = (1 - WORTH_NAMING) * step.seconds
+    usable = [each for each in tried if each.rejected is None and each.step_seconds < enough]
+    return sorted(usable, key=lambda each: each.step_seconds)
 
 
 def _rank(one: Candidate) -> tuple[bool, float, int, int]:
@@ -115,17 +157,38 @@ def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
     Args:
         offload: `none`, `optimizer`, or `both` optimizer and weights.
     """
-    ds = Profile.read(DS_CONFIGS / f"zero{stage}.json").json
+    changes = {}
     if offload != "none":
-        ds["zero_optimization"]["offload_optimizer"] = dict(CPU)
+        changes["offload_optimizer"] = dict(CPU)
     if offload == "both":
-        ds["zero_optimization"]["offload_param"] = dict(CPU)
+        changes["offload_param"] = dict(CPU)
+    return _changed(f"zero{stage}", _name(stage, offload), hardware, changes)
+
+
+def zeropp_profiles(hardware: Hardware, devices: int, devices_per_node: int) -> list[Profile]:
+    """Return profiles that send less between hosts: hpZ, then zeropp.json, with groups of a host.
+
+    None on a single host.
+    """
+    if hardware.is_cpu or not 1 < devices_per_node < devices:
+        return []
+    group = {"zero_hpz_partition_size": devices_per_node}
+    return [
+        _changed("zero3", f"ZeRO-3 + hpZ over {devices_per_node}", hardware, group),
+        _changed("zeropp", f"ZeRO++ over {devices_per_node}, {QUANTIZED}", hardware, group),
+    ]
+
+
+def _changed(shipped: str, name: str, hardware: Hardware, changes: Mapping[str, Any]) -> Profile:
+    """Return a shipped profile with other values in its block `zero_optimization`."""
+    ds = Profile.read(DS_CONFIGS / f"{shipped}.json").json
+    ds["zero_optimization"].update(changes)
     if hardware.is_cpu and hardware.device.lacks_bf16:
         ds["bf16"] = {"enabled": False}
     if hardware.bf16 is None:
         del ds["bf16"]
         ds["fp16"] = {"enabled": True}
-    return Profile.parse(ds, _name(stage, offload))
+    return Profile.parse(ds, name)
 
 
 def _name(stage: int, offload: str) -> str:
@@ -214,7 +277,23 @@ def as_text(candidates: list[Candidate]) -> str:
         )
     if len(lines) == 1:
         lines = ["no profile fits: use more devices, or devices with more memory"]
-    return "\n".join([*lines, *rejected, NOT_TRIED])
+    changed = [CHANGES_CURVE] if any(QUANTIZED in one.profile.name for one in candidates) else []
+    return "\n".join([*lines, *rejected, *changed, NOT_TRIED])
+
+
+def instead(found: Estimate, others: list[Candidate]) -> str:
+    """Return a line that names what `faster` has found."""
+    share = found.step.exposed / found.step.seconds
+    options = [
+        f"{one.profile.name}, micro-batch {one.found.run.settings.micro_batch_size}: "
+        f"{found.step.seconds / one.step_seconds:.2g} times as fast"
+        for one in others
+        if one.found is not None
+    ]
+    return (
+        f"note: {share:.0%} of a step waits for weights and gradients that are sharded over "
+        f"{found.run.devices:,} devices. Faster with the same batch: {'; '.join(options)}"
+    )
 
 
 def usage(best: Candidate, path: str) -> str:

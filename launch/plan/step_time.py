@@ -1,4 +1,4 @@
-"""Estimate the time of an optimizer step: compute, communication and offload.
+"""Estimate the time of an optimizer step: compute, collectives that it waits for, and offload.
 
 Fitted numbers are `COSTS` and the devices' `attained` in hardware.json. The errors are in
 docs/published_runs.md, which `zerolm plan --published` writes.
@@ -7,19 +7,18 @@ docs/published_runs.md, which `zerolm plan --published` writes.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from launch.plan.collectives import Calls, all_reduces, collectives, quantization_bytes
 from launch.plan.planned_run import PlannedRun
 from zerolm.model.architecture import num_parameters
 from zerolm.model.flops import TRAINING_TO_FORWARD
-from zerolm.optim import reduction_choice
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
-# Large all-gathers reach about this share of the links (nccl-tests on DGX A100 and H100).
-COLLECTIVE_EFFICIENCY = 0.8
 PUBLISHED_RUNS = (1.9, 2.6)  # reported over predicted hours of published runs, middle half
 # Overlapped communication still costs this share of its time, because its kernels compete for the
 # device.
 CONTENTION = 0.1
+BACKWARD_SHARE = 2 / 3  # of a micro-batch's time
 ADAM_BYTES = 28  # memory traffic per value: weight, two moments, gradient read; three written
 FP32_STATE_BYTES = 12  # master weight and two moments, each read and written in a step
 
@@ -77,7 +76,10 @@ class Costs:
 
 
 COSTS = Costs()
-MEDIAN_ERROR, MAX_ERROR = 0.038, 0.36  # absolute errors for dense models that the fit left out
+# Absolute errors of benchmarks of dense models that the fit left out: all, and of many devices.
+MEDIAN_ERROR, MAX_ERROR = 0.039, 0.36
+MANY_DEVICES, MEDIAN_MANY, MAX_MANY = 128, 0.029, 0.084
+LARGEST_BENCHMARKS = {1: 1024, 3: 512}  # devices, by stage, without tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ def step_time(
     *,
     repeated: float | None = None,
     costs: Costs = COSTS,
+    calls: Calls | None = None,
 ) -> StepTime:
     """Return the estimated time of a step.
 
@@ -133,6 +136,7 @@ def step_time(
         kept_bytes: bytes of activations that the layers keep per token; None traces the model.
         repeated: share of the layers' matrix products that the backward pass repeats; None: all
             or none, by `--gradient_checkpointing`.
+        calls: collectives of another trainer; None: those of DeepSpeed.
     """
     hardware = run.hardware
     peak = hardware.peak(run.profile.compute_precision)
@@ -154,16 +158,14 @@ def step_time(
     shard = values / (ranks if run.profile.zero_stage else 1)
     offload = _offload_seconds(run, shard)
     optimizer = _update_bytes(run, values, shard) / hardware.memory_bandwidth
-    bandwidth = bus_bandwidth(run)
-    per_micro_batch, per_step = _exchanged_bytes(run)
-    overlappable = per_micro_batch / bandwidth * run.accumulation
-    serial = per_step / bandwidth + replica_seconds(run)
-    exposed, overlap = overlappable, run.profile.overlap_comm
+    sent, overlap = collectives(run, calls), run.profile.overlap_comm
+    elementwise += quantization_bytes(run) / hardware.memory_bandwidth
+    exposed = sent.seconds
     if run.profile.zero_stage == 3 if overlap is None else overlap:
-        hidden = min(overlappable, compute + elementwise)
-        exposed = overlappable - hidden + CONTENTION * hidden
-    communication = overlappable + serial
-    return StepTime(compute, elementwise, communication, exposed + serial, offload, optimizer)
+        last_backward = BACKWARD_SHARE * (compute + elementwise) / run.accumulation
+        hidden = min(sent.passes, compute + elementwise) + min(sent.last, last_backward)
+        exposed -= (1 - CONTENTION) * hidden
+    return StepTime(compute, elementwise, sent.seconds, exposed, offload, optimizer)
 
 
 def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -> float:
@@ -193,7 +195,7 @@ def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:
     gradients, step = GRADIENT_BYTES[stage], STEP_BYTES[stage]
     if run.devices == 1:
         gradients, step = ALONE_GRADIENT_BYTES[stage], ALONE_STEP_BYTES[stage]
-    elif stage == 2 and _all_reduces(run, values, run.shapes_of_rank[1]):
+    elif stage == 2 and all_reduces(run):
         gradients = ALL_REDUCED_GRADIENT_BYTES
     moved = gradients.total(values, shard) * run.accumulation + step.total(values, shard)
     return moved - 2 * saved * shard
@@ -207,79 +209,6 @@ def _kept_bytes(run: PlannedRun) -> float:
         eager=run.settings.attn_implementation == "eager",
     )
     return (kept.layers + kept.outside) * run.layout.tensor / run.rank_tokens
-
-
-def bus_bandwidth(run: PlannedRun) -> float:
-    """Return the bytes per second of a collective over all ranks, limited by the slowest link.
-
-    Between hosts each byte enters a host once, over all of its links together.
-    """
-    hardware = run.hardware
-    local = min(run.devices, run.devices_per_node)
-    slowest = hardware.intra_node if local > 1 else float("inf")
-    if run.num_nodes > 1:  # tensor-parallel ranks share the links
-        slowest = min(slowest, hardware.inter_node * local / run.layout.tensor)
-    return slowest * COLLECTIVE_EFFICIENCY
-
-
-def replica_seconds(run: PlannedRun) -> float:
-    """Return the seconds per step of collectives within a tensor- or sequence-parallel group.
-
-    They occur inside a layer and overlap with nothing. In DeepSpeed 0.19.8 AutoTP all-reduces two
-    outputs per layer in the forward pass, and in the backward pass the input gradients of q, k, v,
-    gate, up and the head one by one, and gathers the logits (module_inject/layers.py). Ulysses runs
-    an all-to-all on q, k, v and the output (ulysses_sp.py). Gradient checkpointing repeats the
-    forward part.
-    """
-    layout, text = run.layout, run.model.config.get_text_config()
-    size = layout.replica_size
-    if size == 1:
-        return 0.0
-    value = run.profile.weight_bytes
-    layers, sent_share = text.num_hidden_layers, (size - 1) / size
-    forwards = 2 if run.settings.gradient_checkpointing else 1
-    if layout.tensor > 1:
-        reductions = layers * (2 * forwards + 5) + 1
-        # An all-reduce moves every value twice.
-        widths = 2 * reductions * text.hidden_size + 2 * text.vocab_size
-    else:
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        heads = 2 * text.num_attention_heads + 2 * text.num_key_value_heads
-        widths = layers * (forwards + 1) * heads * head
-    moved = run.settings.micro_batch_size * run.rank_tokens * value * sent_share * widths
-    hardware = run.hardware
-    bandwidth = hardware.intra_node
-    if size > run.devices_per_node:
-        bandwidth = min(bandwidth, hardware.inter_node)
-    return moved * run.accumulation / (bandwidth * COLLECTIVE_EFFICIENCY)
-
-
-def _exchanged_bytes(run: PlannedRun) -> tuple[float, float]:
-    """Return the bytes that ZeRO's collectives move per rank: (per micro-batch, per step).
-
-    Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 7: a reduce-scatter and an
-    all-gather move all values once each; ZeRO-3 gathers the weights in both passes.
-    """
-    shapes, ranks = run.shapes_of_rank
-    moved = num_parameters(shapes) * (ranks - 1) / ranks
-    weights = moved * run.profile.weight_bytes
-    gradients = moved * run.profile.communication_bytes
-    if run.profile.zero_stage == 3:
-        return 2 * weights + gradients, 0.0
-    if _all_reduces(run, num_parameters(shapes), ranks):
-        gradients *= 2  # each value is sent to be summed, and back
-    if run.profile.zero_stage == 2:
-        return gradients, weights
-    return 0.0, gradients + weights
-
-
-def _all_reduces(run: PlannedRun, values: int, ranks: int) -> bool:
-    """Return whether all ranks get the sums of gradients, and not only their owners."""
-    profile = run.profile
-    if profile.all_reduces or profile.uses_bf16_optimizer:
-        return profile.all_reduces
-    calls = reduction_choice.bucket_calls(values, profile.buckets.reduce, ranks, num_groups=2)
-    return not reduction_choice.small_pieces_pay(values, calls, ranks)
 
 
 def _offload_seconds(run: PlannedRun, shard: float) -> float:

@@ -1,8 +1,16 @@
 """Format an `Estimate` for the console, one line per figure."""
 
-from launch.plan.estimate import Estimate
+from launch.plan.estimate import RESERVED_RATIO, RESERVED_RATIOS, Estimate
 from launch.plan.planned_run import PlannedRun
-from launch.plan.step_time import MAX_ERROR, MEDIAN_ERROR, PUBLISHED_RUNS
+from launch.plan.step_time import (
+    LARGEST_BENCHMARKS,
+    MANY_DEVICES,
+    MAX_ERROR,
+    MAX_MANY,
+    MEDIAN_ERROR,
+    MEDIAN_MANY,
+    PUBLISHED_RUNS,
+)
 from zerolm.common.values import duration, shown_bytes
 from zerolm.model import activation_checkpointing
 
@@ -55,9 +63,21 @@ def _memory_lines(found: Estimate) -> list[tuple[str, str]]:
     alternative = "without" if settings.gradient_checkpointing else "with"
     other = found.activations[f"{alternative}_checkpointing"]
     over = memory.used + memory.margin - memory.capacity
-    verdict = f"{shown_bytes(memory.capacity)}: fits" if over <= 0 else (
-        f"{shown_bytes(memory.capacity)}: DOES NOT FIT, {shown_bytes(over)} too much"
-    )  # fmt: skip
+    verdict = f"{shown_bytes(memory.capacity)}: "
+    if over > 0:
+        verdict += f"DOES NOT FIT, {shown_bytes(over)} too much for the live tensors and the margin"
+    elif memory.reserved > memory.capacity:
+        verdict += (
+            "fits, but is tight: the allocator has to free blocks that it keeps, which takes time; "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves less of them"
+        )
+    else:
+        verdict += "fits"
+    low, high = RESERVED_RATIOS
+    reserved = (
+        f"{shown_bytes(memory.reserved)} by nvidia-smi: {RESERVED_RATIO:g} times the live tensors, "
+        f"as others reported ({low:g} to {high:g})"
+    )
     host = f"{shown_bytes(memory.host)} of {shown_bytes(memory.host_capacity)}"
     if memory.host > memory.host_capacity:
         host += ": DOES NOT FIT"
@@ -77,7 +97,8 @@ def _memory_lines(found: Estimate) -> list[tuple[str, str]]:
          f"gradient checkpointing, including the loss"
          f"{'; uncompiled: an upper bound' if settings.compile else ''})"),
         ("  logits and loss", shown_bytes(memory.loss)),
-        ("  sum", shown_bytes(memory.used)),
+        ("  sum of live tensors", shown_bytes(memory.used)),
+        ("  expected reserved", reserved),
         ("  margin", f"{shown_bytes(memory.margin)} for the context, NCCL and fragmentation"),
         ("  available", verdict),
         ("host memory per device", host),
@@ -118,13 +139,36 @@ def _uncertainty(mfu: float | None, run: PlannedRun) -> str:
     if run.hardware.is_cpu:
         return "three runs on one kind of CPU were within a third; other programs slow it down"
     low, high = PUBLISHED_RUNS
-    caveat = "communication within a replica was compared with no benchmark; "
-    caveat = caveat if run.layout.replica_size > 1 else ""
-    return caveat + (
-        f"benchmarks of dense models were within {MAX_ERROR:.0%}, half of them within "
-        f"{MEDIAN_ERROR:.0%}; half of the published runs took {low:g} to {high:g} times their "
-        f"compute time"
+    median, largest, where = MEDIAN_ERROR, MAX_ERROR, ""
+    if run.devices > MANY_DEVICES:
+        median, largest = MEDIAN_MANY, MAX_MANY
+        where = f" on more than {MANY_DEVICES} devices"
+    return "; ".join(
+        [
+            *_not_compared(run),
+            f"benchmarks of dense models{where} were within {largest:.0%}, half of them within "
+            f"{median:.0%}",
+            f"half of the published runs took {low:g} to {high:g} times their compute time",
+        ]
     )
+
+
+def _not_compared(run: PlannedRun) -> list[str]:
+    """Return what no published benchmark has."""
+    found, stage = [], run.profile.zero_stage
+    largest = LARGEST_BENCHMARKS.get(stage)
+    if largest is None and run.devices > 1:
+        found.append(f"ZeRO-{stage} was compared with no benchmark")
+    elif largest is not None and run.devices > largest:
+        found.append(f"NO BENCHMARK of ZeRO-{stage} has more than {largest:,} devices")
+    if run.layout.tensor > 1:
+        found.append("tensor parallelism was compared with 5 benchmarks only")
+    elif run.layout.sequence > 1:
+        found.append("communication within a replica was compared with no benchmark")
+    keys = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+    if any(run.profile.zero.get(key) not in (None, False, 1) for key in keys):
+        found.append("ZeRO++ was compared with no benchmark")
+    return found
 
 
 def _storage_lines(found: Estimate) -> list[tuple[str, str]]:

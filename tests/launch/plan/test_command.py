@@ -92,6 +92,37 @@ def test_a_plan_is_printed_by_a_process_of_its_own():
         assert part in result.stdout
 
 
+def text_of(capsys, model, profile, devices, *words):
+    names = ["--model_config", f"model_configs/{model}.json", "--devices", devices, *words]
+    assert plan(*names, "--deepspeed_config", f"ds_configs/{profile}.json") == 0
+    return capsys.readouterr().out
+
+
+def test_a_plan_names_what_no_benchmark_has_and_what_is_faster_on_many_devices(capsys):
+    def small_steps(profile, devices):
+        words = ["--batch_tokens", 8192 * devices, "--micro_batch_size", 4]
+        return text_of(capsys, "llama-7b", profile, devices, *words)
+
+    few, many = small_steps("zero3", 64), small_steps("zero3", 1024)
+    assert "NO BENCHMARK" not in few and "note:" not in few
+    assert "NO BENCHMARK of ZeRO-3 has more than 512 devices" in many
+    (note,) = [line for line in many.splitlines() if line.startswith("note:")]
+    assert "sharded over 1,024 devices" in note and "ZeRO-1, micro-batch" in note
+    assert "hpZ over 8" in note
+    first = small_steps("zero1", 1024)
+    assert "more than 128 devices were within 8%" in first and "note:" not in first
+
+
+def test_reserved_memory_beyond_the_device_is_named_but_fits(capsys):
+    words = ["--gradient_checkpointing", "--micro_batch_size", 16]
+    text = text_of(capsys, "llama-7b", "zero1", 8, *words)
+    assert "fits, but is tight" in text and "expected reserved" in text
+    text = text_of(capsys, "llama-7b", "zero3", 8, *words)
+    assert text.count("fits") == 1 and "tight" not in text
+    assert "hpZ's second weights" not in text
+    assert "hpZ's second weights" in text_of(capsys, "llama-7b", "zeropp", 8, *words)
+
+
 def test_offload_moves_memory_to_the_host_and_takes_time(capsys):
     words = golden_words(ROOT / "model_configs" / "llama-1.3b.json", "8 x H100")
     here = plan_json(capsys, *words)

@@ -49,7 +49,7 @@ def rows() -> list[tuple[list[str], dict[str, str]]]:
 
 
 def test_every_marked_table_of_the_guide_is_parsed():
-    assert len(rows()) == 20 and GUIDE.count("<!-- plan:") == 4
+    assert len(rows()) == 21 and GUIDE.count("<!-- plan:") == 4
     assert all(set(row) & set(FIGURES) for _, row in rows())
 
 

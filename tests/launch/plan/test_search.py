@@ -44,6 +44,17 @@ def test_a_7b_model_on_one_device_needs_offload(capsys):
     assert any("on the host, more than a device's share" in one["rejected"] for one in found)
 
 
+def test_zeropp_is_first_where_the_network_is_slow_and_absent_on_one_host(capsys):
+    words = ["--model_config", LLAMA_7B, "--batch_tokens", 1 << 19, "--inter_node", "3e9"]
+    _, found = search(capsys, *words, "--devices", 64)
+    best = found[0]["ds_config"]["zero_optimization"]
+    assert best["zero_quantized_weights"] and best["zero_hpz_partition_size"] == 8
+    names = [one["profile"] for one in found if one["rejected"] is None]
+    assert names.index("ZeRO-3 + hpZ over 8") < names.index("ZeRO-3")
+    _, found = search(capsys, *words, "--devices", 8)
+    assert not any("hpZ" in one["profile"] or "++" in one["profile"] for one in found)
+
+
 def test_a_device_without_bf16_gets_fp16(capsys):
     tiny = ROOT / "model_configs" / "tiny.json"
     _, found = search(capsys, "--model_config", tiny, "--hardware", "V100")
