@@ -62,10 +62,10 @@ def figures(run: RunHistory) -> list[Pair]:
         add("Trained", duration(run.trained_seconds), wall_clock(run))
     if (times := lost_time(run)) is not None:
         lost, hourly, faults = times
-        value, note = str(lost).split("; ")
+        value, note = str(lost).split(" effective; ")
         note += f"; {faults} fault{'s' * (faults != 1)}"
         note += f"; with one an hour {1 - hourly.total:.1%}" if hourly is not None else ""
-        add("Time", value, note)
+        add("Effective time", value, note)
     if run.checkpoints:
         add("Checkpoint", str(checkpoint_step(run.checkpoints[-1].name)), _age(run))
     if refused := curves.last("health/skipped_steps"):

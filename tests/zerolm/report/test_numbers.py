@@ -207,8 +207,8 @@ def test_the_figures_at_the_head_of_the_report(run_dir, expected) -> None:
     assert figures["MFU"][0] == f"{expected.recent('throughput/mfu'):.1%}"
     wall = f"{len(expected.events) - 1}m00s since it began, 3 starts"
     assert figures["Trained"] == (f"{minutes}m{seconds:02}s", wall)
-    assert figures["Time"][0] == f"{1 - sum(lost.values()):.1%} effective"
-    assert figures["Time"][1].startswith(
+    assert figures["Effective time"][0] == f"{1 - sum(lost.values()):.1%}"
+    assert figures["Effective time"][1].startswith(
         f"lost to saves {lost['saves']:.2%}, repeated steps {lost['repeated']:.2%}, restarts "
         f"{lost['restarts']:.2%}; 2 faults; with one an hour "
     )
