@@ -132,10 +132,11 @@ def faster(
     )
     hardware, place = run.hardware, (run.hardware, run.devices, run.devices_per_node)
     first, second = (profile_of(stage, "none", hardware) for stage in (1, 2))
-    tensor = {"tensor_parallel": {"autotp_size": run.devices_per_node}}
-    name = f"ZeRO-1 + {run.devices_per_node} tensor parallel"
-    profiles = [profile, first, second, Profile.parse({**first.json, **tensor}, name)]
-    profiles += zeropp_profiles(*place)[:1]
+    profiles = [profile, first, second, *zeropp_profiles(*place)[:1]]
+    if (degree := run.devices_per_node) > 1:
+        tensor = {"tensor_parallel": {"autotp_size": degree}}
+        name = f"ZeRO-1 + {degree} tensor parallel"
+        profiles.append(Profile.parse({**first.json, **tensor}, name))
     tried = [_best(run.model, settings, each, place, assumed) for each in profiles]
     enough = (1 - WORTH_NAMING) * step.seconds
     usable = [each for each in tried if each.rejected is None and each.step_seconds < enough]

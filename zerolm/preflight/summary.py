@@ -21,6 +21,9 @@ def figures(plan: Plan) -> dict[str, str]:
     states = memory.model_states(model.shapes, profile, plan.world_size, kept_bytes=kept)
     chunk = settings.loss_chunk_tokens
     bound = " (uncompiled: an upper bound)" if settings.compile else ""
+    second = ""
+    if states.secondary:
+        second = f" ({shown_bytes(states.secondary)} of them hpZ's second weights)"
     activations = memory.activation_bytes(
         config_of_rank(model.config, plan.layout),
         settings.seq_len // plan.layout.sequence,
@@ -44,7 +47,7 @@ def figures(plan: Plan) -> dict[str, str]:
         "learning rate": _learning_rate_line(plan),
         "FLOPs per token": f"{plan.flops_per_token:.4g}",
         "FLOPs of the run": f"{plan.flops_per_token * settings.total_tokens:.4g}",
-        "memory per rank": f"{shown_bytes(states.device)} of model states on the device, "
+        "memory per rank": f"{shown_bytes(states.device)} of model states on the device{second}, "
         f"{shown_bytes(states.host)} on the host, about {shown_bytes(activations)} of "
         f"activations{bound}",
         "epochs": ", ".join(

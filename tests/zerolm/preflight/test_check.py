@@ -1,6 +1,7 @@
 """Invalid input is refused with one line per problem, and nothing is written."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from tests.launching import ROOT, environment, free_port, kill_session
 from tests.zerolm.preflight.preflight_inputs import command, refusal, snapshot
 from zerolm.common.errors import ConfigError
+from zerolm.common.values import shown_bytes
 from zerolm.distributed import device
 from zerolm.optim.schedule import SCHEDULES, Schedule
 from zerolm.preflight import check
@@ -190,6 +192,18 @@ def test_all_problems_are_reported_at_once(inputs):
 def test_batch_that_is_not_divisible_over_ranks_is_refused(inputs):
     (problem,) = refusal(inputs, "--micro_batch_size 2", WORLD_SIZE="3")
     assert "3 rank(s) x micro-batch 2" in problem and "384 or 576" in problem
+
+
+def test_the_second_weights_of_hpz_are_among_the_estimated_model_states(inputs):
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    (inputs / "hpz.json").write_text(
+        json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero})
+    )
+    plan = check.check(command(inputs, "--deepspeed_config hpz.json"), {"WORLD_SIZE": "2"})
+    second = shown_bytes(plan.model.num_parameters)  # two bytes of half of them
+    assert f"({second} of them hpZ's second weights)" in plan.derived["memory per rank"]
+    plan = check.check(command(inputs), {"WORLD_SIZE": "2"})
+    assert "hpZ" not in plan.derived["memory per rank"]
 
 
 def test_invalid_launcher_environment_is_refused(inputs):
