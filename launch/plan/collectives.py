@@ -92,7 +92,10 @@ def ring_seconds(run: PlannedRun, ranks: int | None = None) -> float:
 
 
 def chain_seconds(run: PlannedRun) -> float:
-    """Return the latency of a broadcast or reduction to one rank: all ranks one after another."""
+    """Return the latency of a broadcast or reduction to one rank: all ranks one after another.
+
+    InternEvo's broadcasts on 128 to 1,024 A100 agree with HOP_SECONDS (docs/published_runs.md).
+    """
     each = HOP_SECONDS if run.num_nodes > 1 else LOCAL_STEP_SECONDS
     return (run.shapes_of_rank[1] - 1) * each
 
