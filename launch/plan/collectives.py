@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from launch.plan.planned_run import PlannedRun
+from zerolm.ds_config.gathering import gathers_blocks, prefetch_bucket
 from zerolm.ds_config.profile import Profile
 from zerolm.model.architecture import num_parameters
 from zerolm.optim import reduction_choice
@@ -184,11 +185,19 @@ def _gather_seconds(run: PlannedRun, calls: Calls | None) -> float:
 def _gathers_of_a_pass(run: PlannedRun) -> int:
     """Return how many all-gathers DeepSpeed has in a pass, as counted on two ranks.
 
-    A compiled block is a leaf module: one for its first weights, one for those gathered ahead.
-    Otherwise each matrix has its own.
+    A block that is gathered at once has one, or two if the prefetch bucket is smaller. Otherwise
+    each matrix has its own.
     """
-    if run.settings.compile:
-        return 2 * run.model.config.get_text_config().num_hidden_layers + 1
+    block = run.model.block_sizes
+    if gathers_blocks(
+        run.profile,
+        block,
+        hidden_size=run.model.hidden_size,
+        ranks=run.shapes_of_rank[1],
+        compiled=run.settings.compile,
+    ):
+        ahead = run.profile.buckets.prefetch >= prefetch_bucket(run.profile, block, 1)
+        return (1 if ahead else 2) * run.model.config.get_text_config().num_hidden_layers + 1
     threshold = run.profile.buckets.persistence_threshold
     return sum(math.prod(shape) > threshold for shape in run.shapes_of_rank[0].values())
 

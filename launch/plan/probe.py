@@ -20,7 +20,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.records import read_json
 from zerolm.common.run_files import RunFiles
 from zerolm.common.shipped import SCRIPT, module_command
-from zerolm.common.values import shown_bytes
+from zerolm.common.values import shown_bytes, shown_seconds
 from zerolm.config.settings import FLAGS, Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.features import state_bytes
@@ -254,5 +254,5 @@ def as_text(found: Probe) -> str:
     row("checkpoint, all ranks", found.predicted_checkpoint_bytes, found.checkpoint_bytes)
     rate = f"{found.tokens_per_second:,.0f} tokens/s"
     mfu = f", {found.mfu:.1%} MFU" if found.mfu is not None else ""
-    lines.append(f"step {found.step_seconds:.3g} s, {rate}{mfu}")
+    lines.append(f"step {shown_seconds(found.step_seconds)}, {rate}{mfu}")
     return "\n".join(lines)

@@ -11,7 +11,7 @@ from launch.plan.step_time import (
     MEDIAN_MANY,
     PUBLISHED_RUNS,
 )
-from zerolm.common.values import duration, shown_bytes
+from zerolm.common.values import duration, shown_bytes, shown_seconds
 from zerolm.model import activation_checkpointing
 
 
@@ -108,9 +108,10 @@ def _memory_lines(found: Estimate) -> list[tuple[str, str]]:
 def _time_lines(found: Estimate, mfu: float | None) -> list[tuple[str, str]]:
     step, run = found.step, found.run
     if mfu is None:
-        spent = f"{step.compute:.3g} s matmuls, {step.elementwise:.3g} s element-wise, "
-        spent += f"{step.exposed:.3g} s of {step.communication:.3g}"
-        spent += f" s communication exposed, {step.offload + step.optimizer:.3g} s optimizer"
+        spent = f"{shown_seconds(step.compute)} matmuls, {shown_seconds(step.elementwise)} "
+        spent += f"element-wise, {shown_seconds(step.exposed)} of "
+        spent += f"{shown_seconds(step.communication)} communication exposed, "
+        spent += f"{shown_seconds(step.offload + step.optimizer)} optimizer"
     else:
         spent = "from the given MFU"
     price = "unknown; give --price_per_hour"
@@ -119,7 +120,7 @@ def _time_lines(found: Estimate, mfu: float | None) -> list[tuple[str, str]]:
         price = f"${found.price:,.0f} at ${hardware.price_per_hour:g} per device-hour"
         price += f" ({hardware.price_source}, {hardware.price_date})"
     return [
-        ("step", f"{step.seconds:.3g} s: {spent}"),
+        ("step", f"{shown_seconds(step.seconds)}: {spent}"),
         ("bound by", step.bound if mfu is None else "--mfu"),
         ("MFU", f"{found.mfu:.1%}"),
         ("tokens per second", f"{found.tokens_per_second:,.0f}, "
@@ -177,7 +178,7 @@ def _storage_lines(found: Estimate) -> list[tuple[str, str]]:
     return [
         ("data", f"{shown_bytes(found.data_bytes_per_second)}/s read"),
         ("checkpoint", f"{shown_bytes(found.checkpoint_bytes)}, training waits "
-         f"{found.stall_seconds:.2g} s, complete after {found.checkpoint_seconds:.3g} s"),
+         f"{found.stall_seconds:.2g} s, complete after {shown_seconds(found.checkpoint_seconds)}"),
         ("interruptions", f"{lost.expected:.2g} expected, one per "
          f"{lost.mean_seconds / 3600:,.3g} hours"),
         ("save every", f"{every}{found.interval_steps} (Young/Daly)"),

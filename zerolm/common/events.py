@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from zerolm.common.values import shown_seconds
+
 Event = Mapping[str, Any]
 Level = Literal["bad", "notable", "plain", "quiet"]
 
@@ -86,7 +88,7 @@ class _Templates(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         if not isinstance(value, (int, float)):
             return "? s" if format_spec == "seconds" else str(value)
-        return f"{value:.3g} s" if format_spec == "seconds" else format(value, format_spec)
+        return shown_seconds(value) if format_spec == "seconds" else format(value, format_spec)
 
 
 _TEMPLATES = _Templates()

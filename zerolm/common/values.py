@@ -179,17 +179,22 @@ def parse_duration(value: Any) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as 1d02h03m, 2h03m, 3m04s or 5s; as unknown if they are not finite."""
+    """Format seconds as 40d06h, 1d02h03m, 2h03m, 3m04s or 5s; as unknown if not finite."""
     if not math.isfinite(seconds):
         return "unknown"
     minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
-        return f"{days}d{hours:02}h{minutes:02}m"
+        return f"{days}d{hours:02}h" + (f"{minutes:02}m" if days < 10 else "")
     if hours:
         return f"{hours}h{minutes:02}m"
     return f"{minutes}m{seconds_left:02}s" if minutes else f"{seconds_left}s"
+
+
+def shown_seconds(seconds: float) -> str:
+    """Format a measured or planned time: 0.0123 s, 12.3 s, 2m03s."""
+    return f"{seconds:.3g} s" if seconds < 99.95 else duration(seconds)
 
 
 def split_evenly(total: int, available: Sequence[int]) -> list[int]:

@@ -5,15 +5,27 @@ import math
 
 import pytest
 
-from zerolm.common.values import count, duration, shown_bytes, strict_json
+from zerolm.common.values import count, duration, shown_bytes, shown_seconds, strict_json
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(5, "5s"), (184, "3m04s"), (7380, "2h03m"), (97380, "1d03h03m"), (math.inf, "unknown")],
+    [
+        (5, "5s"),
+        (184, "3m04s"),
+        (7380, "2h03m"),
+        (97380, "1d03h03m"),
+        (28893540, "334d09h"),
+        (math.inf, "unknown"),
+    ],
 )
 def test_seconds_are_shown_with_two_units(seconds, text) -> None:
     assert duration(seconds) == text
+
+
+def test_a_time_of_minutes_is_no_power_of_ten() -> None:
+    shown = [shown_seconds(seconds) for seconds in (0.012345, 2.52, 99.94, 99.96, 2520)]
+    assert shown == ["0.0123 s", "2.52 s", "99.9 s", "1m40s", "42m00s"]
 
 
 @pytest.mark.parametrize(
