@@ -52,6 +52,23 @@ def test_text_of_a_file_does_not_control_the_terminal(tmp_path):
     assert errors.startswith(shown.replace(r"\r", "\r")) and f"file: {shown}, must be" in errors
 
 
+FORBIDDEN = """\
+def add_flags(parser): pass
+def run(arguments): raise PermissionError(13, "Permission denied", "runs/first/run.json")
+"""
+
+
+def test_a_file_without_permission_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "command.py").write_text(FORBIDDEN)
+    path = os.pathsep.join((str(ROOT), str(tmp_path)))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment(PYTHONPATH=path), timeout=60,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "refused\nruns/first/run.json: Permission denied. Change its" in done.stderr
+
+
 def test_closed_streams_change_no_exit_code_and_no_file_takes_their_place(tmp_path):
     (tmp_path / "command.py").write_text(COMMAND)
     path = os.pathsep.join((str(ROOT), str(tmp_path)))
