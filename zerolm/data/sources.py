@@ -4,6 +4,7 @@ Reads manifests and packing indices, but no tokens.
 """
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from zerolm.data.packing import open_packing
 from zerolm.data.quotas import exact_shares
 from zerolm.shards.manifest import MANIFEST
 from zerolm.shards.reader import Source, open_source
+
+COLON_WEIGHT = re.compile(r"(.+):([0-9.]+)")  # as other programs write the weight of a source
 
 
 class Sources(NamedTuple):
@@ -46,6 +49,12 @@ def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, floa
     for spec in settings.data:
         path: str
         weight: float | None
+        colon = COLON_WEIGHT.fullmatch(spec)
+        if colon and not Path(spec).exists() and Path(colon[1]).is_dir():
+            problems.append(
+                f"{where}: {spec}, a weight follows an equals sign. Write {colon[1]}={colon[2]}."
+            )
+            continue
         try:
             path, weight = split_weight(spec)
         except ValueError:

@@ -68,6 +68,8 @@ def figures(plan: Plan) -> dict[str, str]:
         lines["evaluation"] = (
             f"{plan.val_sequences:,} sequences every {settings.eval_interval} steps"
         )
+    else:
+        lines["evaluation"] = "no validation loss: there is no --val_data"
     lines |= rules.summary_lines(settings)
     sizes = {
         name: source.head.get("text_bytes", 0) / source.num_tokens

@@ -52,6 +52,7 @@ BAD = {
     "truncated shard": ("--data cut", ["cut/shard-00000.bin: 100 bytes", "manifest says 40000"]),
     "missing shard": ("--data holed", ["holed/shard-00000.bin", "missing", "Restore"]),
     "bad weight": ("--data web=much", ["--data", "web=much", "not a number", "=0.7"]),
+    "weight after a colon": ("--data web:0.8 --data code=1", ["web:0.8, a weight", "web=0.8."]),
     "weight of zero": ("--data web=0 --data code=1", ["--data", "web=0", "above 0"]),
     "weight for one only": ("--data web=0.5 --data code", ["code", "no weight", "all of them"]),
     "tiny weight": ("--data web=1e-9 --data code=1", ["1e-09", "2^-20"]),
@@ -169,6 +170,7 @@ def test_the_file_of_another_project_runs_with_notices_of_what_was_decided(input
     assert not {"_comment", "tensorboard", "wandb"} & plan.profile.json.keys()
     assert (plan.profile.precision, plan.profile.zero_stage) == ("bf16", 1)
     assert plan.derived["profile"].startswith("ZeRO-1, bf16")
+    assert "there is no --val_data" in plan.derived["evaluation"]
     told = "\n".join(plan.notices)
     for part in ('training in bf16, since fp16.enabled is "auto"', "stage is 0: using stage 1"):
         assert part in told
