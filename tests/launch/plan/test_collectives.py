@@ -90,8 +90,10 @@ def test_latency_grows_with_ranks_and_with_gathers(model):
         return collectives.collectives(replace(run, hardware=fast)).seconds
 
     assert 1.9 < latency(devices=1024) / latency(devices=512) < 2.1
-    assert latency(compiled=True, devices=512) < 0.5 * latency(devices=512)
-    assert latency(stage=1, devices=1024) < 0.2 * latency(devices=1024)
+    by_layer = {"leaf_module": {"classes": ["LlamaMLP"]}}  # a file that names its own
+    assert latency(devices=512) < 0.5 * latency(devices=512, **by_layer)
+    assert latency(compiled=True, devices=512) == latency(devices=512), "blocks at once"
+    assert latency(stage=1, devices=1024) < 0.4 * latency(devices=1024)
 
 
 def test_stage_1_overlaps_its_reduction_where_owners_have_calls_of_their_own(model):
