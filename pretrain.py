@@ -314,6 +314,7 @@ def initialize(
     """
     import deepspeed
 
+    from zerolm.distributed.shard_groups import sharding_within
     from zerolm.ds_config import muon
     from zerolm.pretrained import masters
 
@@ -324,7 +325,8 @@ def initialize(
     if custom.is_dotted(profile.optimizer.name):
         kind = custom.optimizer_class(profile.optimizer.name)
         optimizer = partial(kind, **profile.optimizer.params)
-    with muon.only_matrices(model) if profile.uses_muon else nullcontext():
+    matrices = muon.only_matrices(model) if profile.uses_muon else nullcontext()
+    with matrices, sharding_within(plan.layout) as across:
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
@@ -334,7 +336,7 @@ def initialize(
             ),
             config=profile.json,
         )
-    spare_memory_traffic(engine)
+    spare_memory_traffic(engine, across)
     dtype = torch_dtype(profile)
     if existing is not None and existing.is_rounded_to(dtype) and plan.layout.tensor == 1:
         masters.set_masters(engine, existing.weights)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 RUN = (
     *("model_config", "init_from", "branch", "deepspeed_config", "total_tokens", "batch_tokens"),
-    *("seq_len", "micro_batch_size", "gradient_checkpointing", "async_checkpoint"),
+    *("seq_len", "micro_batch_size", "gradient_checkpointing", "async_checkpoint", "shard_within"),
     *(name for name, about in FLAGS.items() if about["probed"]),
 )
 HARDWARE_FIGURES = {

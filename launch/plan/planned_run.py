@@ -17,6 +17,7 @@ from zerolm.distributed.layout import Layout
 from zerolm.ds_config.parallel_rules import model_problems
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.rules import rule_problems
+from zerolm.ds_config.shard_groups import with_shard_groups
 from zerolm.model.architecture import is_routed_expert, num_parameters, routed_fraction
 from zerolm.model.flops import TRAINING_TO_FORWARD, flops_per_token, head_flops_per_token
 from zerolm.model.model import Model
@@ -100,6 +101,7 @@ def plan_run(
         ConfigError: every problem, one per line.
     """
     found = Findings(rule_problems(profile, on_gpu=not hardware.is_cpu, world_size=devices))
+    profile = with_shard_groups(profile, settings, devices, found.problems)
     if hardware.peak(profile.compute_precision) is None:
         found.problems.append(
             f"{profile.name}: {profile.compute_precision} is not supported by {hardware.name}. "

@@ -19,6 +19,7 @@ from zerolm.checkpoint.manifest import FILES, LISTS_VERSION, ListedFile, files_p
 from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.files import write_atomically
 from zerolm.common.records import open_regular, parse_record, why
+from zerolm.ds_config.topology import SHARDS
 
 LISTED_RANKS = 64
 
@@ -85,7 +86,8 @@ def pieces(directory: Path, manifest: dict[str, Any], rank: int, world_size: int
     Raises:
         CheckpointError: a list is damaged.
     """
-    written_by, lists = manifest.get("world_size"), manifest.get("lists", [])
+    written_by = manifest.get(SHARDS, manifest.get("world_size"))
+    lists = manifest.get("lists", [])
     common = [entry for entry in manifest["files"] if not lists or entry["file"] != FILES]
     if not lists:
         return share(common, rank, world_size, written_by)

@@ -1,10 +1,10 @@
 """Load a ZeRO checkpoint that was written with another topology.
 
-World size, ZeRO stage (1, 2, 3), offload of optimizer states to CPU, `sub_group_size` and
-`round_robin_gradients` may differ. Tensor-parallel checkpoints cannot be resharded. Neither can
-those of Muon, of states on NVMe, or written with `elastic_checkpoint` or `parameter_alignment`;
-those of frozen parameters; and those of another model, optimizer type or precision of the masters.
-All of these are refused, here or by `zerolm.ds_config.topology.problems`.
+World size, ZeRO stage (1, 2, 3), `--shard_within`, offload of optimizer states to CPU,
+`sub_group_size` and `round_robin_gradients` may differ. Tensor-parallel checkpoints cannot be
+resharded. Neither can those of Muon, of states on NVMe, or written with `elastic_checkpoint` or
+`parameter_alignment`; those of frozen parameters; and those of another model, optimizer type or
+precision of the masters. All of these are refused, here or by `zerolm.ds_config.topology.problems`.
 
 Each rank memory-maps the shards that hold its values, copies these into the layout of this
 topology, and passes the result to DeepSpeed's own loader, as if this topology had saved it. No rank
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 from zerolm.checkpoint.partitions import Partitions
 from zerolm.checkpoint.safe_load import interpreted, read_data
@@ -36,6 +37,7 @@ from zerolm.checkpoint.zero_files import (
 )
 from zerolm.common.errors import CheckpointError
 from zerolm.distributed.collectives import gather_objects
+from zerolm.ds_config import topology
 
 # Names of the same state in torch's and DeepSpeed's implementation, by the class that loads it.
 RENAMED_STATES = {"Adagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPUAdagrad": {"sum": "exp_avg_sq"}}
@@ -49,23 +51,23 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
     Args:
         engine: fresh from `deepspeed.initialize`.
         directory: a checkpoint that is verified, also by `safe_load.pickle_problems`.
-        manifest: `world_size` and `zero_stage` give the layout of the files.
+        manifest: `zero_stage`, and `shards` or `world_size`, give the layout of the files.
 
     Raises:
         CheckpointError: on every rank, before the engine is modified: states that cannot be
             resharded, with file, key and reason.
     """
     path = model_file(directory, manifest)
-    stage = engine.zero_optimization_stage()
-    new = partitions(engine._get_zero_param_shapes(), engine.world_size, stage)
+    num_shards, stage = topology.shards(manifest), engine.zero_optimization_stage()
+    group = engine.optimizer.dp_process_group
+    new = partitions(engine._get_zero_param_shapes(), distributed.get_world_size(group), stage)
     template = engine.optimizer.state_dict()
     inspected: list[dict[str, Any]] = []
     try:
         with interpreted(directory):
             model_state = read_data(path, mapped=True)
-            shapes, world_size = model_state["param_shapes"], manifest["world_size"]
-            old = partitions(shapes, world_size, manifest["zero_stage"])
-            files = optimizer_files(directory, world_size)
+            old = partitions(model_state["param_shapes"], num_shards, manifest["zero_stage"])
+            files = optimizer_files(directory, num_shards)
             share = range(engine.global_rank, len(files), engine.world_size)
             dtype = masters(template)[0].dtype
             inspected = [_inspect_shard(files[rank], old, dtype) for rank in share]
@@ -81,7 +83,7 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
 
     dtypes = {MASTER: masters(template)[0].dtype, **shards[0]["dtypes"]}
     with interpreted(directory):
-        flats = copy_partitions(old, new, files, engine.global_rank, dtypes)
+        flats = copy_partitions(old, new, files, distributed.get_rank(group), dtypes)
         _set_rank_state(template, flats, shards[0]["scalars"], engine.optimizer.optimizer)
         shard = read_data(files[0], mapped=True)["optimizer_state_dict"]
         _copy_shared_state(template, shard, scheduled=engine.lr_scheduler is not None)
@@ -238,7 +240,8 @@ def _load_into_engine(engine: Any, state: dict[str, Any]) -> None:
 
     `load_state_dict` takes a list of all ranks' states, and reads this rank's only.
     """
-    optimizer, rank = engine.optimizer, engine.global_rank
+    optimizer = engine.optimizer
+    rank = distributed.get_rank(optimizer.dp_process_group)
     partitioned = engine.zero_optimization_stage() == 3
     if partitioned:
         optimizer.checkpoint_event_prologue()

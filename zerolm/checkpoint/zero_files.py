@@ -19,6 +19,7 @@ import torch
 from zerolm.checkpoint.partitions import Partitions
 from zerolm.checkpoint.safe_load import interpreted, read_data
 from zerolm.common.errors import CheckpointError
+from zerolm.ds_config import topology
 from zerolm.pretrained.safetensors_files import Tensor
 
 MASTER = "float32 master"  # besides the optimizer's own names, such as exp_avg
@@ -39,7 +40,7 @@ def model_file(
     return directory / f"{name}_model_states.pt"
 
 
-def optimizer_files(directory: Path, world_size: int, tensor_rank: int = 0) -> list[Path]:
+def optimizer_files(directory: Path, num_shards: int, tensor_rank: int = 0) -> list[Path]:
     """Return the shards of one tensor-parallel rank, in the order of ranks."""
     pattern = re.compile(
         rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{tensor_rank:02d}_optim_states\.pt"
@@ -47,22 +48,22 @@ def optimizer_files(directory: Path, world_size: int, tensor_rank: int = 0) -> l
     found = {
         int(match[1]): path for path in directory.iterdir() if (match := pattern.match(path.name))
     }
-    if sorted(found) != list(range(world_size)):
+    if sorted(found) != list(range(num_shards)):
         raise CheckpointError(
             f"{directory}: has optimizer states of ranks {sorted(found)}, but its manifest says "
-            f"{world_size} ranks. Resume from another checkpoint."
+            f"{num_shards} ranks. Resume from another checkpoint."
         )
-    return [found[rank] for rank in range(world_size)]
+    return [found[rank] for rank in range(num_shards)]
 
 
-def partitions(param_shapes: Any, world_size: int, stage: int) -> Partitions:
-    """Return the layout of the parameters over ranks.
+def partitions(param_shapes: Any, num_shards: int, stage: int) -> Partitions:
+    """Return the layout of the parameters over the ranks that share them.
 
     Args:
         param_shapes: {name: torch.Size} of each group, from a model file or an engine.
     """
     groups = [{name: shape.numel() for name, shape in group.items()} for group in param_shapes]
-    return Partitions(groups, world_size, per_parameter=stage == 3)
+    return Partitions(groups, num_shards, per_parameter=stage == 3)
 
 
 def base_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -165,19 +166,19 @@ class Weights:
 
     def _read(self, directory: Path, manifest: Mapping[str, Any], tensor_rank: int) -> None:
         degree = manifest.get("cut", {}).get("tensor_parallel", 1)
-        world_size, stage = manifest["world_size"] // degree, manifest["zero_stage"]
+        num_shards, stage = topology.shards(manifest) // degree, manifest["zero_stage"]
         self._model_state = read_data(model_file(directory, manifest, tensor_rank), mapped=True)
         groups = self._model_state["param_shapes"]
         self.shapes = {name: shape for group in groups for name, shape in group.items()}
         self.tied: dict[str, str] = dict(self._model_state["shared_params"])
         self.buffers: list[str] = list(self._model_state["buffer_names"])
-        self._layout = partitions(groups, world_size, stage)
+        self._layout = partitions(groups, num_shards, stage)
         self._frozen = self._model_state.get("frozen_param_shapes") or {}
         self._model_files = [
             model_file(directory, manifest, tensor_rank, rank)
-            for rank in range(world_size if stage == 3 else 1)
+            for rank in range(num_shards if stage == 3 else 1)
         ]
-        self._files = optimizer_files(directory, world_size, tensor_rank)
+        self._files = optimizer_files(directory, num_shards, tensor_rank)
         self._open: dict[Path, dict[str, Any]] = {}
         others = range(1, degree) if tensor_rank == 0 else ()
         self._others = [Weights(directory, manifest, other, self._state) for other in others]

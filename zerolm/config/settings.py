@@ -315,6 +315,14 @@ class Core:
         "directory on a local NVMe disk of each host, for a profile that offloads to NVMe",
         shows="PATH",
     )
+    shard_within: int | None = count(
+        "run",
+        "with ZeRO-1 in bf16: shard optimizer states over groups of N neighbouring ranks, such as "
+        "those of a host; each group has all states, and only sums of gradients pass between "
+        "groups (default: over all ranks)",
+        "N",
+        minimum=2,
+    )
     settings: str | None = flag(
         "run",
         "text",

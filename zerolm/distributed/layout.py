@@ -3,6 +3,8 @@
     replica    the ranks that share one sequence of the batch; replicas train on other sequences
     tensor     inside a replica each rank has a slice of every large matrix, and all of the sequence
     sequence   inside a replica each rank has all weights, and a slice of the sequence
+    shards     ZeRO shards optimizer states over all ranks with the same weights, or over groups of
+               neighbours, each of which has a copy of all states
 
 The ranks of a replica are neighbours: rank r is number r % size of replica r // size, as in
 DeepSpeed's own groups (`_init_tp_mesh_device`, `initialize_sequence_parallel`, 0.19.8). Without
@@ -23,12 +25,24 @@ class Layout(NamedTuple):
         sequence: degree of sequence parallelism: ranks over which the sequences of a replica are
             sharded.
         partitions_weights: whether weights are partitioned over ranks (ZeRO-3).
+        shard_within: number of ranks in a group with all optimizer states; 0: all ranks.
     """
 
     world_size: int
     tensor: int = 1
     sequence: int = 1
     partitions_weights: bool = False
+    shard_within: int = 0
+
+    @property
+    def copies(self) -> int:
+        """Number of groups that have all optimizer states, each with the same values."""
+        return self.world_size // self.shard_within if self.shard_within else 1
+
+    @property
+    def shards(self) -> int:
+        """Number of ranks over which ZeRO partitions one copy of the states."""
+        return self.world_size // self.tensor // self.copies
 
     @property
     def replica_size(self) -> int:
@@ -78,6 +92,8 @@ class Layout(NamedTuple):
 
     def describe(self) -> str:
         """Return the layout for display next to the number of devices, empty if data parallel."""
+        if self.shard_within:
+            return f"{self.copies} groups of {self.shards} with all optimizer states"
         if self.replica_size == 1:
             return ""
         form, size = ("tensor", self.tensor) if self.tensor > 1 else ("sequence", self.sequence)

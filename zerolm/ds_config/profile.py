@@ -84,6 +84,7 @@ class Profile:
         accumulation: micro-batches per step; None if missing or "auto".
         overlap_comm: None if missing.
         buckets: sizes, with DeepSpeed's defaults filled in.
+        shard_within: number of ranks over which states are sharded, of `--shard_within`; 0: all.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Profile:
     accumulation: int | None
     overlap_comm: bool | None
     buckets: Buckets
+    shard_within: int = 0
 
     @classmethod
     def read(cls, path: str | Path) -> "Profile":
@@ -165,7 +167,7 @@ class Profile:
         tensor, sequence = self.tensor_parallel, self.sequence_parallel
         if world_size % (tensor * sequence):
             return Layout(world_size)
-        return Layout(world_size, tensor, sequence, self.zero_stage == 3)
+        return Layout(world_size, tensor, sequence, self.zero_stage == 3, self.shard_within)
 
     @property
     def offloads(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ Runs after `rules` has found no problems. The result goes to `deepspeed.initiali
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from zerolm.common.errors import reason
@@ -75,7 +76,8 @@ def resolve_profile(
     _resolve_optimizer(resolved, profile, settings)
     if "scheduler" in resolved:
         _resolve_scheduler(resolved, settings, warmup_steps, total_steps)
-    return Profile.parse(_without_auto(resolved), profile.name)
+    parsed = Profile.parse(_without_auto(resolved), profile.name)
+    return replace(parsed, shard_within=profile.shard_within)
 
 
 def deepspeed_problems(profile: Profile) -> list[str]:

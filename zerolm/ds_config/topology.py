@@ -13,6 +13,7 @@ from zerolm.ds_config.profile import Profile
 # Keys of zero_optimization that change which rank holds a value, or the order of values.
 SHARDING_KEYS = ("sub_group_size", "round_robin_gradients", "parameter_alignment")
 TENSOR_PARALLEL = "tensor_parallel"
+SHARDS = "shards"  # of a manifest, if there are fewer than ranks: groups have copies of the states
 FULL_MATRIX_STATES = frozenset({"muon"})  # momentum of full matrices, not sharded like weights
 
 
@@ -37,6 +38,14 @@ def sharding(profile: Profile) -> dict[str, Any]:
     }
 
 
+def shards(manifest: Mapping[str, Any]) -> int:
+    """Return over how many ranks the states of a checkpoint are sharded.
+
+    The ranks of a tensor-parallel replica count too; each of them has other shards.
+    """
+    return int(manifest.get(SHARDS, manifest["world_size"]))
+
+
 def changes(manifest: Mapping[str, Any], profile: Profile, world_size: int) -> list[str]:
     """List how a checkpoint's sharding differs from this run's, each as `old -> new`.
 
@@ -46,14 +55,16 @@ def changes(manifest: Mapping[str, Any], profile: Profile, world_size: int) -> l
     Returns:
         Empty if the checkpoint can be loaded without resharding.
     """
+    in_groups = SHARDS in manifest or profile.shard_within
+    what, ours = "shards" if in_groups else "world size", profile.shard_within or world_size
     pairs = [
-        ("world size", manifest["world_size"], world_size),
+        (what, shards(manifest), ours),
         ("ZeRO stage", manifest["zero_stage"], profile.zero_stage),
         ("optimizer", manifest["optimizer"], optimizer_kind(profile)),
     ]
-    ours = sharding(profile)
-    theirs = manifest.get("cut", ours)  # absent in old checkpoints
-    pairs += [(key, theirs.get(key), ours.get(key)) for key in {**theirs, **ours}]
+    options = sharding(profile)
+    theirs = manifest.get("cut", options)  # absent in old checkpoints
+    pairs += [(key, theirs.get(key), options.get(key)) for key in {**theirs, **options}]
     return [f"{what} {old} -> {new}" for what, old, new in pairs if old != new]
 
 

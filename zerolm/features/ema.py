@@ -85,7 +85,8 @@ class Ema(Feature):
         if not plan.settings.ema_tokens:
             return {}
         place = "on the device" if plan.profile.optimizer_offload == "none" else "on the host"
-        size = shown_bytes(BYTES * plan.model.num_parameters / plan.world_size)
+        ranks = plan.world_size // plan.layout.copies
+        size = shown_bytes(BYTES * plan.model.num_parameters / ranks)
         half_life = f"half-life {plan.settings.ema_tokens:,} tokens"
         return {"average": f"of the weights, {half_life}, about {size} per rank {place}"}
 

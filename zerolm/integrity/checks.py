@@ -231,20 +231,20 @@ class Checks:
         lines = self._seal.changed() if changed else []
         if sum(int(_broken_shifts(batch)) for batch in batches):
             lines.append("token ids of the batch")
-        digests = gather_objects(self._seal.weights_digest()) if unequal else []
+        digests = gather_objects(self._seal.digest_of_copies()) if unequal else []
         found = gather_objects((place(self._engine), lines))
         guilty = [where for where, lines in found if lines]
         texts = [f"{shown(where)}: {'; '.join(lines)}" for where, lines in found if lines]
         if guilty:
             return self._error(step, f"changed in memory: {' | '.join(texts)}", guilty)
         usual = max(digests, key=digests.count)
-        clear = digests.count(usual) > 1
+        clear = 2 * digests.count(usual) > len(digests)
         guilty = [
             where
             for (where, _), each in zip(found, digests, strict=True)
             if each != usual or not clear
         ]
-        return self._error(step, "ranks have different copies of the weights", guilty)
+        return self._error(step, f"ranks have different copies of {self._seal.copied}", guilty)
 
     def _error(self, step: int, what: str, places: Sequence[dict[str, Any]]) -> CorruptionError:
         where = ", ".join(map(shown, places)) or "an unknown rank"

@@ -5,10 +5,11 @@ training step has anyway, tells every rank whether any of them found something.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import distributed
 
 from zerolm.integrity.digests import piecewise, prepared, values_of_piece
 from zerolm.integrity.zero_state import WEIGHTS, State, parameters_in, states
@@ -25,11 +26,19 @@ class Seal:
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
-        replicated: every rank has all weights, so that their digests must be equal.
+        replicated: every rank has all weights, so that their digests must be equal. With groups of
+            `--shard_within` so must those of the states that each group has.
+
+    Attributes:
+        copied: what several ranks have, for messages.
     """
 
     def __init__(self, engine: Any, replicated: bool):
         self._engine, self._replicated = engine, replicated
+        group = engine.optimizer.dp_process_group
+        in_groups = replicated and distributed.get_world_size(group) < engine.world_size
+        self._group = group if in_groups else None
+        self.copied = "weights or optimizer states" if in_groups else "the weights"
         self._states: list[State] = []
         # By address, size and dtype.
         self._digests: dict[tuple[int, int, torch.dtype], Callable[[], torch.Tensor]] = {}
@@ -109,11 +118,8 @@ class Seal:
             self._cost_seconds = _smoothed(self._cost_seconds, spent)
         if not self._replicated:
             return torch.cat([head, changed])
-        weights = [
-            now for state, now in zip(self._states, self._now, strict=True) if state.kind == WEIGHTS
-        ]
         shifts = torch.arange(PARTS, device=device) * PART_BITS
-        bits = (torch.cat(weights).sum().to(device) >> shifts) & ((1 << PART_BITS) - 1)
+        bits = (self._of_copies(self._states, self._now) >> shifts) & ((1 << PART_BITS) - 1)
         return torch.cat([head, changed, torch.cat([bits, bits.square()]).double()])
 
     def agree(self, figures: list[float]) -> tuple[bool, bool]:
@@ -142,13 +148,22 @@ class Seal:
                 lines.append(f"{state.kind}, in {shown}")
         return lines
 
-    def weights_digest(self) -> int:
-        """Return the digest of this rank's weights."""
-        return sum(
-            int(piecewise(state.values).sum())
-            for state in states(self._engine)
-            if state.kind == WEIGHTS
-        )
+    def digest_of_copies(self) -> int:
+        """Return the digest of what other ranks have too. Every rank must call this."""
+        now = list(states(self._engine))
+        return int(self._of_copies(now, [piecewise(state.values) for state in now]))
+
+    def _of_copies(self, now: Sequence[State], digests: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the digest of the weights, and of the states of the rank's group, () int64."""
+        weights, others = list[torch.Tensor](), list[torch.Tensor]()
+        for state, each in zip(now, digests, strict=True):
+            (weights if state.kind == WEIGHTS else others).append(each)
+        total = torch.cat(weights).sum().to(self._engine.device)
+        if self._group is not None:
+            of_group = torch.cat(others).sum()
+            distributed.all_reduce(of_group, group=self._group)
+            total += of_group
+        return total
 
     def _parameters(self, state: State, piece: int) -> list[str]:
         return parameters_in(self._engine, state, *values_of_piece(state.values, piece))

@@ -43,11 +43,12 @@ class Bucket(NamedTuple):
     owner: int
 
 
-def reduce_to_owners(engine: Any) -> "OwnerReduction | None":
+def reduce_to_owners(engine: Any, across: Any = None) -> "OwnerReduction | None":
     """Let an engine reduce each gradient to its owner only, where that is the same sum.
 
     Args:
         engine: changed for good at stages 1 and 2. Stage 3 does so itself.
+        across: process group of the ranks with the same partition, with `--shard_within`.
 
     Returns:
         What must be told of each gradient, if the sums are in the flat buffers of BF16_Optimizer.
@@ -69,7 +70,7 @@ def reduce_to_owners(engine: Any) -> "OwnerReduction | None":
     )
     if not is_mean or optimizer.mpu is not None or optimizer._uses_muon:
         return None
-    found = OwnerReduction(engine, always_by_owner=key is False)
+    found = OwnerReduction(engine, always_by_owner=key is False, across=across)
     engine.buffered_allreduce_fallback = found.finish
     return found
 
@@ -86,11 +87,13 @@ class OwnerReduction:
     """Reduces the sums of BF16_Optimizer, from the end of the model on, as they become complete.
 
     Afterwards a rank has the mean over ranks in its own partition, and no meaningful values in
-    those of others.
+    those of others. Where groups of ranks have a partition each, it is first summed inside the
+    group, then over groups.
 
     Args:
         engine: its buckets are those of the keys `reduce_bucket_size` and `overlap_comm`.
         always_by_owner: however small the part of an owner is.
+        across: process group of the ranks with the same partition; None if it has one owner.
 
     Attributes:
         early: how many buckets of the last step were started before the backward pass had ended.
@@ -98,9 +101,9 @@ class OwnerReduction:
             gradient is faster.
     """
 
-    def __init__(self, engine: Any, always_by_owner: bool):
+    def __init__(self, engine: Any, always_by_owner: bool, across: Any = None):
         self._engine, self._optimizer = engine, engine.optimizer
-        self._always_by_owner = always_by_owner
+        self._always_by_owner, self._across = always_by_owner, across
         (self._process_group,) = set(self._optimizer.real_dp_process_group)
         self._ranks = distributed.get_world_size(self._process_group)
         zero = engine._config.zero_config
@@ -145,8 +148,11 @@ class OwnerReduction:
                 distributed.reduce_scatter_tensor(partition, flat, group=self._process_group)
         for work in self._started:
             work.wait()
+        if self._across is not None:
+            for partition in partitions:
+                distributed.all_reduce(partition, group=self._across)
         # As DeepSpeed scales: ranks of a sequence have parts of one gradient.
-        replicas = self._ranks / float(self._engine.sequence_parallel_size)
+        replicas = distributed.get_world_size() / float(self._engine.sequence_parallel_size)
         for partition in partitions:
             partition.mul_(1.0 / replicas)
         self._put_off_incomplete()

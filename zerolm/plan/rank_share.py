@@ -21,17 +21,17 @@ def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
 
     Under tensor parallelism a rank holds a shard of every matrix except the embedding (and a head
     tied to it), and ZeRO partitions over the replicas. Otherwise ZeRO partitions the full shapes
-    over all ranks.
+    over all ranks, or over those of a group.
     """
     if layout.tensor == 1:
-        return shapes, layout.world_size
+        return shapes, layout.shards
     sharded = {
         name: (-(-shape[0] // layout.tensor), *shape[1:])
         if len(shape) > 1 and "embed" not in name
         else shape
         for name, shape in shapes.items()
     }
-    return sharded, layout.replicas
+    return sharded, layout.shards
 
 
 def config_of_rank(config: "PretrainedConfig", layout: Layout) -> "PretrainedConfig":

@@ -16,6 +16,7 @@ from zerolm.ds_config import host as ds_host
 from zerolm.ds_config.precision import Begun, with_precision
 from zerolm.ds_config.profile import AUTO, Profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
+from zerolm.ds_config.shard_groups import with_shard_groups
 from zerolm.model.model import Model
 from zerolm.preflight import initial_weights
 from zerolm.preflight.host import Host
@@ -116,6 +117,7 @@ def _read_profile(
             f"{_began_on(begun)}. Use fp16 (--precision fp16 if the file says auto), or a newer "
             f"device."
         )
+    profile = with_shard_groups(profile, settings, world_size, found.problems)
     found.notices += rule_notices(profile, on_gpu=on_gpu, world_size=world_size)
     auto = [key for key in BUCKET_KEYS if profile.zero.get(key) == AUTO]
     if auto and model is not None and not model.hidden_size:

@@ -126,6 +126,7 @@ class Checkpointing:
             "data_fingerprint": plan.data_fingerprint,
             "precision": plan.profile.precision,
             "cut": topology.sharding(plan.profile),
+            **({topology.SHARDS: plan.layout.shards} if plan.layout.copies > 1 else {}),
             "order": run_record.data_order(plan),
             "versions": self.record["versions"],
             "model_config": self.record["model_config"],

@@ -209,7 +209,7 @@ class UpdateMeter:
     def squares(self, device: torch.device) -> torch.Tensor | None:
         """Return the sums of squares of this rank's changes since `before`, (blocks,) float64.
 
-        None if nothing was copied.
+        None if nothing was copied. Each copy of a state has its part of them.
 
         Args:
             device: where to put the result, for the all-reduce.
@@ -223,7 +223,7 @@ class UpdateMeter:
                 # In place, because the copy is no longer needed; the sign does not matter.
                 changes.append(old.sub_(windows(flat, self._every)))
                 block_indices.append(block)
-                scales.append(flat.numel() / old.numel())
+                scales.append(flat.numel() / old.numel() / self._layout.copies)
         return self._blocks.sums_of_squares(changes, block_indices, device, scales)
 
     def drop(self) -> None:

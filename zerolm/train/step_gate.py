@@ -156,8 +156,9 @@ class StepGate:
         else:
             norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in partitions]
             square = torch.stack(norms).square().sum()
-            if torch.distributed.get_world_size(optimizer.dp_process_group) > 1:
-                torch.distributed.all_reduce(square, group=optimizer.dp_process_group)
+            if (ranks := torch.distributed.get_world_size()) > 1:
+                torch.distributed.all_reduce(square)  # of every copy, so that all get the same bits
+                square /= ranks // torch.distributed.get_world_size(optimizer.dp_process_group)
             norm = square.sqrt().float()
             gradients = [norm[None]]
         if not self._decide(float(norm)):

@@ -23,7 +23,7 @@ def own(rank: int) -> str:
     return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def write(run_dir: Path, num_ranks: int, step: int = 5) -> Path:
+def write(run_dir: Path, num_ranks: int, step: int = 5, **more: int) -> Path:
     """Publish a checkpoint with a file of each rank, and one of all ranks."""
     temporary = run_dir / "checkpoints" / f".tmp-step-{step:08d}"
     temporary.mkdir(parents=True)
@@ -37,7 +37,7 @@ def write(run_dir: Path, num_ranks: int, step: int = 5) -> Path:
     manifest = {
         "format": FORMAT, "version": VERSION, **WRITTEN, "world_size": num_ranks, "zero_stage": 2,
         "progress": vars(Progress(step=step)),
-        "files": sorted(entries, key=lambda entry: entry["file"]),
+        "files": sorted(entries, key=lambda entry: entry["file"]), **more,
     }  # fmt: skip
     return publish(temporary, manifest)
 
@@ -69,6 +69,18 @@ def test_ranks_read_kilobytes_and_together_compare_every_file_once(published, mo
     shares = [pieces(published, found.manifest, rank, 300) for rank in (0, 63, 64, 299)]
     for rank, share in zip((0, 63, 64, 299), shares, strict=True):
         assert own(rank) in [piece.entry["file"] for piece in share]
+
+
+def test_ranks_of_many_groups_together_compare_the_files_of_the_first_once(tmp_path) -> None:
+    for num_shards in (4, 130):
+        final = write(tmp_path / str(num_shards), num_shards, world_size=260, shards=num_shards)
+        manifest = read(final).manifest
+        for world_size in (num_shards, 2 * num_shards, 260, 3):
+            shares = [pieces(final, manifest, rank, world_size) for rank in range(world_size)]
+            names = sorted(piece.entry["file"] for share in shares for piece in share)
+            assert names == sorted([COMMON, *map(own, range(num_shards))]), world_size
+        mine = pieces(final, manifest, num_shards - 1, num_shards)
+        assert own(num_shards - 1) in [piece.entry["file"] for piece in mine]
 
 
 def test_few_ranks_have_all_files_in_the_manifest_as_before(tmp_path) -> None:

@@ -75,7 +75,7 @@ def engine_of(stage: int, as_deepspeed_does: bool, key: bool | None) -> Any:
     if not as_deepspeed_does:
         made = []
         reduce = gradient_reduction.reduce_to_owners
-        gradient_sums.reduce_to_owners = lambda engine: made.append(reduce(engine)) or made[0]
+        gradient_sums.reduce_to_owners = lambda *given: made.append(reduce(*given)) or made[0]
         gradient_sums.spare_memory_traffic(engine)
         engine.reduction = made[0]
     return engine

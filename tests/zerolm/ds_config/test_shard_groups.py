@@ -1,0 +1,97 @@
+"""What `--shard_within` cannot be combined with, and the memory and layout that it gives."""
+
+import json
+
+import pytest
+
+from tests import ROOT
+from zerolm.config.settings import Settings
+from zerolm.distributed.layout import Layout
+from zerolm.ds_config import topology
+from zerolm.ds_config.profile import Profile
+from zerolm.ds_config.resolve import resolve_profile
+from zerolm.ds_config.shard_groups import with_shard_groups
+from zerolm.plan import memory
+
+BF16 = {"bf16": {"enabled": True}}
+ZERO1 = json.loads((ROOT / "ds_configs" / "zero1.json").read_text()) | BF16
+
+
+def grouped(config: dict, size: int | None, world_size: int = 4, **more) -> tuple[Profile, list]:
+    problems: list[str] = []
+    settings = Settings(shard_within=size, **more)
+    profile = Profile.parse(config, "ds.json")
+    return with_shard_groups(profile, settings, world_size, problems), problems
+
+
+def test_groups_of_neighbours_have_a_copy_of_all_states_each():
+    profile, problems = grouped(ZERO1, 2, world_size=8)
+    assert not problems
+    layout = profile.layout(8)
+    assert layout == Layout(8, shard_within=2)
+    assert (layout.shards, layout.copies, layout.replicas) == (2, 4, 8)
+    assert layout.describe() == "4 groups of 2 with all optimizer states"
+    shapes = {"weight": (512, 64)}
+    assert memory.model_states(shapes, profile, 8) == memory.model_states(shapes, profile, 2)
+    resolved = resolve_profile(
+        profile, Settings(learning_rate=1e-3, beta1=0.9, beta2=0.95), hidden_size=64,
+        micro_batch_size=1, accumulation=1, replicas=8, warmup_steps=1, total_steps=2,
+    )  # fmt: skip
+    assert resolved.layout(8) == layout
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_one_group_of_all_ranks_is_the_ordinary_case(size):
+    profile, problems = grouped(ZERO1, size)
+    assert not problems and profile == Profile.parse(ZERO1, "ds.json")
+    assert (profile.layout(4).shards, profile.layout(4).copies) == (4, 1)
+
+
+def zero(**keys) -> dict:
+    return {**ZERO1, "zero_optimization": {"stage": 1, **keys}}
+
+
+REFUSED = {
+    "stage": ({**ZERO1, "zero_optimization": {"stage": 2}}, {}, "needs ZeRO stage 1, but ds.json"),
+    "tensor": ({**ZERO1, "tensor_parallel": {"autotp_size": 2}}, {}, "autotp_size. Remove the key"),
+    "sequence": ({**ZERO1, "sequence_parallel_size": 2}, {}, "sequence_parallel_size"),
+    "fp32": ({**ZERO1, "bf16": {"enabled": False}}, {}, "has the precision fp32"),
+    "bf16 sums": ({**ZERO1, "data_types": {}}, {}, "data_types.grad_accum_dtype bf16"),
+    "bf16 sent": ({**ZERO1, "communication_data_type": "bf16"}, {}, "communication_data_type bf16"),
+    "offload": (zero(offload_optimizer={"device": "cpu"}), {}, "offload_optimizer: cpu"),
+    "Muon": ({**ZERO1, "optimizer": {"type": "Muon"}}, {}, "Muon needs complete matrices"),
+    "all-reduce": (zero(use_multi_rank_bucket_allreduce=True), {}, "allreduce: true"),
+    "scaling": ({**ZERO1, "prescale_gradients": True}, {}, "prescale_gradients"),
+    "copies in memory": (ZERO1, {"memory_checkpoint_interval": 5}, "memory_checkpoint_interval"),
+}
+
+
+@pytest.mark.parametrize(("config", "more", "part"), REFUSED.values(), ids=list(REFUSED))
+def test_a_refusal_takes_one_line(config, more, part):
+    profile, problems = grouped(config, 2, **more)
+    [problem] = problems
+    assert "--shard_within: 2 " in problem and part in problem and "\n" not in problem
+    assert "emove" in problem and not profile.shard_within
+
+
+def test_a_group_must_divide_the_ranks():
+    for size in (3, 8):
+        _, [problem] = grouped(ZERO1, size)
+        assert problem.endswith(
+            f"--shard_within: {size} does not divide the world size 4. Change one of them."
+        )
+
+
+def test_only_another_number_of_shards_is_resharded():
+    profile, _ = grouped(ZERO1, 2)
+    plain = Profile.parse(ZERO1, "ds.json")
+    manifest = {
+        "world_size": 4, "zero_stage": 1, "optimizer": topology.optimizer_kind(plain),
+        "cut": topology.sharding(plain),
+    }  # fmt: skip
+    in_groups = {**manifest, "shards": 2}
+    assert topology.changes(in_groups, profile, 4) == topology.changes(in_groups, profile, 8) == []
+    assert topology.changes(in_groups, plain, 2) == [], "one of its groups"
+    assert topology.changes(in_groups, plain, 4) == ["shards 2 -> 4"]
+    assert topology.changes(manifest, profile, 4) == ["shards 4 -> 2"]
+    assert topology.changes(manifest, plain, 2) == ["world size 4 -> 2"]

@@ -1,0 +1,74 @@
+"""Check `--shard_within`, and take it over into the profile: ZeRO-1 inside groups of ranks.
+
+zerolm/distributed/shard_groups.py makes the groups. Only DeepSpeed's BF16_Optimizer (0.19.8) works
+in them: it takes a process group, and `OwnerReduction` sums its gradients.
+"""
+
+from dataclasses import replace
+
+from zerolm.config.settings import Settings
+from zerolm.ds_config.parallel_rules import parallel_key
+from zerolm.ds_config.profile import Profile
+from zerolm.optim.reduction_choice import KEY
+
+
+def with_shard_groups(
+    profile: Profile, settings: Settings, world_size: int, problems: list[str]
+) -> Profile:
+    """Return the profile with the size of the groups, if there are several.
+
+    Args:
+        problems: why the profile or other flags do not support groups is appended.
+    """
+    size = settings.shard_within
+    if size is None or not profile.zero_stage:
+        return profile
+    where = f"{settings.where('shard_within')}: {size}"
+    found = [f"{where} {why}, or remove the flag." for why in _reasons(profile, world_size)]
+    if world_size % size:
+        found.append(f"{where} does not divide the world size {world_size}. Change one of them.")
+    if settings.memory_checkpoint_interval:
+        interval = settings.where("memory_checkpoint_interval")
+        found.append(
+            f"{where} is not supported together with {interval}: only the first group writes "
+            f"optimizer states. Remove one of them."
+        )
+    problems += found
+    return profile if found or size == world_size else replace(profile, shard_within=size)
+
+
+def _reasons(profile: Profile, world_size: int) -> list[str]:
+    """Return what the profile has that does not work in groups, and what to use."""
+    if profile.zero_stage != 1:
+        return [
+            f"needs ZeRO stage 1, but {profile.name} has {profile.zero_stage}. Use "
+            f"ds_configs/zero1.json"
+        ]
+    beside = f"is not supported together with {profile.name}:"
+    if key := parallel_key(profile, world_size):
+        return [f"{beside} {key}. Remove the key"]
+    found = [
+        f"{beside} zero_optimization.{name}: {device}. Remove the key"
+        for name, device in profile.offloads.items()
+        if device != "none"
+    ]
+    if profile.uses_muon:
+        found.append(f"{beside} Muon needs complete matrices. Use AdamW")
+    if profile.zero.get(KEY) is True:
+        found.append(f"{beside} zero_optimization.{KEY}: true. Remove the key")
+    for name, default in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        if (profile.json.get(name) or default) != default:
+            found.append(f"{beside} {name}. Remove the key")
+    written = {
+        "the precision": profile.precision,
+        "data_types.grad_accum_dtype": profile.grad_accum_dtype or profile.precision,
+        "communication_data_type": profile.communication_dtype or profile.precision,
+    }
+    needed = dict(zip(written, ("bf16", "fp32", "fp32"), strict=True))
+    if written != needed:
+        shown = ", ".join(f"{name} {value}" for name, value in written.items())
+        found.append(
+            f"needs bf16 weights and gradients that are summed and sent in fp32, but "
+            f"{profile.name} has {shown}. Use ds_configs/zero1.json in bf16"
+        )
+    return found
