@@ -70,10 +70,12 @@ def collectives(run: PlannedRun, calls: Calls | None = None) -> Collectives:
     inside = replica_seconds(run)
     if ranks == 1:
         return Collectives(0.0, 0.0, inside)
+    inside += copies_seconds(run)
     if profile.zero_stage == 3:
         seconds = _gather_seconds(run, calls) + run.accumulation * _scatter_seconds(run, calls)
         return Collectives(seconds, 0.0, inside)
-    each = values * (ranks - 1) / ranks / bus_bandwidth(run)  # of a byte per value
+    bandwidth = bus_bandwidth(run, run.layout.shard_within)
+    each = values * (ranks - 1) / ranks / bandwidth  # of a byte per value
     gathers = profile.weight_bytes * each + NUM_GROUPS * ring_seconds(run)
     reduced, overlaps = _reduction_seconds(run, each)
     if calls is not None:
@@ -97,8 +99,29 @@ def chain_seconds(run: PlannedRun) -> float:
 
     InternEvo's broadcasts on 128 to 1,024 A100 agree with HOP_SECONDS (docs/published_runs.md).
     """
-    each = HOP_SECONDS if run.num_nodes > 1 else LOCAL_STEP_SECONDS
-    return (run.shapes_of_rank[1] - 1) * each
+    ranks = run.shapes_of_rank[1]
+    is_local = ranks * run.layout.tensor <= run.devices_per_node
+    return (ranks - 1) * (LOCAL_STEP_SECONDS if is_local else HOP_SECONDS)
+
+
+def copies_seconds(run: PlannedRun) -> float:
+    """Return the seconds per step to sum a shard's gradient over the groups of `--shard_within`.
+
+    All shards are summed at the same time, and those of a host share its links.
+    """
+    copies, shards = run.layout.copies, run.layout.shards
+    if copies == 1:
+        return 0.0
+    hardware, local = run.hardware, max(1, run.devices_per_node // shards)
+    bandwidth, hop = hardware.intra_node, LOCAL_STEP_SECONDS
+    if run.num_nodes > 1:
+        bandwidth = hardware.inter_node * local
+        bandwidth = min(bandwidth, hardware.intra_node) if local > 1 else bandwidth
+        hop = NETWORK_STEP_SECONDS
+    sent = num_parameters(run.shapes_of_rank[0]) / shards * run.profile.communication_bytes
+    moved = 2 * sent * (copies - 1) / copies  # each value is sent to be summed, and back
+    latency = 2 * (copies - 1) * NUM_GROUPS * hop
+    return moved / (bandwidth * COLLECTIVE_EFFICIENCY) + latency
 
 
 def bus_bandwidth(run: PlannedRun, ranks: int | None = None) -> float:

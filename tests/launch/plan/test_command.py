@@ -237,6 +237,23 @@ def test_devices_of_a_replica_hold_only_their_shard(capsys, tmp_path):
     assert sequence["step_seconds"]["exposed"] > least
 
 
+def test_groups_send_only_a_shard_between_hosts_and_hold_the_states_of_a_host(capsys):
+    """Expected values are computed by hand."""
+    words = golden_words(ROOT / "model_configs" / "llama-7b.json", "8 x H100")
+    words += ["--micro_batch_size", 1, "--batch_tokens", 1 << 20]
+    words[5], words[7] = 64, ROOT / "ds_configs" / "zero1.json"
+    plain, grouped = (plan_json(capsys, *words, *more) for more in ([], ["--shard_within", 8]))
+    total, device = plain["parameters"], hardware.load("H100", {})
+    assert grouped["memory"]["master"] == pytest.approx(4 * total / 8)
+    assert plain["memory"]["master"] == pytest.approx(4 * total / 64)
+    inside = (4 + 2) * total * 7 / 8 / device.intra_node
+    between = 2 * 4 * total / 8 * 7 / 8 / device.inter_node
+    assert grouped["step_seconds"]["exposed"] == pytest.approx((inside + between) / 0.8, rel=0.01)
+    # The usual bytes pass through the links of a host, eight of them together.
+    usual = (4 + 2) * total * 63 / 64 / min(device.intra_node, 8 * device.inter_node)
+    assert plain["step_seconds"]["exposed"] == pytest.approx(usual / 0.8, rel=0.01)
+
+
 def test_parallelism_that_pretrain_refuses_has_no_plan(capsys, tmp_path):
     tensor = with_form(tmp_path, 1, tensor_parallel={"autotp_size": 4})
     sequence = with_form(tmp_path, 2, sequence_parallel_size=3)
