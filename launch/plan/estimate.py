@@ -118,7 +118,7 @@ def estimate(
     assert peak is not None
     size = memory.checkpoint_bytes(model.shapes, run.profile, kept_bytes=state_bytes(settings))
     write = size / assumed.storage_write_bytes_per_second
-    copy = size / run.devices / hardware.host_link
+    copy = size / (run.devices // run.layout.copies) / hardware.host_link
     stall = copy if settings.async_checkpoint else copy + write
     lost = interruptions(
         run_seconds,
@@ -215,6 +215,7 @@ def to_json(found: Estimate) -> dict[str, Any]:
         "devices": run.devices,
         "tensor_parallel": run.layout.tensor,
         "sequence_parallel": run.layout.sequence,
+        "shard_within": run.layout.shard_within or None,
         "zero_stage": run.profile.zero_stage,
         "offload": list(run.profile.offloads.values()),
         "precision": run.profile.precision,

@@ -38,7 +38,7 @@ def _model_lines(found: Estimate) -> list[tuple[str, str]]:
     offload += f", weights on {weights}" if weights != "none" else ""
     checkpointing = activation_checkpointing.describe(settings.gradient_checkpointing)
     parallelism = run.layout.describe()
-    unit = "replicas" if parallelism else "devices"
+    unit = "replicas" if run.layout.replica_size > 1 else "devices"
     measured = [("rates", run.hardware.source)] if run.hardware.is_cpu else []
     return [
         ("model", f"{model.path}: {model.num_parameters:,} parameters{active}"),

@@ -244,6 +244,8 @@ def test_groups_send_only_a_shard_between_hosts_and_hold_the_states_of_a_host(ca
     words[5], words[7] = 64, ROOT / "ds_configs" / "zero1.json"
     plain, grouped = (plan_json(capsys, *words, *more) for more in ([], ["--shard_within", 8]))
     total, device = plain["parameters"], hardware.load("H100", {})
+    waits = (each["checkpoint_stall_seconds"] for each in (grouped, plain))
+    assert next(waits) == pytest.approx(8 * next(waits)), "one group copies the states"
     assert grouped["memory"]["master"] == pytest.approx(4 * total / 8)
     assert plain["memory"]["master"] == pytest.approx(4 * total / 64)
     inside = (4 + 2) * total * 7 / 8 / device.intra_node
