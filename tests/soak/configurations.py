@@ -10,6 +10,7 @@ from tests import ROOT, tracked
 from tests.end_to_end.recipe import BATCH, CLIPPING, SEQ_LEN, STEP_TOKENS, recipe
 from tests.launching import EOS, LLAMA, VOCABULARY, write_json, write_shards
 from zerolm.common.provenance import versions
+from zerolm.optim.reduction_choice import KEY
 from zerolm.shards.reader import open_source
 
 SAVE_INTERVAL = 25
@@ -40,6 +41,7 @@ class Configuration:
         stages: shares of (start of the run, web, code, math), for a mixture that changes.
         ramp: the batch grows during the first half of the run.
         muon: Muon instead of AdamW.
+        buckets: gradients are reduced to their owners in many buckets, during the backward pass.
         offload: optimizer states and its step on the CPU, by DeepSpeed's own Adam.
         workers: loader processes per rank.
         small_disk: the run directory is on a file system of its own, which can be filled.
@@ -54,6 +56,7 @@ class Configuration:
     mixture: bool = False
     ramp: bool = False
     muon: bool = False
+    buckets: bool = False
     offload: bool = False
     workers: int = 1
     small_disk: bool = False
@@ -110,6 +113,14 @@ ROTATION = (
         "zero3-bf16-dropout-keep-best", 3, True, model="gpt2", small_disk=True, workers=0,
         flags=(*EMA, "--checkpoint_keep_best", 1, *WAITING, *WANDB),
     ),
+    Configuration(
+        "zero1-bf16-buckets-mixture", 1, True, buckets=True, mixture=True, small_disk=True,
+        flags=(*CHECKS, *BOARD, *REPORTS),
+    ),
+    Configuration(
+        "zero1-bf16-groups-ramp", 1, True, ranks=4, buckets=True, ramp=True,
+        flags=("--shard_within", 2, *EMA, *WANDB),
+    ),
 )  # fmt: skip
 
 
@@ -137,9 +148,12 @@ def profile(configuration: Configuration) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "gradient_clipping": 0.0 if configuration.muon else CLIPPING,
     }
+    if configuration.buckets or configuration.muon:
+        content["communication_data_type"] = "fp32"
+    if configuration.buckets:
+        zero |= {KEY: False, "reduce_bucket_size": 10_000}
     if configuration.muon:
         zero["reduce_scatter"] = True
-        content["communication_data_type"] = "fp32"
         content["optimizer"] = {"type": "Muon", "params": {"lr": "auto", "muon_lr": 0.02}}
     return content
 
