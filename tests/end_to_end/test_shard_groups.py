@@ -8,6 +8,7 @@ import torch
 from tests.end_to_end.recipe import STEP_TOKENS, recipe
 from tests.end_to_end.run_digest import differences, digest, newest_checkpoint
 from tests.launching import events, rows, run_ranks, write_json
+from zerolm.checkpoint import memory
 from zerolm.checkpoint.directory import read
 from zerolm.checkpoint.zero_files import Weights
 
@@ -61,6 +62,24 @@ def test_a_run_resumes_on_any_number_of_groups_and_without(tmp_path, llama, corp
     for key in ("train/grad_norm", "train/update_ratio", "train/param_norm"):
         first = (rows(tmp_path / name, key)[1] for name in ("run", "reference"))
         assert next(first) == pytest.approx(next(first), rel=1e-4), key
+
+
+def test_a_killed_run_resumes_from_memory_where_groups_share_a_host(tmp_path, llama, corpus):
+    more, copies = ["--shard_within", 2, "--checkpoint_interval", 100], memory.user_directory()
+    whole = run_ranks(4, *flags(tmp_path, "whole", llama, corpus, *more))
+    assert whole.returncode == 0, whole.stdout[-4000:]
+    more += ["--memory_checkpoint_interval", 3]
+    before = set(copies.glob("*"))
+    fault = {"FAULT": "step.begin:2:9:kill"}
+    killed = run_ranks(4, *flags(tmp_path, "killed", llama, corpus, *more), **fault)
+    assert killed.returncode != 0, killed.stdout[-4000:]
+    [directory] = set(copies.glob("*")) - before
+    assert len(optimizer_files(directory / "step-00000006")) == 2, "those of the first group"
+    resumed = run_ranks(4, *flags(tmp_path, "killed", llama, corpus, *more))
+    assert resumed.returncode == 0, resumed.stdout[-4000:]
+    [event] = events(tmp_path / "killed", "resume")
+    assert event["step"] == 6 and not event["resharded"]
+    assert differences(digest(tmp_path / "killed"), digest(tmp_path / "whole")) == []
 
 
 def test_a_killed_run_in_groups_equals_an_uninterrupted_one(tmp_path, llama, corpus):

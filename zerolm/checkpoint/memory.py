@@ -49,10 +49,12 @@ class MemoryCopies:
 
     Args:
         leads: this rank writes what all ranks of its host load (the weights at stages 1 and 2).
+        holds: this rank writes its optimizer states; False if an earlier rank of its host has the
+            same ones.
     """
 
-    def __init__(self, directory: Path, rank: int, leads: bool):
-        self.directory, self.rank, self.leads = directory, rank, leads
+    def __init__(self, directory: Path, rank: int, leads: bool, holds: bool = True):
+        self.directory, self.rank, self.leads, self.holds = directory, rank, leads, holds
         self.manifest_name = f"MANIFEST-{rank:05d}.json"
 
     def step_directory(self, step: int) -> Path:
@@ -97,19 +99,22 @@ class MemoryCopies:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-def connect(run_dir: Path, rank: int, tensor_rank: int) -> MemoryCopies:
+def connect(run_dir: Path, rank: int, tensor_rank: int, shard: int) -> MemoryCopies:
     """Prepare the memory of all hosts for copies; return this rank's part. All ranks call this.
 
     Args:
         tensor_rank: the part of the model that the rank has, with tensor parallelism.
+        shard: the part of the optimizer states that it has; the same for ranks with the same ones.
 
     Raises:
         ConfigError: on every rank: a host cannot have the directory.
     """
     token = collectives.broadcast_object(create_token(run_dir) if rank == 0 else "")
-    places = collectives.gather_objects((processes.machine_id(), tensor_rank))
+    machine = processes.machine_id()
+    found = collectives.gather_objects(((machine, tensor_rank), (machine, shard)))
+    leads, holds = (places.index(places[rank]) == rank for places in zip(*found, strict=True))
     _on_each_host(rank, lambda: create_directory(run_dir, token))
-    return MemoryCopies(directory_of(run_dir, token), rank, places.index(places[rank]) == rank)
+    return MemoryCopies(directory_of(run_dir, token), rank, leads, holds)
 
 
 def forget(run_dir: Path, rank: int) -> None:

@@ -135,10 +135,12 @@ class CheckpointWriter:
         """
         job = self._begin(copies.step_directory(progress.step), progress, facts)
         job.copies = copies
-        saves_model = self.engine.save_non_zero_checkpoint
-        self.engine.save_non_zero_checkpoint = saves_model or copies.leads
+        engine = self.engine
+        saves = engine.save_non_zero_checkpoint, engine.save_zero_checkpoint
+        engine.save_non_zero_checkpoint = saves[0] or copies.leads
+        engine.save_zero_checkpoint = copies.holds
         self._take_state(job)
-        self.engine.save_non_zero_checkpoint = saves_model
+        engine.save_non_zero_checkpoint, engine.save_zero_checkpoint = saves
         self._start(partial(write_to_memory, rank=self.rank))
         job.copy_seconds = time.perf_counter() - job.started
         return job.copy_seconds

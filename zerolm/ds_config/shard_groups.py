@@ -18,7 +18,7 @@ def with_shard_groups(
     """Return the profile with the size of the groups, if there are several.
 
     Args:
-        problems: why the profile or other flags do not support groups is appended.
+        problems: why the profile does not support groups is appended.
     """
     size = settings.shard_within
     if size is None or not profile.zero_stage:
@@ -27,12 +27,6 @@ def with_shard_groups(
     found = [f"{where} {why}, or remove the flag." for why in _reasons(profile, world_size)]
     if world_size % size:
         found.append(f"{where} does not divide the world size {world_size}. Change one of them.")
-    if settings.memory_checkpoint_interval:
-        interval = settings.where("memory_checkpoint_interval")
-        found.append(
-            f"{where} is not supported together with {interval}: only the first group writes "
-            f"optimizer states. Remove one of them."
-        )
     problems += found
     return profile if found or size == world_size else replace(profile, shard_within=size)
 

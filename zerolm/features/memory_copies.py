@@ -63,7 +63,8 @@ class MemoryCopies(Feature):
             )
         if plan.device == "absent":
             return
-        ranks, (rank, host) = machine.ranks_of_host(environment), sizes(plan)
+        (rank, host), ranks = sizes(plan), machine.ranks_of_host(environment)
+        ranks = min(ranks, plan.world_size // plan.layout.copies)  # which have other states
         required = memory.KEPT * (ranks * rank + host)
         needed = max(0, required - memory.bytes_on_host(plan.run_dir))
         places = {
@@ -105,7 +106,8 @@ class MemoryCopies(Feature):
         from zerolm.checkpoint import memory
 
         self.run, self.interval = run, self.settings.memory_checkpoint_interval
-        self.copies = memory.connect(run.run_dir, run.rank, run.engine.checkpoint_mp_rank)
+        shard = run.rank % (run.engine.world_size // run.layout.copies)
+        self.copies = memory.connect(run.run_dir, run.rank, run.engine.checkpoint_mp_rank, shard)
 
     def find_checkpoint(
         self, usable: Callable[["Checkpoint"], bool]
@@ -138,7 +140,7 @@ def sizes(plan: Any) -> tuple[int, int]:
     shapes, profile = plan.model.shapes, plan.profile
     total = memory.checkpoint_bytes(shapes, profile, kept_bytes=state_bytes(plan.settings))
     weights = memory.weight_file_bytes(shapes, profile)
-    return -(-(total - weights) // plan.world_size), weights
+    return -(-(total - weights) // (plan.world_size // plan.layout.copies)), weights
 
 
 def free_memory() -> int | None:

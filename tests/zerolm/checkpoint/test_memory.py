@@ -20,13 +20,15 @@ __all__ = ["group", "run_dir"]  # fixtures
 
 class MemoryEngine(Engine):
     save_non_zero_checkpoint = False
+    save_zero_checkpoint = True
 
     def save_checkpoint(self, directory: str, tag: str, save_latest: bool) -> None:
         states = {"weight": torch.arange(4.0)}
         if self.save_non_zero_checkpoint:
             self.checkpoint_engine.save(states, f"{directory}/{tag}/mp_rank_00_model_states.pt")
         name = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        self.checkpoint_engine.save(states, f"{directory}/{tag}/{name}")
+        if self.save_zero_checkpoint:
+            self.checkpoint_engine.save(states, f"{directory}/{tag}/{name}")
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +39,8 @@ def shared(tmp_path, monkeypatch) -> Path:
 
 
 def connect(run_dir: Path) -> memory.MemoryCopies:
-    copies = memory.connect(run_dir, 0, 0)
-    assert copies.leads
+    copies = memory.connect(run_dir, 0, 0, 0)
+    assert copies.leads and copies.holds
     return copies
 
 
@@ -75,15 +77,19 @@ def test_of_the_ranks_of_a_host_with_parts_of_the_model_only_one_creates_the_dir
     run_dir, monkeypatch
 ) -> None:
     token, machine = memory.create_token(run_dir), processes.machine_id()
-    places = [(machine, 0), (machine, 1)]
+    places = [((machine, 0), (machine, 0)), ((machine, 1), (machine, 1))]
     monkeypatch.setattr(memory.collectives, "broadcast_object", lambda value: token)
     gathered = {str: [machine, machine], tuple: places}
     monkeypatch.setattr(memory.collectives, "gather_objects", lambda value: gathered[type(value)])
     monkeypatch.setattr(memory.collectives, "require_on_all_ranks", lambda *values: None)
-    second = memory.connect(run_dir, 1, 1)
+    second = memory.connect(run_dir, 1, 1, 1)
     assert second is not None and second.leads and not second.directory.exists()
-    first = memory.connect(run_dir, 0, 0)
+    first = memory.connect(run_dir, 0, 0, 0)
     assert first is not None and first.leads and first.directory.is_dir()
+    assert first.holds and second.holds
+    gathered[tuple] = [((machine, 0), (machine, 0))] * 2  # two groups on a host
+    again = memory.connect(run_dir, 1, 0, 0)
+    assert not again.leads and not again.holds
 
 
 @pytest.mark.parametrize("point", ["memory.write", "memory.manifest"])
