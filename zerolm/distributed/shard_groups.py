@@ -8,7 +8,8 @@ sum stays on fast links. Replaced while an engine is built (DeepSpeed 0.19.8):
 
 The optimizer's partitions, its gathering and the names of its files are then those of the group,
 and DeepSpeed saves the states of the first group only. All ranks have the same weights. A state has
-the same bits in all groups: its gradient is one all-reduce's result, and so is the norm.
+the same bits in all groups: its gradient is one all-reduce's result, and so is the norm. An
+all-reduce of Gloo (tested) or NCCL (by its algorithms) sums each value on one rank and copies it.
 """
 
 from collections.abc import Iterator
