@@ -102,7 +102,9 @@ def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
             return None
         dtype = torch.bfloat16 if plan.profile.compute_precision == "bf16" else torch.float32
         with torch.random.fork_rng():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            ).train()
         length = min(settings.seq_len, TIMED_TOKENS)
         ids = torch.zeros(max(1, TIMED_TOKENS // length), length, dtype=torch.int64)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)

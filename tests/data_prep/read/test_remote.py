@@ -162,6 +162,6 @@ FILES = ("b.csv", "c.txt.gz", "f.warc.gz")
 
 
 def test_a_scheme_without_its_package_names_the_extra():
-    with pytest.raises(ConfigError, match=r"input gs://bucket/x\.txt: .*zerolm\[gcs\]"):
+    with pytest.raises(ConfigError, match=r"input gs://bucket/x\.txt: .*launch/setup.sh gcs"):
         find_inputs(["gs://bucket/x.txt"], "text")
     assert os.environ  # nothing was asked over the network

@@ -197,7 +197,13 @@ def refuse(error: Exception):
 
 
 def of_the_hub_of_models(patch, error, tmp_path):
+    patch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **options: None)
     patch.setattr("huggingface_hub.snapshot_download", refuse(error))
+    pretrained_hub.fetch("a/b")
+
+
+def of_what_the_hub_has(patch, error, tmp_path):
+    patch.setattr("huggingface_hub.HfApi.repo_info", refuse(error))
     pretrained_hub.fetch("a/b")
 
 
@@ -213,6 +219,7 @@ def of_the_hub_of_data(patch, error, tmp_path):
 
 
 def of_a_tokenizer(patch, error, tmp_path):
+    patch.setattr("huggingface_hub.HfApi.repo_info", lambda *_, **options: None)
     patch.setattr("transformers.AutoTokenizer.from_pretrained", refuse(error))
     load_auto_tokenizer("a/b", local=False)
 
@@ -232,7 +239,8 @@ def of_an_item(patch, error, tmp_path):
 
 
 CALLERS = (
-    of_the_hub_of_models, of_the_hub_of_data, of_a_tokenizer, of_parquet, of_a_push, of_an_item
+    of_the_hub_of_models, of_what_the_hub_has, of_the_hub_of_data, of_a_tokenizer, of_parquet,
+    of_a_push, of_an_item,
 )  # fmt: skip
 
 
