@@ -118,7 +118,7 @@ ROTATION = (
         flags=(*CHECKS, *BOARD, *REPORTS),
     ),
     Configuration(
-        "zero1-bf16-groups-ramp", 1, True, ranks=4, buckets=True, ramp=True,
+        "zero1-bf16-groups", 1, True, ranks=4, buckets=True, mixture=True,
         flags=("--shard_within", 2, *EMA, *WANDB),
     ),
 )  # fmt: skip
