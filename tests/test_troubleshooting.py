@@ -81,7 +81,9 @@ def test_the_commands_that_messages_name_exist():
 
 
 def test_messages_name_the_command_and_not_the_module_or_a_package_of_no_index():
-    old = re.compile(r"data_prep [a-z]|python -m (?:data_prep|launch) [a-z]|pip install '?zerolm")
+    old = re.compile(
+        r"data_prep [a-z]|python -m (?:data_prep|launch|zerolm) [a-z]|pip install '?zerolm"
+    )
     messages = (text for path in tracked(*CODE) for text in strings(ast.parse(text_of(path))))
     assert not [text for text in messages if old.search(text)]
 

@@ -118,7 +118,7 @@ def test_a_run_completes_without_wandb_and_can_be_sent_later(
     assert failed and {event["tracker"] for event in failed} == {"wandb"}
     (line,) = [line for line in done.stdout.splitlines() if "wandb: lacks" in line]
     assert f"{len(rows)} of {len(rows)} rows" in line
-    repair = f"python -m zerolm wandb-sync {run_dir}"
+    repair = f"zerolm wandb-sync {run_dir}"
     assert repair in line
 
     command = [sys.executable, *repair.split()[1:], "--mode", "offline"]

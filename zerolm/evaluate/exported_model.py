@@ -1,6 +1,6 @@
 """Evaluates an exported model: loss, HellaSwag, CORE, and tasks with lm-eval's own `hf` model.
 
-Used by `python -m zerolm evaluate`, in one process. Must not depend on a run or an engine.
+Used by `zerolm evaluate`, in one process. Must not depend on a run or an engine.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""`python -m zerolm decode-batch`: print the text of a batch, to find the cause of a spike."""
+"""`zerolm decode-batch`: print the text of a batch, to find the cause of a spike."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -123,7 +123,7 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
         groups[-1].append(seen[step])
     try_this = (
         "If spikes recur, try a lower --learning_rate, a longer warm-up, beta2 0.95, or stronger "
-        "gradient_clipping. `python -m zerolm decode-batch RUN --step N` shows the step's data."
+        "gradient_clipping. `zerolm decode-batch RUN --step N` shows the step's data."
     )
     worst = [max(group, key=lambda point: point.value) for group in groups]
     if len(worst) > MAX_SPIKE_FINDINGS:

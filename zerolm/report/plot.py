@@ -1,4 +1,4 @@
-"""`python -m zerolm plot`: the loss curves of runs as a PNG, with their events.
+"""`zerolm plot`: the loss curves of runs as a PNG, with their events.
 
 Reads `metrics.jsonl` and `events.jsonl` only; the runs may still be in progress.
 """

@@ -1,4 +1,4 @@
-"""`python -m zerolm status RUN`: print the state of runs, read from their files.
+"""`zerolm status RUN`: print the state of runs, read from their files.
 
 Prints a coloured table to a terminal, plain lines to a pipe, and JSON for programs. Needs no
 connection to the run's machines. Must not import torch: the answer takes a fraction of a second (3

@@ -90,7 +90,7 @@ class HtmlReport:
         if not self._warned:
             print_safely(
                 f"report: {RunFiles(self.run_dir).report} was not updated: {reason}. To write it: "
-                f"python -m zerolm report {quote(str(self.run_dir))}"
+                f"zerolm report {quote(str(self.run_dir))}"
             )
         self._warned = True
 

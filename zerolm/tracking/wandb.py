@@ -137,7 +137,7 @@ class WandbTracker(Tracker):
 
     @classmethod
     def repair(cls, run_dir: Path) -> str:
-        return f"metrics.jsonl has everything: python -m zerolm wandb-sync {quote(str(run_dir))}"
+        return f"metrics.jsonl has everything: zerolm wandb-sync {quote(str(run_dir))}"
 
     # ---- Called in the tracker's process
 

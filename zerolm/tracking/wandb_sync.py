@@ -1,4 +1,4 @@
-"""`python -m zerolm wandb-sync RUN`: sends a run directory to W&B, whatever W&B already has.
+"""`zerolm wandb-sync RUN`: sends a run directory to W&B, whatever W&B already has.
 
 One W&B run gets metrics.jsonl, references to the checkpoints, and the samples. The rows that each
 rollback discarded become a separate W&B run of the same group. The run may still be running.

@@ -1,4 +1,4 @@
-"""`python -m zerolm wandb-workspace RUN`: creates a W&B workspace with the panels of `report.html`.
+"""`zerolm wandb-workspace RUN`: creates a W&B workspace with the panels of `report.html`.
 
 A metric that is not in the table of `zerolm.tracking.shown_metrics` gets a separate panel. Needs
 the package wandb-workspaces and, to save the workspace, a W&B account.

@@ -1,6 +1,6 @@
 """`Uploads`: copies the published checkpoints of a run to `--upload_to URL` in the background.
 
-The first rank polls for new checkpoints, and starts `python -m zerolm upload RUN_DIR URL`, which
+The first rank polls for new checkpoints, and starts `zerolm upload RUN_DIR URL`, which
 sends what is missing and ends. That process logs its own events; its failures never end the run.
 """
 
@@ -74,7 +74,7 @@ class Uploads:
             print_safely(
                 f"upload: not in {self.url} at the end of the run: {', '.join(missing)}. The next "
                 f"start of this run sends them, or: "
-                f"python -m zerolm upload {quote(str(self.run_dir))} {quote(str(self.url))}"
+                f"zerolm upload {quote(str(self.run_dir))} {quote(str(self.url))}"
             )
 
     def _published(self) -> set[tuple[str, int]]:

@@ -1,4 +1,4 @@
-"""Restores a run from an object store: `python -m zerolm restore URL RUN_DIR`.
+"""Restores a run from an object store: `zerolm restore URL RUN_DIR`.
 
 `pretrain.py --upload_to` does the same when its run directory has no checkpoint. The newest
 complete checkpoint is fetched into a temporary directory, which is renamed once every file matches

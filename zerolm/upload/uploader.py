@@ -1,4 +1,4 @@
-"""Sends published checkpoints to an object store: `python -m zerolm upload RUN_DIR URL`.
+"""Sends published checkpoints to an object store: `zerolm upload RUN_DIR URL`.
 
 `Uploads` starts this process during a run; a user may start it, too. It sends the newest checkpoint
 that the store lacks, then the previous one, and so on, and ends. It creates hard links first, so a

@@ -44,7 +44,7 @@ def test_a_failing_tracker_is_an_event_and_does_not_end_the_run(run_dir, capsys)
     found = own_rows(run_dir, "events.jsonl")
     assert [(one["event"], one["tracker"]) for one in found] == [("tracker_failed", "wandb")] * 2
     assert "cannot start" in found[0]["error"]
-    assert f"python -m zerolm wandb-sync {run_dir}" in found[1]["error"]
+    assert f"zerolm wandb-sync {run_dir}" in found[1]["error"]
     assert len(own_rows(run_dir)) == 1
     first, last = capsys.readouterr().out.splitlines()
     assert first.endswith("; training continues")
@@ -166,7 +166,7 @@ def test_a_tracker_process_that_keeps_dying_is_given_up_and_the_repair_is_logged
     end(log)
     errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
     assert len(errors) == MAX_FAILURES + 1
-    assert all("python -m zerolm wandb-sync" in error for error in errors[-2:])
+    assert all("zerolm wandb-sync" in error for error in errors[-2:])
 
 
 def test_messages_of_a_tracker_process_are_received_after_a_rollback(run_dir, monkeypatch) -> None:
