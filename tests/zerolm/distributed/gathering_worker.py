@@ -20,10 +20,7 @@ import torch
 from deepspeed.runtime.zero import partitioned_param_coordinator
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests import ROOT
-from zerolm.config.settings import Settings
-from zerolm.ds_config.profile import Profile
-from zerolm.ds_config.resolve import resolve_profile
+from tests.zerolm.ds_config.ds_cases import shipped
 from zerolm.features.gathered_blocks import GatheredBlocks
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.model.model import Model
@@ -42,18 +39,14 @@ def engine_of(way: str, recompute: str) -> Any:
     """Return an engine that gathers by layer, or by block with the bucket for layers or blocks."""
     model = Model.from_config(CONFIG)
     block = model.block_sizes if way == "blocks" else ()
-    profile = resolve_profile(
-        Profile.read(ROOT / "ds_configs/zero3.json"),
-        Settings(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1),
+    config = shipped(
+        "zero3.json",
         hidden_size=WIDTH,
         micro_batch_size=2,
         accumulation=1,
         replicas=int(os.environ["WORLD_SIZE"]),
-        warmup_steps=1,
-        total_steps=1,
         gathered_block=block,
     )
-    config = profile.json
     # Release weights at once, as those of a large model are.
     config["zero_optimization"].update(
         stage3_max_live_parameters=3 * sum(model.block_sizes), stage3_max_reuse_distance=1

@@ -26,13 +26,10 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import distributed, nn
 
-from tests import ROOT
-from zerolm.config.settings import Settings
+from tests.zerolm.ds_config.ds_cases import shipped
 from zerolm.distributed.collectives import gather_objects, sum_over_ranks
 from zerolm.distributed.layout import Layout
 from zerolm.distributed.shard_groups import sharding_within
-from zerolm.ds_config.profile import Profile
-from zerolm.ds_config.resolve import resolve_profile
 from zerolm.integrity.checks import flip_bit
 from zerolm.integrity.seal import Seal
 from zerolm.integrity.zero_state import states
@@ -63,16 +60,13 @@ class Model(nn.Module):
 
 
 def engine_of(layout: Layout) -> Any:
-    config = resolve_profile(
-        Profile.read(ROOT / "ds_configs/zero1.json"),
-        Settings(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1),
+    config = shipped(
+        "zero1.json",
         hidden_size=WIDTH,
         micro_batch_size=1,
         accumulation=ACCUMULATION,
         replicas=RANKS,
-        warmup_steps=1,
-        total_steps=1,
-    ).json
+    )
     config["zero_optimization"]["reduce_bucket_size"] = BUCKET
     torch.manual_seed(0)
     model = Model().to(torch.bfloat16)

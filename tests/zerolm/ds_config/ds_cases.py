@@ -2,6 +2,7 @@
 
 import json
 
+from tests import ROOT
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
@@ -31,6 +32,13 @@ def resolved(config, settings=SETTINGS, **more):
     steps = {"warmup_steps": 5, "total_steps": 100}
     profile = Profile.parse(config, "ds.json")
     return resolve_profile(profile, settings, **{**sizes, **steps, **more}).json
+
+
+def shipped(name, **more):
+    """Return a file of ds_configs/, resolved with a rate at which a few steps change weights."""
+    settings = Settings(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    config = json.loads((ROOT / "ds_configs" / name).read_text())
+    return resolved(config, settings, warmup_steps=1, total_steps=1, **more)
 
 
 def zero(stage, **more):

@@ -23,10 +23,7 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from tests import ROOT
-from zerolm.config.settings import Settings
-from zerolm.ds_config.profile import Profile
-from zerolm.ds_config.resolve import resolve_profile
+from tests.zerolm.ds_config.ds_cases import shipped
 from zerolm.optim import gradient_reduction, gradient_sums, reduction_choice
 from zerolm.train.step_gate import StepGate
 
@@ -51,17 +48,13 @@ class Model(nn.Module):
 
 
 def engine_of(stage: int, as_deepspeed_does: bool, key: bool | None) -> Any:
-    profile = Profile.read(ROOT / f"ds_configs/zero{stage}.json")
-    resolved = resolve_profile(
-        profile,
-        Settings(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1),
+    resolved = shipped(
+        f"zero{stage}.json",
         hidden_size=WIDTH,
         micro_batch_size=1,
         accumulation=ACCUMULATION,
         replicas=RANKS,
-        warmup_steps=1,
-        total_steps=1,
-    ).json
+    )
     resolved["zero_optimization"]["reduce_bucket_size"] = BUCKET
     if key is not None and not as_deepspeed_does:
         resolved["zero_optimization"][reduction_choice.KEY] = key
