@@ -14,7 +14,7 @@ FLOPs are those of `zerolm.model.flops`: forward and backward, attention over al
 recomputation (Chowdhery et al. 2022, appendix B). tokens/s are by the clock of this command; beside
 them are those that pretrain.py reports. The peak is the datasheet's dense bf16 figure; on a CPU,
 that of a matrix product timed here. Memory is the peak that torch has allocated; on a CPU, the peak
-resident memory. Planned is what a plan of the run expects, uncompiled.
+resident memory. Planned is what a plan of the run expects.
 """
 
 import argparse

@@ -201,6 +201,7 @@ def activations_of_rank(run: PlannedRun) -> Activations:
         run.rank_tokens,
         run.profile.precision,
         eager=run.settings.attn_implementation == "eager",
+        compiled=run.settings.compile,
         chunk_tokens=run.settings.loss_chunk_tokens,
     )
 

@@ -196,6 +196,7 @@ def _collect(model: Model, directory: Path, ranks: int, kept_bytes: int) -> Prob
         settings["gradient_checkpointing"],
         settings["micro_batch_size"],
         settings.get("loss_chunk_tokens") or 0,
+        settings.get("compile") or False,
     )
     checkpoints = (path for path in files.checkpoints.rglob("*") if path.is_file())
     device = _device_name()

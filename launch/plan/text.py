@@ -94,8 +94,7 @@ def _memory_lines(found: Estimate) -> list[tuple[str, str]]:
         ("  ZeRO buckets", shown_bytes(memory.buckets)),
         ("  gathered and prefetched", shown_bytes(memory.gathered)),
         ("  activations", f"{shown_bytes(memory.activations)} ({shown_bytes(other)} {alternative} "
-         f"gradient checkpointing, including the loss"
-         f"{'; uncompiled: an upper bound' if settings.compile else ''})"),
+         f"gradient checkpointing, including the loss)"),
         ("  logits and loss", shown_bytes(memory.loss)),
         ("  sum of live tensors", shown_bytes(memory.used)),
         ("  expected reserved", reserved),

@@ -2,19 +2,21 @@
 
 The forward pass runs without memory, and each tensor that autograd saves is counted once, under the
 layer that saves it; so the estimate follows the class of any architecture. Fused attention counts
-what FlashAttention saves. Compiled blocks save at most as much: which tensors is the compiler's
-choice, and asking it takes seconds at every start. Must not depend on ZeRO or devices.
+what FlashAttention saves. Of compiled blocks torch's partitioner chooses the tensors to save, the
+rest is computed again; it is asked, which takes a second for each kind of block. Must not depend on
+ZeRO or devices.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from zerolm.config.settings import SELECTIVE, Recompute
 from zerolm.model.activation_checkpointing import is_saved
-from zerolm.model.architecture import ConfigKey, meta_model
+from zerolm.model.architecture import ConfigKey, decoder_blocks, meta_model
 
 if TYPE_CHECKING:
     import torch
@@ -89,22 +91,39 @@ class Activations:
         return replace(self, loss=0, loss_peak=0, chunk=chunk)
 
 
-def trace(config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bool) -> Activations:
+def trace(
+    config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bool, compiled: bool = False
+) -> Activations:
     """Trace the forward pass and the loss of one sequence on the meta device.
 
     Args:
         precision: the weights' `fp32`, `bf16` or `fp16`.
         eager: whether attention saves all scores, instead of a fused kernel.
+        compiled: whether blocks and the loss are compiled; what selective checkpointing saves of
+            blocks is that of uncompiled ones, an upper bound.
 
     Raises:
         Exception: of any type, if the model cannot be built or its class depends on values, which
             meta tensors do not have.
     """
-    return _trace(ConfigKey.of(config), seq_len, precision, eager)
+    found = _trace(ConfigKey.of(config), seq_len, precision, eager)
+    if not compiled:
+        return found
+    blocks = _trace(ConfigKey.of(config), seq_len, precision, eager, True)
+    logits = (4 if precision == "fp32" else 2) * config.get_text_config().vocab_size * seq_len
+    return replace(
+        found,
+        layers=blocks.layers,
+        largest_layer=blocks.largest_layer,
+        loss=logits + 4 * seq_len,  # `_CrossEntropies`: the logits as they are, and log(Z)
+        loss_peak=logits,  # their gradient, in one kernel
+    )
 
 
 @lru_cache(maxsize=64)
-def _trace(key: ConfigKey, seq_len: int, precision: str, eager: bool) -> Activations:
+def _trace(
+    key: ConfigKey, seq_len: int, precision: str, eager: bool, compiled: bool = False
+) -> Activations:
     import torch
 
     from zerolm.model.loss import token_losses
@@ -120,7 +139,11 @@ def _trace(key: ConfigKey, seq_len: int, precision: str, eager: bool) -> Activat
     # With document ids the mask is our own; transformers would read values to make one.
     batch = dict.fromkeys(("input_ids", "targets", "document_ids", "position_ids"), ids)
     counter = _SavedBytes(model)
-    with fused_kernels(model, eager, counter.record_output), counter, counter.dispatch_mode:
+    if compiled:
+        kernels, how = fused_kernels(model, eager), _compiled_blocks(model)
+    else:
+        kernels, how = fused_kernels(model, eager, counter.record_output), counter.dispatch_mode
+    with kernels, counter, how:
         losses, _ = token_losses(model, batch)
     del losses
     vocabulary = model.config.get_text_config().vocab_size
@@ -217,6 +240,28 @@ class _SavedBytes:
         self._in_layer = False
 
 
+@contextmanager
+def _compiled_blocks(model: "PreTrainedModel") -> Iterator[None]:
+    """Let the partitioner of torch's compiler choose what blocks save; no kernel is compiled."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    from zerolm.model.compile import MAX_GRAPHS, remove_output_recorders
+
+    for block in decoder_blocks(model):
+        remove_output_recorders(model, block)
+        block.forward = torch.compile(block.forward, backend="aot_eager_decomp_partition")
+    before = {name: counts.copy() for name, counts in counters.items()}
+    try:
+        with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first step has them
+            yield
+    finally:
+        torch._dynamo.reset()  # nothing of it belongs to the run that is planned
+        counters.clear()
+        counters.update(before)
+
+
 def _saved_outputs_mode(record_output: Callable[..., None]) -> Any:
     """Return a dispatch mode that records each output that selective checkpointing saves."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -233,6 +278,55 @@ def _saved_outputs_mode(record_output: Callable[..., None]) -> Any:
     return SavedOutputs()
 
 
+@cache
+def _stand_ins() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return attention and the grouped product of experts, as operators without an implementation.
+
+    FlashAttention (Dao et al. 2022, arXiv 2205.14135) saves inputs, output and row sums. torch's
+    meta version of the grouped product supports bf16 only.
+    """
+    import torch
+    from torch import Tensor
+
+    def operator(name: str, function: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(f"zerolm_meta::{name}", function, mutates_args=())
+        made.register_fake(function)
+        return made
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        batch, heads, length, _ = query.shape
+        output = query.new_empty(batch, length, heads, value.shape[-1])
+        return output, query.new_empty(batch, heads, length, dtype=torch.float32)
+
+    def attention_backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+    def product(tokens: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        return tokens.new_empty(tokens.shape[0], weight.shape[-1])
+
+    def product_backward(
+        grad: Tensor, tokens: Tensor, weight: Tensor, offsets: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return torch.empty_like(tokens), torch.empty_like(weight)
+
+    attend, attend_back = (
+        operator("attention", attention),
+        operator("attention_b", attention_backward),
+    )
+    multiply, multiply_back = operator("product", product), operator("product_b", product_backward)
+    attend.register_autograd(
+        lambda ctx, grad, _: attend_back(grad, *ctx.saved_tensors),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+    )
+    multiply.register_autograd(
+        lambda ctx, grad: (*multiply_back(grad, *ctx.saved_tensors), None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    return attend, multiply
+
+
 @contextmanager
 def fused_kernels(
     model: "PreTrainedModel",
@@ -244,37 +338,23 @@ def fused_kernels(
     Args:
         record_output: called with the outputs of each kernel.
     """
-    import torch
     from transformers.integrations import moe
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    class Attention(torch.autograd.Function):
-        """FlashAttention (Dao et al. 2022, arXiv 2205.14135) saves inputs, output and row sums."""
-
-        @staticmethod
-        def forward(ctx: Any, query: Any, key: Any, value: Any) -> Any:
-            batch, heads, length, _ = query.shape
-            output = query.new_empty(batch, length, heads, value.shape[-1])
-            rows = query.new_empty(batch, heads, length, dtype=torch.float32)
-            ctx.save_for_backward(query, key, value, output, rows)
-            record_output(output, rows)
-            return output
-
-    class GroupedProduct(torch.autograd.Function):
-        """The grouped matrix product of experts; torch's meta version supports bf16 only."""
-
-        @staticmethod
-        def forward(ctx: Any, tokens: Any, weight: Any, offsets: Any) -> Any:
-            ctx.save_for_backward(tokens, weight, offsets)
-            output = tokens.new_empty(tokens.shape[0], weight.shape[-1])
-            record_output(output)
-            return output
+    attention, grouped_product = _stand_ins()
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
     ) -> tuple[Any, None]:
-        return Attention.apply(query, key, value), None
+        outputs = attention(query, key, value)
+        record_output(*outputs)
+        return outputs[0], None
+
+    def multiply(input: Any, weight: Any, offs: Any) -> Any:
+        output = grouped_product(input, weight, offs)
+        record_output(output)
+        return output
 
     ALL_ATTENTION_FUNCTIONS.register(META_ATTENTION, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(META_ATTENTION, lambda *args, **kwargs: None)
@@ -282,7 +362,7 @@ def fused_kernels(
     product = getattr(moe, "_grouped_mm", None)
     try:
         if product is not None:
-            moe._grouped_mm = lambda input, weight, offs: GroupedProduct.apply(input, weight, offs)
+            moe._grouped_mm = multiply
         yield
     finally:
         if product is not None:

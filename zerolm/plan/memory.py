@@ -227,17 +227,23 @@ def activations_of(
     precision: str,
     *,
     eager: bool = False,
+    compiled: bool = False,
     chunk_tokens: int = 0,
 ) -> activation_memory.Activations:
     """Return the activations of one rank's sequence, traced, or estimated if tracing fails.
 
     Args:
         eager: attention keeps its score matrices.
+        compiled: blocks are compiled, and keep what the compiler chooses.
         chunk_tokens: tokens per chunk of the loss; 0: all at once.
     """
     try:
-        found = activation_memory.trace(config, seq_len, precision, eager=eager)
+        found = activation_memory.trace(config, seq_len, precision, eager=eager, compiled=compiled)
     except Exception:  # a model whose control flow depends on values cannot be traced
+        if compiled:
+            return activations_of(
+                config, seq_len, precision, eager=eager, chunk_tokens=chunk_tokens
+            )
         found = _estimated(config, seq_len, precision)
     return found.chunked(chunk_tokens, config, precision) if chunk_tokens else found
 
@@ -270,13 +276,15 @@ def activation_bytes(
     checkpointing: Recompute,
     sequences: int = 1,
     chunk_tokens: int = 0,
+    compiled: bool = False,
 ) -> int:
     """Return the peak bytes of a micro-batch's activations, including logits and loss.
 
     Args:
         chunk_tokens: tokens per chunk of the loss; 0: all at once.
+        compiled: blocks are compiled.
     """
-    found = activations_of(config, seq_len, precision, chunk_tokens=chunk_tokens)
+    found = activations_of(config, seq_len, precision, compiled=compiled, chunk_tokens=chunk_tokens)
     return found.peak(checkpointing, sequences)
 
 
@@ -292,6 +300,7 @@ def fitting_micro_batch(
     checkpointing: Recompute,
     loss_chunk_tokens: int = 0,
     kept_bytes: int = 0,
+    compiled: bool = False,
 ) -> int:
     """Return the largest micro-batch that fits: a power of two that divides `per_rank`.
 
@@ -301,12 +310,19 @@ def fitting_micro_batch(
         memory_bytes: the device's; None on a CPU, where a few thousand tokens use all cores.
         loss_chunk_tokens: tokens per chunk of the loss; 0: all at once.
         kept_bytes: bytes per parameter that the optimizer keeps for features.
+        compiled: blocks are compiled.
     """
     if memory_bytes is None:
         return defaults.micro_batch_size(per_rank, seq_len, defaults.CPU_MICRO_BATCH_TOKENS)
     free = int(memory_bytes * defaults.MEMORY_SHARE)
     states = model_states(shapes, profile, world_size, kept_bytes=kept_bytes)
     free -= states.device + sum(buffer_bytes(shapes, profile))
-    found = activations_of(config, seq_len, profile.precision, chunk_tokens=loss_chunk_tokens)
+    found = activations_of(
+        config,
+        seq_len,
+        profile.precision,
+        compiled=compiled,
+        chunk_tokens=loss_chunk_tokens,
+    )
     sizes = defaults.micro_batch_candidates(per_rank)
     return max((size for size in sizes if found.peak(checkpointing, size) <= free), default=1)

@@ -127,6 +127,7 @@ def _with_micro_batch(
             checkpointing=settings.gradient_checkpointing,
             loss_chunk_tokens=settings.loss_chunk_tokens or 0,
             kept_bytes=state_bytes(settings),
+            compiled=settings.compile,
         )
     if accumulation and micro * accumulation * layout.replicas != batch:
         found.problems.append(

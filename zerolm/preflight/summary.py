@@ -20,7 +20,6 @@ def figures(plan: Plan) -> dict[str, str]:
     kept = features.state_bytes(settings)
     states = memory.model_states(model.shapes, profile, plan.world_size, kept_bytes=kept)
     chunk = settings.loss_chunk_tokens
-    bound = " (uncompiled: an upper bound)" if settings.compile else ""
     second = ""
     if states.secondary:
         second = f" ({shown_bytes(states.secondary)} of them hpZ's second weights)"
@@ -31,6 +30,7 @@ def figures(plan: Plan) -> dict[str, str]:
         settings.gradient_checkpointing,
         settings.micro_batch_size,
         chunk,
+        settings.compile,
     )
     lines = {
         "model": f"{model.config.model_type}, {model.num_parameters:,} parameters",
@@ -49,7 +49,7 @@ def figures(plan: Plan) -> dict[str, str]:
         "FLOPs of the run": f"{plan.flops_per_token * settings.total_tokens:.4g}",
         "memory per rank": f"{shown_bytes(states.device)} of model states on the device{second}, "
         f"{shown_bytes(states.host)} on the host, about {shown_bytes(activations)} of "
-        f"activations{bound}",
+        f"activations",
         "epochs": ", ".join(
             f"{name} {times(epochs)}"
             for name, epochs in zip(plan.source_names, epochs_of(plan), strict=True)
