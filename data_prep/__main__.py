@@ -127,8 +127,8 @@ COMMANDS = Group(
             "token shards": {
                 "pack": "build the index that packs complete documents into sequences",
                 "verify": "compare every file of token shards with its checksum",
-                "reshard": "merge, split, shuffle, subset or reshard token shards",
-                "convert": "convert Megatron, MDS, litdata, Parquet and nanoGPT ids, both ways",
+                "split": "divide the documents of token shards, such as for validation",
+                "convert": "read ids of Megatron, MDS, litdata, Parquet and nanoGPT, and write two",
                 "table": "write the table of shards of an older release, for quick starts",
                 "inspect": "print training sequences as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",

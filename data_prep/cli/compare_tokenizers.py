@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "be repeated",
     )
     add("--sample_bytes", metavar="BYTES", help=f"text to compare on (default: {SAMPLE_BYTES})")
-    add("--output", type=Path, metavar="FILE", help="also write the comparison: .json or .html")
+    add("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -33,13 +33,13 @@ def run(options: argparse.Namespace) -> None:
     from data_prep.read.inputs import total_bytes
     from data_prep.tasks.progress import Progress
     from data_prep.tokenizer import load, text_sample
-    from data_prep.tokenizer.report import comparison_rows, format_html, format_table
-    from zerolm.common.files import write_atomically, write_json
+    from data_prep.tokenizer.report import comparison_rows, format_table
+    from zerolm.common.files import write_json
 
     problems = Problems()
     sample_bytes = problems.size("sample_bytes", options.sample_bytes, 1, default=SAMPLE_BYTES)
-    if options.output is not None and options.output.suffix not in (".json", ".html"):
-        problems.lines.append(f"--output {options.output}: is not a .json or .html file.")
+    if options.output is not None and options.output.suffix != ".json":
+        problems.lines.append(f"--output {options.output}: must end in .json. Rename it.")
     if len(set(options.tokenizer)) < len(options.tokenizer):
         problems.lines.append("--tokenizer: the same one is given twice. Give each once.")
     rules = input_rules(options, problems)
@@ -57,13 +57,9 @@ def run(options: argparse.Namespace) -> None:
         print(line)
     texts = sample.by_source()
     reports = {each.name: _measure(each, texts) for each in loaded}
-    rows = comparison_rows(reports)
-    print(format_table(rows))
-    if options.output is not None and options.output.suffix == ".json":
+    print(format_table(comparison_rows(reports)))
+    if options.output is not None:
         write_json(options.output, reports)
-    elif options.output is not None:
-        page = format_html(rows).encode()
-        write_atomically(options.output, page)
 
 
 def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 import argparse
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from data_prep.stages.options import options_of_flags
 from zerolm.common.errors import ConfigError
+from zerolm.common.url import is_url
 from zerolm.common.values import parse_bytes, parse_number
 
 MAX_WORKERS = 4096
@@ -60,6 +61,16 @@ class Problems:
         from zerolm.shards.directory import output_problems
 
         self.lines += [f"--{flag} {line}" for line in output_problems(directory)]
+
+    def outside_of_inputs(self, output: Path, inputs: Sequence[Any]) -> None:
+        """Check that an output is no input, nor inside of one; URLs are no such inputs."""
+        target = output.resolve()
+        self.lines += [
+            f"--output {output}: is {path}, which is read, or inside of it. Choose another "
+            f"directory."
+            for path in inputs
+            if not is_url(str(path)) and path.resolve() in (target, *target.parents)
+        ]
 
     def collect(self, step: Callable[..., Any], *arguments: Any) -> Any:
         """Return a function's result; on a ConfigError, record its problems and return None."""

@@ -1,4 +1,4 @@
-"""The formats that are converted, by the name that users give."""
+"""The formats that are read, by the name that users give, and those that are written too."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,17 +14,18 @@ class Format(NamedTuple):
     Attributes:
         find: opens what a user gives, checks headers and sizes, and returns the files.
         options: fields of `ReadOptions` that the format takes.
+        write: writes shards in the format; None where its own project's writer serves.
     """
 
     find: Callable[[Path, ReadOptions], list[InputFile]]
-    write: Callable[[Path, Content], None]
     options: tuple[str, ...] = ()
+    write: Callable[[Path, Content], None] | None = None
 
 
 FORMATS = {
-    "megatron": Format(megatron.find, megatron.write),
-    "mds": Format(mds.find, mds.write, ("column", "dtype")),
-    "litdata": Format(litdata.find, litdata.write),
-    "parquet": Format(parquet.find, parquet.write, ("column",)),
-    "nanogpt": Format(nanogpt.find, nanogpt.write, ("dtype",)),
+    "megatron": Format(megatron.find, write=megatron.write),
+    "mds": Format(mds.find, ("column", "dtype")),
+    "litdata": Format(litdata.find),
+    "parquet": Format(parquet.find, ("column",)),
+    "nanogpt": Format(nanogpt.find, ("dtype",), nanogpt.write),
 }

@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from data_prep.convert.items import Content
-from data_prep.shards.documents import Documents, Inputs, Selection, choose
-from data_prep.shards.reshard import parent_entry
+from data_prep.shards.documents import Documents, Inputs, read_documents
+from data_prep.shards.output import parent_entry
 from data_prep.tasks.progress import Progress
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.files import file_entry, sync_directory, sync_file, write_json
 from zerolm.common.locks import FileLock, LockTaken
-from zerolm.data.window_text import source_decoder
 from zerolm.shards.reader import Source
 
 PROVENANCE, TOKENIZER = "_provenance.json", "_tokenizer"
@@ -37,11 +36,39 @@ def output_problems(directory: Path) -> list[str]:
     return []
 
 
+def differences(sources: Sequence[Source]) -> list[str]:
+    """Return why sources cannot be converted together, a line for each difference."""
+    problems = []
+    first = sources[0]
+    for other in sources[1:]:
+        for key, fix in (
+            ("fingerprint", "Tokenize one of them again."),
+            ("vocab_size", "Tokenize one of them again."),
+            ("eos_id", "Tokenize one of them again."),
+            ("dtype", "Convert each by itself."),
+        ):
+            one, two = (
+                each.head["tokenizer"][key] if key == "fingerprint" else each.head[key]
+                for each in (first, other)
+            )
+            if one != two:
+                name = "tokenizer.fingerprint" if key == "fingerprint" else key
+                problems.append(
+                    f"{other.directory}: {name} is {two}, but {one} in {first.directory}. {fix}"
+                )
+        one, two = (each.head.get("split", {}).get("part") for each in (first, other))
+        if {one, two} == {"training", "validation"}:
+            problems.append(
+                f"{other.directory}: holds {two} documents, and {first.directory} {one} documents, "
+                f"which would be mixed. Convert those of each part by themselves."
+            )
+    return problems
+
+
 def convert(
     sources: Sequence[Source],
     write: Callable[[Path, Content], None],
     directory: Path,
-    with_text: bool,
     provenance: dict[str, Any],
 ) -> dict[str, Any]:
     """Write all documents of sources in another format; return what `_provenance.json` has.
@@ -64,7 +91,7 @@ def convert(
                     shutil.rmtree(path)
                 elif path.name != ".lock":
                     path.unlink()
-            record = _write(sources, write, unfinished, with_text, provenance)
+            record = _write(sources, write, unfinished, provenance)
             (unfinished / ".lock").unlink()
             unfinished.rename(directory)
             sync_directory(directory.absolute().parent)
@@ -83,7 +110,6 @@ def _write(
     sources: Sequence[Source],
     write: Callable[[Path, Content], None],
     directory: Path,
-    with_text: bool,
     provenance: dict[str, Any],
 ) -> dict[str, Any]:
     source, counts = sources[0], {"num_documents": 0, "num_tokens": 0}
@@ -92,12 +118,11 @@ def _write(
     inputs = Inputs(sources)
 
     def documents() -> Iterator[Documents]:
-        for chosen in choose(sources, inputs, Selection(), with_limits=False):
-            for piece in chosen.read():
-                yield piece
-                counts["num_documents"] += len(piece.ends)
-                counts["num_tokens"] += len(piece.ids)
-                progress.add(piece.ids.nbytes, len(piece.ends), len(piece.ids))
+        for piece in read_documents(sources, inputs):
+            yield piece
+            counts["num_documents"] += len(piece.ends)
+            counts["num_tokens"] += len(piece.ids)
+            progress.add(piece.ids.nbytes, len(piece.ends), len(piece.ids))
 
     def ends() -> Iterator[np.ndarray]:
         for each in sources:
@@ -111,8 +136,6 @@ def _write(
         num_tokens,
         source.dtype,
         source.head.get("split", {}).get("part") == "validation",
-        source_decoder(source) if with_text else None,
-        "".join(each.fingerprint for each in sources),
     )
     try:
         write(directory, content)

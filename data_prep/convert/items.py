@@ -70,8 +70,6 @@ class Content:
             times.
         dtype: type of the ids, uint16 or uint32.
         is_validation: whether these are held-out documents.
-        decode: returns the text of a document's ids; None to write ids only.
-        fingerprint: identifies the ids.
     """
 
     documents: Callable[[], Iterator[Documents]]
@@ -80,8 +78,6 @@ class Content:
     num_tokens: int
     dtype: np.dtype
     is_validation: bool
-    decode: Callable[[list[int]], str] | None
-    fingerprint: str
 
 
 def grouped(arrays: Iterable[np.ndarray]) -> Iterator[Items]:

@@ -6,7 +6,6 @@
 Source: https://github.com/Lightning-AI/litData, streaming/writer.py and streaming/item_loader.py
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict
@@ -14,7 +13,6 @@ from typing import Any, TypedDict
 import numpy as np
 
 from data_prep.convert.items import (
-    Content,
     InputFile,
     Items,
     ReadOptions,
@@ -28,7 +26,6 @@ from data_prep.convert.items import (
 from zerolm.common.errors import ConfigError
 from zerolm.common.records import Count, Name
 
-CHUNK_BYTES = 1 << 26
 # Numbers of litdata's tables of torch and of numpy dtypes, integers only.
 TORCH_DTYPES = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8",
                 18: "<i8", 20: "<u2"}  # fmt: skip
@@ -105,48 +102,3 @@ def _open(directory: Path, chunk: _Chunk, dtype: str, compression: Any) -> Input
         )
 
     return InputFile(path, "document", path.stat().st_size, chunk["dim"], read)
-
-
-def write(directory: Path, content: Content) -> None:
-    """Write chunks of complete documents."""
-    is_small = content.dtype.itemsize == 2
-    dtype = np.dtype("<u2" if is_small else "<i4")
-    chunks: list[dict[str, Any]] = []
-    parts: list[np.ndarray] = []
-    lengths: list[np.ndarray] = []
-
-    def flush() -> None:
-        sizes = np.concatenate(lengths) * dtype.itemsize
-        offsets = np.cumsum(np.concatenate([[4 * (len(sizes) + 2)], sizes]))
-        name = f"chunk-0-{len(chunks)}.bin"
-        with open(directory / name, "wb") as file:
-            file.write(np.array([len(sizes)], "<u4").tobytes())
-            file.write(offsets.astype("<u4").tobytes())
-            for part in parts:
-                file.write(part.data)
-        dim = int(sizes.sum()) // dtype.itemsize
-        chunk = {"chunk_bytes": int(offsets[-1]), "chunk_size": len(sizes), "dim": dim}
-        chunks.append({**chunk, "filename": name})
-
-    filled = 0
-    for documents in content.documents():
-        ids = np.ascontiguousarray(documents.ids).astype(dtype)
-        if parts and filled + ids.nbytes > CHUNK_BYTES:
-            flush()
-            parts, lengths, filled = [], [], 0
-        parts.append(ids)
-        lengths.append(np.diff(documents.ends, prepend=0))
-        filled += ids.nbytes
-    flush()
-    config = {
-        "chunk_bytes": CHUNK_BYTES,
-        "chunk_size": None,
-        "compression": None,
-        "data_format": [f"no_header_tensor:{20 if is_small else 15}"],
-        "data_spec": '[1, {"type": null, "context": null, "children_spec": []}]',
-        "encryption": None,
-        "item_loader": "TokensLoader",
-    }
-    # A reader keeps copies of chunks by this text, so other ids need another one.
-    index = {"chunks": chunks, "config": config, "updated_at": content.fingerprint[:16]}
-    (directory / "index.json").write_text(json.dumps(index, sort_keys=True), encoding="utf-8")

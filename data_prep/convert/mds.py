@@ -8,16 +8,13 @@ values; without a dtype, a byte with its code comes first; with a fixed shape, t
 Source: https://github.com/mosaicml/streaming/tree/main/streaming/base/format/mds
 """
 
-import json
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
 
 from data_prep.convert.items import (
-    Content,
     InputFile,
     Items,
     ReadOptions,
@@ -32,7 +29,6 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.records import Count, Name
 
 COLUMNS = ("tokens", "input_ids", "ids")
-SIZE_LIMIT = 1 << 26  # of a shard, as MDSWriter's default
 VALUE_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 INTEGERS = {"uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"}
 
@@ -125,52 +121,3 @@ def _values(path: Path, data: np.ndarray, dtype: str, has_shape: bool) -> np.nda
         return np.frombuffer(data.tobytes(), np.dtype(dtype).newbyteorder("<"))
     except (KeyError, IndexError, ValueError) as error:
         raise damaged(path, f"an array cannot be decoded ({error!r})") from None
-
-
-def write(directory: Path, content: Content) -> None:
-    """Write a document per sample, in the column `tokens`."""
-    columns = {
-        "column_encodings": [f"ndarray:{content.dtype.name}"],
-        "column_names": ["tokens"],
-        "column_sizes": [None],
-        "compression": None,
-        "format": "mds",
-        "hashes": [],
-        "size_limit": SIZE_LIMIT,
-        "version": 2,
-    }
-    config = json.dumps(columns, sort_keys=True).encode()
-    shards: list[dict[str, Any]] = []
-    samples: list[bytes] = []
-    size = 0
-
-    def flush() -> None:
-        name = f"shard.{len(shards):05d}.mds"
-        start = 4 * (len(samples) + 2) + len(config)
-        offsets = np.cumsum([start, *map(len, samples)])
-        head = np.array([len(samples)], "<u4").tobytes() + offsets.astype("<u4").tobytes()
-        (directory / name).write_bytes(b"".join([head, config, *samples]))
-        raw = {"basename": name, "bytes": int(offsets[-1]), "hashes": {}}
-        shards.append({**columns, "raw_data": raw, "samples": len(samples), "zip_data": None})
-
-    for documents in content.documents():
-        starts = [0, *documents.ends.tolist()]
-        data = np.ascontiguousarray(documents.ids).view(np.uint8).data
-        width = documents.ids.itemsize
-        for start, end in pairwise(starts):
-            sample = _encode(end - start, data[start * width : end * width])
-            if samples and size + len(sample) + 4 > SIZE_LIMIT:
-                flush()
-                samples, size = [], 0
-            samples.append(sample)
-            size += len(sample) + 4
-    flush()
-    index = json.dumps({"shards": shards, "version": 2}, sort_keys=True)
-    (directory / "index.json").write_text(index, encoding="utf-8")
-
-
-def _encode(length: int, values: Any) -> bytes:
-    """Return a sample with one array of one dimension and a dtype that the column fixes."""
-    code = 0 if length < 1 << 8 else 1 if length < 1 << 16 else 2
-    shape = bytes([4 + code]) + length.to_bytes(1 << code, "little")
-    return (len(shape) + len(values)).to_bytes(4, "little") + shape + bytes(values)

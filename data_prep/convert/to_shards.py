@@ -190,7 +190,6 @@ def convert(
             tokenizer.eos_id,
             tokenizer.write_copy,
             rules.shard_tokens,
-            counts_text=True,
         )
 
     def write(outputs: Sequence[Output]) -> None:

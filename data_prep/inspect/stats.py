@@ -1,8 +1,7 @@
 """Measures token shards: document lengths, token frequencies, and duplicate documents.
 
 Worker processes measure pieces of complete documents. Memory depends on the longest document
-and on `PARTITION_DOCUMENTS`, not on the size of the data. Must not depend on the command line or on
-how the statistics are shown.
+and on `PARTITION_DOCUMENTS`, not on the size of the data. Must not depend on the command line.
 """
 
 import tempfile

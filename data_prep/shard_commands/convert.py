@@ -1,4 +1,4 @@
-"""`convert`: convert token ids of other formats to token shards, or token shards to them."""
+"""`convert`: make token shards of other formats' ids, or write them for Megatron and nanoGPT."""
 
 import argparse
 import json
@@ -7,10 +7,10 @@ from typing import Any
 
 from data_prep.cli.input_flags import add_output_flag, print_notes, provenance
 from data_prep.cli.problems import Problems
-from data_prep.shard_commands.reshard import inside_problems
-from zerolm.common.url import path_or_url
+from zerolm.common.url import is_url, path_or_url
 
 NAMES = ("megatron", "mds", "litdata", "parquet", "nanogpt")
+WRITTEN = ("megatron", "nanogpt")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("inputs", nargs="+", type=path_or_url, metavar="INPUT", help="with --from: files, prefixes "
         "or directories of that format; with --to: shard directories or URLs")  # fmt: skip
     add("--from", dest="source", choices=NAMES, help="read this format, and write token shards")
-    add("--to", dest="target", choices=NAMES, help="read token shards, and write this format")
+    add("--to", dest="target", choices=WRITTEN, help="read token shards, and write this format")
     add_output_flag(parser, "DIR", "a new directory")
     add("--tokenizer", metavar="DIR", help="with --from: the tokenizer that made the ids")
     add(
@@ -35,8 +35,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "such as int64 (default: uint16)")  # fmt: skip
     add("--shard_tokens", metavar="N", help="with --from: maximum tokens of a shard (default: "
         "134217728)")  # fmt: skip
-    add("--with_text", action="store_true", help="with --to parquet: a column of the text too, "
-        "for readers such as nanochat's")  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> None:
@@ -45,11 +43,10 @@ def run(options: argparse.Namespace) -> None:
         problems.lines.append("convert: needs either --from FORMAT or --to FORMAT. Give one.")
         problems.refuse()
     flags = ("tokenizer", "boundaries", "append_eos", "column", "dtype", "shard_tokens")
-    for name in flags if options.target else ("with_text",):
+    for name in flags if options.target else ():
         if getattr(options, name):
-            direction = "--from" if options.target else "--to"
-            problems.lines.append(f"--{name}: applies to {direction} only. Leave it out.")
-    problems.lines += inside_problems(options.output, options.inputs)
+            problems.lines.append(f"--{name}: applies to --from only. Leave it out.")
+    problems.outside_of_inputs(options.output, options.inputs)
     (_to_shards if options.source else _from_shards)(options, problems)
 
 
@@ -59,7 +56,6 @@ def _to_shards(options: argparse.Namespace, problems: Problems) -> None:
     from data_prep.convert.items import InputFile, ReadOptions
     from data_prep.shards.output import space_problems
     from data_prep.tokenizer.load import load_tokenizer
-    from zerolm.common.url import is_url
     from zerolm.shards.manifest import MANIFEST, token_dtype
     from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
@@ -131,14 +127,11 @@ def _from_shards(options: argparse.Namespace, problems: Problems) -> None:
     from data_prep.convert import from_shards
     from data_prep.convert.formats import FORMATS
     from data_prep.shards.output import space_problems
-    from data_prep.shards.reshard import differences
     from zerolm.shards import reader
 
-    if options.with_text and options.target != "parquet":
-        problems.lines.append("--with_text: needs --to parquet. Leave it out.")
     found = [problems.collect(reader.open_source, path) for path in options.inputs]
     sources = [source for source in found if source is not None]
-    problems.lines += differences(sources) if sources else []
+    problems.lines += from_shards.differences(sources) if sources else []
     problems.lines += from_shards.output_problems(options.output)
     size = sum(source.num_tokens * source.dtype.itemsize for source in sources)
     size += 20 * sum(source.num_documents for source in sources)
@@ -147,9 +140,9 @@ def _from_shards(options: argparse.Namespace, problems: Problems) -> None:
         if not source.has_checksums and not problems.lines:
             problems.collect(reader.verify, source.directory)
     problems.refuse()
-    record = from_shards.convert(
-        sources, FORMATS[options.target].write, options.output, options.with_text, provenance()
-    )
+    write = FORMATS[options.target].write
+    assert write is not None
+    record = from_shards.convert(sources, write, options.output, provenance())
     print(
         f"{options.output}: {record['num_documents']:,} documents, {record['num_tokens']:,} tokens "
         f"as {options.target}, {len(record['files'])} files"

@@ -4,6 +4,7 @@ All files of all outputs are complete on disk before the first manifest is publi
 where documents come from.
 """
 
+import hashlib
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,13 +17,14 @@ from data_prep.shards.documents import Documents
 from data_prep.tokenizer.vocabulary import unknown_id
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.files import file_entry, sync_file, write_json
-from zerolm.shards.directory import PARTS
-from zerolm.shards.manifest import TOKENIZER_DIRECTORY
+from zerolm.shards.manifest import MANIFEST, TOKENIZER_DIRECTORY
 from zerolm.shards.origins import INPUTS
+from zerolm.shards.reader import Source
 from zerolm.shards.token_bytes import TokenBytes, read_token_bytes
 from zerolm.shards.writer import ShardWriter
 
 SPARE_BYTES = 16 << 20  # for the file system and small files
+NOT_PROVENANCE = {"format", "version", "shards", "tokenizer", "input_files", "digest"}
 
 
 class Output:
@@ -39,7 +41,6 @@ class Output:
         eos_id: int,
         copy_tokenizer: Callable[[Path], dict[str, Any]],
         shard_tokens: int,
-        counts_text: bool,
     ):
         self.writer = ShardWriter(
             directory, vocab_size=vocab_size, eos_id=eos_id, tokenizer={}, shard_tokens=shard_tokens
@@ -48,7 +49,7 @@ class Output:
             copy = directory / TOKENIZER_DIRECTORY
             self.writer.tokenizer = copy_tokenizer(copy)
             self.unknown = unknown_id(copy)
-            self.table = _token_bytes(copy, vocab_size) if counts_text else None
+            self.table = _token_bytes(copy, vocab_size)
         except BaseException:
             self.writer.abort()
             raise
@@ -56,7 +57,7 @@ class Output:
 
     def add(self, documents: Documents) -> None:
         """Append documents."""
-        ids, ends, origins, _ = documents
+        ids, ends, origins = documents
         self.writer.add(ids, ends, origins)
         self.eos_ids += int((ids == self.writer.eos_id).sum())
         if self.unknown is not None:
@@ -128,11 +129,16 @@ def _finish(output: Output, input_entries: Sequence[dict[str, Any]]) -> dict[str
     return {"input_files": file_entry(path, directory)}
 
 
-def scratch_directory(output: Output) -> Path:
-    """Return a new directory in an output, which is removed when the output is published."""
-    path = output.writer.directory / PARTS
-    path.mkdir()
-    return path
+def parent_entry(source: Source) -> dict[str, Any]:
+    """Return the manifest entry of a source that documents came from."""
+    content = source.files.read_bytes(MANIFEST)
+    own = {key: value for key, value in source.head.items() if key not in NOT_PROVENANCE}
+    return {
+        "directory": str(source.directory),
+        "fingerprint": source.fingerprint,
+        "manifest_sha256": hashlib.sha256(content).hexdigest(),
+        **own,
+    }
 
 
 def space_problems(directory: Path, size_bytes: int) -> list[str]:

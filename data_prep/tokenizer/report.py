@@ -7,14 +7,10 @@ import re
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from zerolm.report.page import page
-
-TEMPLATE = Path(__file__).with_name("comparison.html")
 MAX_SHOWN_TOKENS = 20
 MAX_WORDS_PER_SCRIPT = 5000  # distinct words; enough for two significant digits
 MIN_WORDS = 20  # of a script; with fewer, the script is not reported
@@ -167,12 +163,6 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for row in rows
     )
-
-
-def format_html(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as a self-contained HTML page."""
-    heads, *others = rows
-    return page(TEMPLATE, title="Tokenizers compared", heads=heads, rows=others)
 
 
 def _ratio(sources: Mapping[str, Mapping[str, Any]]) -> float:

@@ -1,8 +1,8 @@
 """The `launch plan` command: which module handles each of its flags.
 
 `plan_run` resolves the run, and `estimate` computes its figures. `--search` compares profiles,
-`--budget` model sizes, `--published` predictions with published runs, and `--probe` predictions
-with a few steps on this machine. Heavy imports are inside functions, so that `--help` is fast.
+`--budget` model sizes, and `--probe` predictions with a few steps on this machine. Heavy imports
+are inside functions, so that `--help` is fast.
 """
 
 import argparse
@@ -24,8 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
     if arguments.write and not arguments.search:
         raise ConfigError("command line: --write, needs --search. Add it, or remove --write.")
-    if arguments.published:
-        return _published(arguments)
     if arguments.budget:
         return _budget(arguments)
     if not (arguments.model_config or arguments.init_from or arguments.branch):
@@ -257,17 +255,7 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# --published and --budget
-
-
-def _published(arguments: argparse.Namespace) -> int:
-    from launch.plan import published
-
-    if arguments.json:
-        print(json.dumps(published.to_json(), indent=1))
-    else:
-        print(published.document())
-    return 0
+# --budget
 
 
 def _budget(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
 # Memory that others reported over the tensors that a plan counts: the median, the least and
-# the most of published_runs.json.
+# the most of benchmarks/published_runs.
 RESERVED_RATIO, RESERVED_RATIOS = 1.31, (1.21, 1.41)
 UINT16_TOKENS = 1 << 16  # larger vocabularies take four bytes per token (docs/formats.md)
 

@@ -116,10 +116,6 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
         help="recommend a model size and a token count for 1e22 (FLOPs), $50000, or 14d on the "
         "devices",
     )  # fmt: skip
-    group.add_argument(
-        "--published", action="store_true",
-        help="compare predictions with published runs (prints docs/published_runs.md)",
-    )  # fmt: skip
     group.add_argument("--json", action="store_true", help="print JSON")
 
 

@@ -1,7 +1,7 @@
 """Estimate the time of an optimizer step: compute, collectives that it waits for, and offload.
 
 Fitted numbers are `COSTS` and the devices' `attained` in hardware.json. The errors are in
-docs/published_runs.md, which `zerolm plan --published` writes.
+docs/published_runs.md, which `python -m benchmarks.published_runs` writes.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ ALONE_STEP_BYTES = STEP_BYTES | {1: Moved(16, 38)}
 
 @dataclass(frozen=True)
 class Costs:
-    """Fitted, with `attained` of devices, by benchmarks/fit_plan.py (docs/published_runs.md).
+    """Fitted, with `attained` of devices, by benchmarks.published_runs.fit.
 
     Attributes:
         recomputation: time of a recomputed FLOP relative to the mean FLOP.

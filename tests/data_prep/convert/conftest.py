@@ -1,14 +1,11 @@
 """Files that the peers wrote, and shards with the same documents."""
 
-import base64
-import json
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.data_prep.convert.conversions import DOCUMENTS, EOS, open_eos
+from tests.data_prep.convert.conversions import DOCUMENTS, EOS, open_eos, write_peer_files
 from tests.data_prep.shards.corpus import write_corpus
 from zerolm.shards.writer import ShardWriter
 
@@ -16,12 +13,7 @@ from zerolm.shards.writer import ShardWriter
 @pytest.fixture(scope="module")
 def peers(tmp_path_factory) -> Path:
     """The files that the peers wrote."""
-    directory = tmp_path_factory.mktemp("peers")
-    content = json.loads((Path(__file__).parent / "peer_files.json").read_text())
-    for name, data in content["files"].items():
-        (directory / name).parent.mkdir(exist_ok=True)
-        (directory / name).write_bytes(zlib.decompress(base64.b64decode(data)))
-    return directory
+    return write_peer_files(tmp_path_factory.mktemp("peers"))
 
 
 @pytest.fixture(scope="module")

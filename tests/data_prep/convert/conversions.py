@@ -1,6 +1,8 @@
 """The documents in the files of the peers, and the command that converts them."""
 
+import base64
 import json
+import zlib
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -22,3 +24,12 @@ def convert(*words) -> int:
 
 def manifest_of(directory) -> dict:
     return json.loads((Path(directory) / "manifest.json").read_text())
+
+
+def write_peer_files(directory: Path) -> Path:
+    """Write the files that the peers' own libraries wrote, below a directory."""
+    content = json.loads((Path(__file__).parent / "peer_files.json").read_text())
+    for name, data in content["files"].items():
+        (directory / name).parent.mkdir(exist_ok=True, parents=True)
+        (directory / name).write_bytes(zlib.decompress(base64.b64decode(data)))
+    return directory

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.__main__ import main
-from data_prep.convert import formats, items, litdata, mds, megatron, parquet
-from data_prep.shard_commands.convert import NAMES
+from data_prep.convert import formats, items, megatron
+from data_prep.shard_commands.convert import NAMES, WRITTEN
 from data_prep.shards import documents as documents_module
 from tests.data_prep.convert.conversions import DOCUMENTS, EOS, convert, manifest_of
+from tests.data_prep.shards.corpus import tokenize
 from tests.data_prep.tokenize.tokenized import documents_of
 from zerolm.shards.origins import find_origin
 from zerolm.shards.reader import open_source, verify
@@ -24,6 +24,7 @@ from zerolm.shards.reader import open_source, verify
 def test_the_command_offers_every_format():
     """It lists them itself, because `--help` imports no reader."""
     assert set(NAMES) == set(formats.FORMATS)
+    assert set(WRITTEN) == {name for name, form in formats.FORMATS.items() if form.write}
 
 
 @pytest.mark.parametrize(
@@ -54,54 +55,29 @@ def test_files_that_the_peers_wrote_give_their_ids(
     assert origin is not None and origin.file.startswith(str(peers))
 
 
-def test_our_files_equal_those_that_the_peers_wrote(peers, shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(litdata, "CHUNK_BYTES", 600)
-    monkeypatch.setattr(documents_module, "PIECE_TOKENS", 4)  # litdata's chunks end at documents
-    for form in ("megatron", "mds", "litdata"):
-        assert convert(shards, "--to", form, "--output", tmp_path / form) == 0
-    for ours, theirs in (
-        ("megatron/tokens.bin", "c.bin"),
-        ("megatron/tokens.idx", "c.idx"),
-        ("mds/shard.00000.mds", "mds0/shard.00000.mds"),
-        ("litdata/chunk-0-0.bin", "lit1/chunk-0-0.bin"),
-        ("litdata/chunk-0-1.bin", "lit1/chunk-0-1.bin"),
-    ):
-        assert (tmp_path / ours).read_bytes() == (peers / theirs).read_bytes(), ours
-    read = [
-        json.loads((root / "index.json").read_text()) for root in (tmp_path / "mds", peers / "mds0")
-    ]
-    assert read[0] == read[1]
-    ours, theirs = (
-        json.loads((root / "index.json").read_text())
-        for root in (tmp_path / "litdata", peers / "lit1")
-    )
-    assert ours["chunks"] == theirs["chunks"]
-    assert ours["config"].items() <= theirs["config"].items()
+def test_our_files_equal_those_that_megatron_wrote(peers, shards, tmp_path):
+    assert convert(shards, "--to", "megatron", "--output", tmp_path / "megatron") == 0
+    for ours, theirs in (("tokens.bin", "c.bin"), ("tokens.idx", "c.idx")):
+        assert (tmp_path / "megatron" / ours).read_bytes() == (peers / theirs).read_bytes(), ours
 
 
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize("form", WRITTEN)
 def test_there_and_back_gives_the_same_shards(corpus, tmp_path, monkeypatch, form):
     """With every limit of size far below the data."""
-    one, two, _ = corpus
+    one, two, tokenizer = corpus
     for module in (documents_module, items):
         monkeypatch.setattr(module, "PIECE_TOKENS", 700)
-    monkeypatch.setattr(mds, "SIZE_LIMIT", 3000)
-    monkeypatch.setattr(litdata, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(parquet, "FILE_TOKENS", 5000)
-    monkeypatch.setattr(parquet, "BATCH_ROWS", 16)
     monkeypatch.setattr(megatron, "BLOCK_DOCUMENTS", 30)
     assert convert(one, two, "--to", form, "--output", tmp_path / form) == 0
     back = tmp_path / "back"
     words = ["--from", form, "--tokenizer", tmp_path / form / "_tokenizer", "--output", back]
     assert convert(tmp_path / form, *words, "--shard_tokens", 20_000) == 0
-    assert main(["reshard", str(one), str(two), "--output", str(tmp_path / "merged"),
-                 "--shard_tokens", "20000"]) == 0  # fmt: skip
-    merged = manifest_of(tmp_path / "merged")
+    files = [one.parent / "a.jsonl", one.parent / "b.jsonl"]
+    whole = tokenize(files, tokenizer, tmp_path / "whole", "--shard_tokens", 20_000)
+    merged = manifest_of(whole)
     for shard in merged["shards"]:
         for key in ("file", "index", "sums"):
-            assert (back / shard[key]).read_bytes() == (
-                tmp_path / "merged" / shard[key]
-            ).read_bytes()
+            assert (back / shard[key]).read_bytes() == (whole / shard[key]).read_bytes()
     made = manifest_of(back)
     for key in ("num_tokens", "num_documents", "text_bytes", "unknown_ids", "inner_eos_ids"):
         assert made[key] == merged[key], key
@@ -109,15 +85,6 @@ def test_there_and_back_gives_the_same_shards(corpus, tmp_path, monkeypatch, for
     assert [each["directory"] for each in record["parents"]] == [str(one), str(two)]
     assert record["num_tokens"] == merged["num_tokens"]
     assert not list(tmp_path.glob(".*"))
-
-
-def test_parquet_can_have_the_text_too(corpus, tmp_path):
-    one, _, _ = corpus
-    assert convert(one, "--to", "parquet", "--with_text", "--output", tmp_path / "p") == 0
-    rows = pq.read_table(tmp_path / "p" / "shard_00000.parquet").to_pylist()
-    lines = (one.parent / "a.jsonl").read_text().splitlines()
-    assert [row["text"] for row in rows] == [json.loads(line)["text"] for line in lines]
-    assert [row["ids"] for row in rows] == documents_of(one)
 
 
 @pytest.mark.parametrize(

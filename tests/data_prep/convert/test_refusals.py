@@ -132,26 +132,25 @@ def test_the_wrong_tokenizer_is_noticed(corpus, shards, tmp_path, capfd):
 
 def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, capfd):
     one, _, tokenizer = corpus
-    assert convert(one, "--to", "mds", "--from", "mds", "--output", tmp_path / "o") == 2
+    assert convert(one, "--to", "nanogpt", "--from", "mds", "--output", tmp_path / "o") == 2
     assert "needs either --from FORMAT or --to FORMAT" in capfd.readouterr().err
-    flags = ["--column", "x", "--dtype", "int8", "--boundaries", "items", "--with_text"]
+    flags = ["--column", "x", "--dtype", "int8", "--boundaries", "items"]
     words = ["--from", "nanogpt", "--output", one, "--shard_tokens", 0, *flags]
     (tmp_path / "some.bin").write_bytes(b"12")
     assert convert(tmp_path / "some.bin", tmp_path / "absent", *words) == 2
     error = capfd.readouterr().err
     for expected in ("already holds token shards", "--tokenizer: is missing", "--column: does not",
                      "nanogpt files have none", "--shard_tokens 0", "--dtype int8: is not one of",
-                     "--with_text: applies to --to only", "absent: no such file"):  # fmt: skip
+                     "absent: no such file"):  # fmt: skip
         assert expected in error, expected
     words = ["--from", "megatron", "--output", tmp_path / "o", "--tokenizer", tokenizer]
     assert convert(one, *words) == 2
     assert "holds token shards already. Convert them with --to" in capfd.readouterr().err
-    words = ["--to", "mds", "--output", one, "--tokenizer", "x", "--with_text", "--append_eos"]
+    words = ["--to", "nanogpt", "--output", one, "--tokenizer", "x", "--append_eos"]
     assert convert(one, tmp_path / "absent", *words) == 2
     error = capfd.readouterr().err
     for expected in ("--tokenizer: applies to --from", "--append_eos: applies",
-                     "needs --to parquet", "absent: no such directory",
-                     "exists already"):  # fmt: skip
+                     "absent: no such directory", "exists already"):  # fmt: skip
         assert expected in error, expected
 
 

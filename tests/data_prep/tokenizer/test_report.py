@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data_prep.tokenizer.report import fertility, format_html, measure_tokenizer
+from data_prep.tokenizer.report import fertility, measure_tokenizer
 from tests.data_prep.small_corpus import data_prep, write_jsonl
 
 
@@ -104,7 +104,3 @@ def test_commands_train_on_a_sample_and_compare(tmp_path):
         found = compared[str(tmp_path / name)]["sources"][str(tmp_path / "big.jsonl")]
         assert (found["documents"], found["tokens"]) == (3000, tokens)
     assert "bytes/token" in result.stdout and "tokens/word" in result.stdout
-
-
-def test_html_shows_the_escaped_cells():
-    assert ">a &lt;b&gt;</td>" in format_html([["", "mine"], ["a <b>", "1"]])

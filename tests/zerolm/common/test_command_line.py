@@ -182,7 +182,7 @@ def test_an_abbreviation_is_no_flag():
         (["zerolm", "export", "a", "b", "--precission", "bf16"], "zerolm export", '"--precision"'),
         (["zerolm", "exprot"], "zerolm", '"export"'),
         (["zerolm", "tokenize"], "zerolm", '"data tokenize"'),
-        (["zerolm", "data", "merge"], "data", '"reshard"'),
+        (["zerolm", "data", "divide"], "data", '"split"'),
         (["zerolm", "data", "tokenize", "--workes", "2"], "data tokenize", '"--workers"'),
         (["zerolm", "train", "--num_gpu", "2"], "zerolm train", '"--num_gpus"'),
         (["zerolm", "train", "--total-token=2B"], "zerolm train", '"--total_tokens"'),

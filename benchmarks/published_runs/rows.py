@@ -1,8 +1,7 @@
 """Published benchmarks of other trainers, predicted as runs of ours with the nearest profile.
 
-benchmarks/fit_plan.py fits `step_time.COSTS` and the attained shares to the sources that are
-`fitted`; the others only judge the fit. `published` prints the table. published_runs.json has the
-reported figures, with sources.
+`fit` fits `step_time.COSTS` and the attained shares to the sources that are `fitted`; the others
+only judge the fit. runs.json has the reported figures, with sources.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from zerolm.model.model import Model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-FILE = Path(__file__).with_name("published_runs.json")
+FILE = Path(__file__).with_name("runs.json")
 # Of the layers' matrix products: `half` repeats every second one, as torchtitan's selective mode.
 RECOMPUTE: dict[str, tuple[Recompute, float]] = {
     "none": (False, 0.0),
@@ -42,7 +41,7 @@ class Benchmark:
     """A reported throughput.
 
     Attributes:
-        entry: columns of published_runs.json.
+        entry: columns of runs.json.
         run: the same configuration, planned.
         kept_bytes: bytes of activations per token, with fused kernels; None: of a model of
             transformers, which keeps more.
@@ -108,8 +107,8 @@ class Benchmark:
 
 
 def read() -> tuple[list[Benchmark], Mapping[str, Any]]:
-    """Return the benchmarks, and what published_runs.json says about all of them."""
-    values = read_json(FILE, "launch/plan/published_runs.json")["benchmarks"]
+    """Return the benchmarks, and what runs.json says about all of them."""
+    values = read_json(FILE, "runs.json")["benchmarks"]
     known = hardware.devices_of(hardware.FILE)
     known |= hardware.parse(values["devices"], FILE, known)
     models = {name: _model(config, name) for name, config in values["models"].items()}
@@ -129,10 +128,11 @@ def read() -> tuple[list[Benchmark], Mapping[str, Any]]:
 
 def memory_ratios() -> list[float]:
     """Return reported memory over the tensors that a plan counts, of each published figure."""
-    everything = read_json(FILE, "launch/plan/published_runs.json")
+    everything = read_json(FILE, "runs.json")
     values, known = everything["memory"], hardware.devices_of(hardware.FILE)
     models = everything["benchmarks"]["models"]
-    same = {"recompute": "full", "precision": "bf16", "accumulation": 4}
+    # Compiled, our loss keeps no float32 logits; theirs do.
+    same = {"recompute": "full", "precision": "bf16", "accumulation": 4, "compiled": False}
     found = []
     for row in values["rows"]:
         entry = dict(zip(values["columns"], row, strict=True)) | same

@@ -1,31 +1,32 @@
-"""`plan --published`: docs/published_runs.md is its output, and the stated errors are right."""
+"""`benchmarks.published_runs` writes docs/published_runs.md, and the stated errors are right."""
 
 from statistics import median
 
 import pytest
 
-from benchmarks import fit_plan
-from launch.plan import estimate, hardware, published, published_benchmarks, step_time
+from benchmarks.published_runs import document, fit
+from benchmarks.published_runs import rows as benchmark_rows
+from launch.plan import estimate, hardware, step_time
 from tests.launching import ROOT
 from zerolm.plan.peak_flops import datasheet_flops
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[str, published.Row]:
-    return {row.name: row for row in published.runs()}
+def runs() -> dict[str, document.Row]:
+    return {row.name: row for row in document.runs()}
 
 
 @pytest.fixture(scope="module")
 def benchmarks() -> tuple:
     """Published rows, and the values that are fitted to them."""
-    return published_benchmarks.read()
+    return benchmark_rows.read()
 
 
 def test_the_table_in_docs_is_what_the_command_prints(runs, benchmarks, monkeypatch):
-    monkeypatch.setattr(published, "runs", lambda: list(runs.values()))
-    monkeypatch.setattr(published_benchmarks, "read", lambda: benchmarks)
+    monkeypatch.setattr(document, "runs", lambda: list(runs.values()))
+    monkeypatch.setattr(benchmark_rows, "read", lambda: benchmarks)
     text = (ROOT / "docs" / "published_runs.md").read_text(encoding="utf-8")
-    assert text == published.document() + "\n"
+    assert text == document.document() + "\n"
 
 
 def test_predicted_flops_match_the_reported_ones(runs):
@@ -94,7 +95,7 @@ def test_the_throughput_lost_on_many_devices_is_predicted_without_a_fit(benchmar
 
 
 def test_reported_memory_is_the_stated_multiple_of_the_live_tensors():
-    ratios = published_benchmarks.memory_ratios()
+    ratios = benchmark_rows.memory_ratios()
     assert median(ratios) == pytest.approx(estimate.RESERVED_RATIO, abs=0.005)
     assert (min(ratios), max(ratios)) == pytest.approx(estimate.RESERVED_RATIOS, abs=0.005)
 
@@ -104,9 +105,9 @@ def test_the_fitted_numbers_are_those_of_the_fit(benchmarks):
     rows, values = benchmarks
     rows = [row for row in rows if row.is_fitted]
     groups = list(values["attained"])
-    shares, costs = fit_plan.split(fit_plan.fit(rows, groups), groups)
+    shares, costs = fit.split(fit.fit(rows, groups), groups)
     assert shares == pytest.approx(values["attained"], abs=0.01)
-    for name in fit_plan.NAMES:
+    for name in fit.NAMES:
         fitted = getattr(costs, name)
         assert getattr(step_time.COSTS, name) == pytest.approx(fitted, rel=0.02), name
 

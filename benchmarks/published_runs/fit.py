@@ -1,8 +1,8 @@
 """Fits the step time of `zerolm plan` to published benchmarks, and judges the fit.
 
-    python -m benchmarks.fit_plan
+    python -m benchmarks.published_runs.fit
 
-It prints the errors, and the fitted numbers as lines of launch/plan/published_runs.json.
+It prints the errors, and the fitted numbers as lines of runs.json.
 
 Fitted are `COSTS` of launch/plan/step_time.py and the attained share of the peak of each group of
 devices and years, to the logarithm of tokens per second. Sources that are not `fitted` only judge
@@ -23,8 +23,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks import tables
-from launch.plan import published_benchmarks
-from launch.plan.published_benchmarks import Benchmark
+from benchmarks.published_runs.rows import Benchmark, read
 from launch.plan.step_time import COSTS, Costs
 
 FOLDS, SEED = 10, 0
@@ -106,7 +105,7 @@ def summary(found: np.ndarray) -> str:
 
 def main() -> None:
     tables.parser(__doc__, has_table=False).parse_args()
-    rows = [row for row in published_benchmarks.read()[0] if row.is_fitted]
+    rows = [row for row in read()[0] if row.is_fitted]
     groups = list(dict.fromkeys(row.entry["attained"] for row in rows))
     fitted = fit(rows, groups)
     shares, costs = split(fitted, groups)

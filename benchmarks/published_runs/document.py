@@ -1,15 +1,13 @@
-"""`plan --published`: compare the plan's predictions with published runs and benchmarks.
-
-published_runs.json has the reported figures, with sources; docs/published_runs.md is the output.
-"""
+"""The text of docs/published_runs.md: predictions beside published runs and benchmarks."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from launch.plan import hardware, published_benchmarks
-from launch.plan.published_benchmarks import FILE, Benchmark
+from benchmarks.published_runs import rows as benchmark_rows
+from benchmarks.published_runs.rows import FILE, Benchmark
+from launch.plan import hardware
 from launch.plan.step_time import COSTS, MANY_DEVICES
 from zerolm.common.records import read_json
 from zerolm.model.flops import flops_per_token
@@ -60,7 +58,7 @@ def runs() -> list[Row]:
     """
     devices = hardware.devices_of(hardware.FILE)
     rows = []
-    for entry in read_json(FILE, "launch/plan/published_runs.json")["runs"]:
+    for entry in read_json(FILE, "runs.json")["runs"]:
         if "config" in entry:
             model = _model(entry["config"], entry["name"])
             parameters = model.num_parameters
@@ -97,13 +95,13 @@ def _model(values: Mapping[str, Any], name: str) -> Model:
 
 def document() -> str:
     """Return the text of docs/published_runs.md."""
-    values = read_json(FILE, "launch/plan/published_runs.json")
-    rows, fit = published_benchmarks.read()
+    values = read_json(FILE, "runs.json")
+    rows, fit = benchmark_rows.read()
     return f"""# Published runs
 
 Tokens per second and device that others have reported, and what `zerolm plan` predicts for the
-same model, devices and batch. `zerolm plan --published > docs/published_runs.md` writes
-this page from launch/plan/published_runs.json ({values["date"]}); with `--json` it prints each row.
+same model, devices and batch. `python -m benchmarks.published_runs > docs/published_runs.md`
+writes this page from runs.json beside it ({values["date"]}); with `--json` it prints each row.
 
 - A row is planned with the nearest profile, `zero3.json` unless the table says another, and with
   the activations of fused kernels. Plans of Hugging Face models count theirs, which are more.
@@ -111,7 +109,7 @@ this page from launch/plan/published_runs.json ({values["date"]}); with `--json`
   tensor. Latencies are not fitted: NCCL's own for all-gathers and reduce-scatters, and for a
   broadcast 10 us a rank, where NCCL's model has 3.4 (a step in a host) to 14 (between hosts).
 - Links have the bandwidth of hardware.json, or the one that the source names.
-- Fitted to the first {_num_fitted(fit)} sources (`python -m benchmarks.fit_plan`):
+- Fitted to the first {_num_fitted(fit)} sources (`python -m benchmarks.published_runs.fit`):
 {_fitted_text(fit)}
 - A share of the peak belongs to devices and the software of a year. A new stack on a new device
   is predicted as well as the last column says. Mixtures of experts are not fitted.
@@ -125,7 +123,7 @@ Errors are those of a fit without the row (10-fold), in the last column of one w
 
 
 def _memory_text() -> str:
-    ratios = published_benchmarks.memory_ratios()
+    ratios = benchmark_rows.memory_ratios()
     return (
         f"{len(ratios)} reported figures are {min(ratios):.2f} to {max(ratios):.2f} times the live "
         f"tensors that a plan counts,\n  the median {median(ratios):.2f} times."
@@ -134,7 +132,7 @@ def _memory_text() -> str:
 
 def to_json() -> list[dict[str, Any]]:
     """Return every benchmark with its prediction, for `--json`."""
-    rows, fit = published_benchmarks.read()
+    rows, fit = benchmark_rows.read()
     return [
         {**row.entry, "predicted": row.predict(fit["attained"]), "left_out": row.held_out}
         for row in rows
@@ -198,7 +196,7 @@ def _runs_text(rows: list[Row]) -> str:
     flops = [abs(row.flops_error) for row in rows if row.flops_error is not None]
     return (
         f'**Complete runs.** {len(ratios)} runs whose device-hours are known ("runs" of '
-        f"published_runs.json, with their sources) took\n{ratios[0]:.1f} to {ratios[-1]:.1f} times "
+        f"runs.json, with their sources) took\n{ratios[0]:.1f} to {ratios[-1]:.1f} times "
         f"the hours of their matrix products, the middle half {ratios[quarter]:.1f} to "
         f"{ratios[-1 - quarter]:.1f}: restarts, evaluation,\ncommunication and pipelines are not "
         f"in these hours. Their reported FLOPs are 6 N D within {max(flops):.1%}."
