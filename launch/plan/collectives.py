@@ -270,7 +270,11 @@ def _pieces_pay(run: PlannedRun) -> bool:
     """Return whether each owner's part of a bucket is reduced by a call of its own."""
     key = run.profile.zero.get(reduction_choice.KEY)
     values, ranks = num_parameters(run.shapes_of_rank[0]), run.shapes_of_rank[1]
-    return key is False or reduction_choice.small_pieces_pay(values, _piece_calls(run), ranks)
+    if key is False:
+        return True
+    if run.profile.zero_stage == 2:
+        return reduction_choice.pieces_save_time(values, _piece_calls(run), ranks, run.num_nodes)
+    return reduction_choice.small_pieces_pay(values, _piece_calls(run), ranks)
 
 
 def _piece_calls(run: PlannedRun) -> int:

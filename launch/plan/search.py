@@ -103,6 +103,9 @@ def search(
         for recompute in (given,) if given else RECOMPUTE_LEVELS:
             variant = dataclasses.replace(settings, gradient_checkpointing=recompute)
             candidates.append(_best(model, variant, profile, place, assumed))
+    reasons = {each.rejected for each in candidates}
+    if len(reasons) == 1 and (reason := reasons.pop()) and candidates[0].found is None:
+        raise ConfigError(reason)  # of the batch or the model, whatever the profile
     return sorted(candidates, key=_rank)
 
 

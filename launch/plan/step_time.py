@@ -189,14 +189,14 @@ def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -
 def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:
     """Return the bytes that a rank moves per step for sums of gradients and the optimizer."""
     profile, stage = run.profile, max(1, run.profile.zero_stage)
-    if profile.optimizer_offload != "none":
-        return 0.0
     saved = FP32_STATE_BYTES - profile.master_bytes - 2 * profile.moment_bytes
     gradients, step = GRADIENT_BYTES[stage], STEP_BYTES[stage]
     if run.devices == 1:
         gradients, step = ALONE_GRADIENT_BYTES[stage], ALONE_STEP_BYTES[stage]
     elif stage == 2 and all_reduces(run):
         gradients = ALL_REDUCED_GRADIENT_BYTES
+    if profile.optimizer_offload != "none":  # the shard is on the host
+        return gradients.all_values * values * run.accumulation
     moved = gradients.total(values, shard) * run.accumulation + step.total(values, shard)
     return moved - 2 * saved * shard
 

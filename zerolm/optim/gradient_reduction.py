@@ -17,13 +17,15 @@ another one, or not at all. So buckets are started in a fixed order: each waits 
 The norm must be that of the partitions, as `StepGate` takes it.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
-from zerolm.optim.reduction_choice import KEY, bucket_calls, small_pieces_pay
+from zerolm.common.machine import num_nodes
+from zerolm.optim.reduction_choice import KEY, bucket_calls, pieces_save_time, small_pieces_pay
 
 Parameters = list[tuple[int, int]]  # of a bucket: group, and index in it
 
@@ -80,7 +82,8 @@ def _choose_call(optimizer: Any, ranks: int) -> None:
     values = sum(map(sum, ((each.numel() for each in group) for group in optimizer.bit16_groups)))
     groups = len(optimizer.bit16_groups)
     calls = bucket_calls(values, optimizer.reduce_bucket_size, ranks, groups)
-    optimizer.use_multi_rank_bucket_allreduce = not small_pieces_pay(values, calls, ranks)
+    saves = pieces_save_time(values, calls, ranks, num_nodes(os.environ) or 1)
+    optimizer.use_multi_rank_bucket_allreduce = not saves
 
 
 class OwnerReduction:

@@ -11,6 +11,7 @@ KEY = "use_multi_rank_bucket_allreduce"  # of zero_optimization; true: as DeepSp
 HOP_SECONDS = 1e-5  # of a collective between two ranks, as NCCL's rings take
 BYTES_PER_SECOND = 1e10  # of a device between hosts: 100 Gbit/s
 MAX_LATENCY = 0.25  # of the time of the bytes; with more, one collective for all is faster
+FAST_BYTES_PER_SECOND = 2.5e10  # 200 Gbit/s, as hosts with eight A100 have for each
 DEEPSPEED_BUCKET = 500_000_000  # values that DeepSpeed flattens at stage 1, whatever the JSON says
 
 
@@ -23,6 +24,18 @@ def small_pieces_pay(num_values: int, num_calls: int, ranks: int) -> bool:
     return separate_calls_pay(4 * num_values, num_calls, ranks)
 
 
+def pieces_save_time(num_values: int, num_calls: int, ranks: int, hosts: int) -> bool:
+    """Return whether a call for each owner, in every micro-batch, is faster than an all-reduce.
+
+    An all-reduce sends the sums back too, over all links of a host together.
+
+    Args:
+        num_values: of all calls, in float32.
+    """
+    bandwidth = FAST_BYTES_PER_SECOND * max(1, ranks // hosts)
+    return _latency(num_calls, ranks) < 4 * num_values / bandwidth
+
+
 def separate_calls_pay(num_bytes: int, num_calls: int, ranks: int) -> bool:
     """Return whether the latency of collectives is little beside the time of their bytes.
 
@@ -31,8 +44,11 @@ def separate_calls_pay(num_bytes: int, num_calls: int, ranks: int) -> bool:
     Args:
         num_bytes: of all calls.
     """
-    latency = num_calls * (ranks - 1) * HOP_SECONDS
-    return latency < MAX_LATENCY * num_bytes / BYTES_PER_SECOND
+    return _latency(num_calls, ranks) < MAX_LATENCY * num_bytes / BYTES_PER_SECOND
+
+
+def _latency(num_calls: int, ranks: int) -> float:
+    return num_calls * (ranks - 1) * HOP_SECONDS
 
 
 def bucket_calls(num_values: int, bucket: int, ranks: int, num_groups: int) -> int:

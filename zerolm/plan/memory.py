@@ -108,19 +108,19 @@ def model_states(
         device["weights"] += weight_bytes * _persistent_values(shapes, profile)
     if (ranks := secondary_ranks(profile, world_size)) > 1:
         device["secondary"] = weight_bytes * -(-total // ranks)
-    if profile.optimizer_offload == "none":
-        return ModelStates(**device)
-    host = {"host_" + name: device.pop(name) for name in ("optimizer", "master")}
-    # The optimizer on the host reads gradients in the precision of the master weights there, and
-    # stages 1 and 2 copy weights back through a buffer as large as the shard.
-    host["host_gradients"] = profile.master_bytes * shard
-    if stage < 3:
-        host["host_weights"] = weight_bytes * shard
-    # With 16-bit master weights stage 2 accumulates in the optimizer's own buffer.
-    if stage == 3 or (stage == 2 and separate and profile.master_bytes == 4):
-        host["host_gradients"] += device["gradients"]
-    if stage >= 2 or not separate:
-        device["gradients"] = 0
+    host: dict[str, int] = {}
+    if profile.optimizer_offload != "none":
+        host = {"host_" + name: device.pop(name) for name in ("optimizer", "master")}
+        # The optimizer on the host reads gradients in the precision of the master weights there,
+        # and stages 1 and 2 copy weights back through a buffer as large as the shard.
+        host["host_gradients"] = profile.master_bytes * shard
+        if stage < 3:
+            host["host_weights"] = weight_bytes * shard
+        # With 16-bit master weights stage 2 accumulates in the optimizer's own buffer.
+        if stage == 3 or (stage == 2 and separate and profile.master_bytes == 4):
+            host["host_gradients"] += device["gradients"]
+        if stage >= 2 or not separate:
+            device["gradients"] = 0
     if profile.param_offload != "none":
         # The second copy is where the shard is (`remote_device` in partition_parameters.py).
         host["host_weights"] = weight_bytes * shard + device.pop("secondary", 0)

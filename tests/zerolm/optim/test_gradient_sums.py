@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import run_workers
-from zerolm.optim.reduction_choice import small_pieces_pay
+from zerolm.optim.reduction_choice import pieces_save_time, small_pieces_pay
 
 
 @pytest.mark.parametrize(
@@ -50,3 +50,10 @@ def test_one_collective_for_all_is_used_where_many_would_wait_for_each_other():
     for ranks, pays in ((8, True), (64, True), (512, False), (1024, False)):
         assert small_pieces_pay(billion, buckets + ranks, ranks) == pays
     assert small_pieces_pay(70 * billion, 1400 + 128, 128)
+
+
+def test_stage_2_reduces_to_owners_where_latency_is_less_than_the_bytes_that_it_saves():
+    values, calls = 6_738_415_616, 135  # a 7B in buckets of 50M
+    for ranks, saves in ((16, True), (32, True), (64, False), (256, False)):
+        assert pieces_save_time(values, calls + 2 * ranks, ranks, ranks // 8) == saves
+    assert pieces_save_time(values, calls + 128, 64, 64), "hosts of one device each"

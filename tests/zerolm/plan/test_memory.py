@@ -110,6 +110,16 @@ def test_a_moving_average_adds_four_bytes_per_value_where_the_moments_are(stage,
     assert sizes[1] - sizes[0] == 4 * num_parameters(shapes)
 
 
+def test_weights_on_the_host_leave_the_device_without_the_optimizer_too():
+    shapes = parameter_shapes(MODELS["llama"])
+    plain = memory.model_states(shapes, Profile.parse(config(3, "none", "bf16+fp32", 2, 2)), 2)
+    ds = config(3, "none", "bf16+fp32", 2, 2)
+    ds["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    moved = memory.model_states(shapes, Profile.parse(ds), 2)
+    assert moved.host == moved.host_weights == plain.device - moved.device > 0
+    assert (moved.optimizer, moved.master) == (plain.optimizer, plain.master)
+
+
 def test_offload_leaves_only_the_weights_on_the_device():
     shapes = parameter_shapes(MODELS["llama"])
     total = num_parameters(shapes)
