@@ -336,7 +336,7 @@ def initialize(
             ),
             config=profile.json,
         )
-    spare_memory_traffic(engine, across)
+    spare_memory_traffic(engine, across, machine.num_nodes(os.environ) or 1)
     dtype = torch_dtype(profile)
     if existing is not None and existing.is_rounded_to(dtype) and plan.layout.tensor == 1:
         masters.set_masters(engine, existing.weights)

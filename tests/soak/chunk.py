@@ -226,6 +226,8 @@ class KilledRun:
         kind, began, struck_at = KINDS[kill.kind], time.monotonic(), time.time()
         if kill.is_injected and not self.has_fired(kill):
             return  # a fault before it has kept the save from getting there
+        if not kill.is_injected and "\ndone: " in self.run.output():
+            return  # a busy machine noticed the step when all was trained
         if not kill.is_injected and not strike(kill, self.run, self.rng):
             return
         kill.at_step = kill.step if kill.is_injected else before.step

@@ -17,14 +17,12 @@ another one, or not at all. So buckets are started in a fixed order: each waits 
 The norm must be that of the partitions, as `StepGate` takes it.
 """
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
-from zerolm.common.machine import num_nodes
 from zerolm.optim.reduction_choice import KEY, bucket_calls, pieces_save_time, small_pieces_pay
 
 Parameters = list[tuple[int, int]]  # of a bucket: group, and index in it
@@ -45,12 +43,13 @@ class Bucket(NamedTuple):
     owner: int
 
 
-def reduce_to_owners(engine: Any, across: Any = None) -> "OwnerReduction | None":
+def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerReduction | None":
     """Let an engine reduce each gradient to its owner only, where that is the same sum.
 
     Args:
         engine: changed for good at stages 1 and 2. Stage 3 does so itself.
         across: process group of the ranks with the same partition, with `--shard_within`.
+        hosts: over which the ranks are spread.
 
     Returns:
         What must be told of each gradient, if the sums are in the flat buffers of BF16_Optimizer.
@@ -62,7 +61,7 @@ def reduce_to_owners(engine: Any, across: Any = None) -> "OwnerReduction | None"
         return None
     if not hasattr(optimizer, "fp32_groups_gradients"):
         if key is None and not optimizer.cpu_offload:
-            _choose_call(optimizer, ranks)
+            _choose_call(optimizer, ranks, hosts)
         return None
     is_mean = (
         engine.communication_data_type == optimizer.grad_acc_dtype == torch.float32
@@ -77,12 +76,12 @@ def reduce_to_owners(engine: Any, across: Any = None) -> "OwnerReduction | None"
     return found
 
 
-def _choose_call(optimizer: Any, ranks: int) -> None:
+def _choose_call(optimizer: Any, ranks: int, hosts: int) -> None:
     """Choose between DeepSpeed's own two ways: a call for each owner, or an all-reduce for all."""
     values = sum(map(sum, ((each.numel() for each in group) for group in optimizer.bit16_groups)))
     groups = len(optimizer.bit16_groups)
     calls = bucket_calls(values, optimizer.reduce_bucket_size, ranks, groups)
-    saves = pieces_save_time(values, calls, ranks, num_nodes(os.environ) or 1)
+    saves = pieces_save_time(values, calls, ranks, hosts)
     optimizer.use_multi_rank_bucket_allreduce = not saves
 
 

@@ -19,15 +19,15 @@ import torch
 from zerolm.optim.gradient_reduction import reduce_to_owners
 
 
-def spare_memory_traffic(engine: Any, across: Any = None) -> None:
+def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> None:
     """Replace DeepSpeed's methods that read or write gradients more often than they must.
 
     Args:
         engine: an engine of any ZeRO stage; changed for good. Stage 3 has no such method.
-        across: see `reduce_to_owners`.
+        across, hosts: see `reduce_to_owners`.
     """
     optimizer = engine.optimizer
-    reduction = reduce_to_owners(engine, across)
+    reduction = reduce_to_owners(engine, across, hosts)
     assert across is None or reduction is not None, "preflight refuses it"
     is_single = torch.distributed.get_world_size() == 1
     if hasattr(optimizer, "_add_to_grad_partition_buffer"):
