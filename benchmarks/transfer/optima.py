@@ -125,13 +125,16 @@ def plot(losses: Losses, base: tuple[int, int], path: Path) -> None:
             continue
         panel = panels[int(line[2] == COMPLETEP)]
         label = f"{line[0]} wide, {line[1]} layers"
-        [drawn] = panel.plot(list(finite), list(finite.values()), marker=".", label=label)
-        panel.plot(best(finite), min(finite.values()), "o", color=drawn.get_color())
+        rates = [2.0**each for each in finite]
+        [drawn] = panel.plot(rates, list(finite.values()), marker=".", label=label)
+        panel.plot(2.0 ** best(finite), min(finite.values()), "o", color=drawn.get_color())
     for panel, title in zip(panels, (STANDARD, COMPLETEP), strict=True):
         panel.set_title(title)
-        panel.set_xlabel("log2 of the learning rate")
+        panel.set_xlabel("learning rate")
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:.1g}")
         panel.legend(fontsize=8)
-    panels[0].set_ylabel("validation loss")
+    panels[0].set_ylabel("validation loss (nats per token)")
     figure.tight_layout()
     figure.savefig(path, dpi=100)
 
