@@ -90,6 +90,8 @@ STEP_TIME = Panel("Step time", smooth=True, log=True,
     about="Time of an optimizer step; the compute time of the slowest rank, and its mean over the "
         "ranks; and the time spent waiting for data.")
 MEMORY = Panel("Memory", about="On the device of rank 0; on a CPU, of its process.")
+HOST_MEMORY = Panel("Host memory", about="In use on the host of rank 0, by all of its processes.")
+POWER = Panel("Power", about="Draw of rank 0's GPU, as its driver measures it.")
 CHECKPOINTS = Panel("Checkpoints", points=True,
     about="How long training was paused for a checkpoint: to copy the states, and to wait for the "
         "previous checkpoint.")
@@ -256,6 +258,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("memory/allocated_bytes", "bytes", MEMORY,
             "allocated memory on the device of rank 0; on a CPU, resident memory of its process"),
         Metric("memory/peak_bytes", "bytes", MEMORY, "largest `memory/allocated_bytes` so far"),
+        Metric("memory/host_bytes", "bytes", HOST_MEMORY,
+            "memory in use on the host of rank 0, by all processes: total less available"),
+        Metric("power/watts", "W", POWER,
+            "power draw of rank 0's GPU, as its driver measures it, on most GPUs over the last "
+            "second; absent on CPUs, with MIG, and without the package `nvidia-ml-py`"),
     ),
     "Data": (
         Metric("data/<source>/epochs", "epochs", Panel("Epochs by source", many=True),

@@ -59,6 +59,7 @@ class Journal:
         expected, notices = duration.expected(plan, self.peak_flops)
         print_rank0("\n".join([f"duration: {expected}", *(f"note: {one}" for one in notices)]))
         self.stopwatch = throughput.Stopwatch(device)
+        self.power = throughput.PowerMeter(device)
         self.slow_hosts = SlowHosts()
         self.console = Console(rank == 0)
         self.changed = plan.changed
@@ -189,6 +190,7 @@ class Journal:
             **self.slow_hosts.row(self.stopwatch.own_seconds(), self.device),
             **self.stopwatch.report(self.world_size, plan.flops_per_token, self.peak_flops),
             **throughput.memory(self.device),
+            **self.power.row(),
             "health/skipped_steps": progress.skipped_steps,
             "health/spikes": progress.spikes,
             "health/rollbacks": progress.rollbacks,

@@ -101,16 +101,36 @@ class Stopwatch:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Return the `memory/` metrics in bytes: of the GPU, or of this process on a CPU."""
+    """Return the `memory/` metrics in bytes: of the GPU or this process, and of the host."""
+    import psutil
+
+    host = psutil.virtual_memory()
+    used = {"memory/host_bytes": host.total - host.available}
     if device.type == "cuda":
         return {
             "memory/allocated_bytes": torch.cuda.memory_allocated(device),
             "memory/peak_bytes": torch.cuda.max_memory_allocated(device),
+            **used,
         }
-    import psutil
-
     unit = 1 if sys.platform == "darwin" else 1024
     return {
         "memory/allocated_bytes": psutil.Process().memory_info().rss,
         "memory/peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        **used,
     }
+
+
+class PowerMeter:
+    """Reads the power draw of a GPU from its driver, unless that fails once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.works = device, device.type == "cuda"
+
+    def row(self) -> dict[str, float]:
+        """Return `power/watts`; empty on a CPU, and where it cannot be read, as with MIG."""
+        if self.works:
+            try:
+                return {"power/watts": torch.cuda.power_draw(self.device) / 1000}
+            except Exception:  # NVML and amdsmi have kinds of their own; torch needs nvidia-ml-py
+                self.works = False
+        return {}

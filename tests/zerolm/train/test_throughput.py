@@ -1,15 +1,16 @@
-"""The clock of steps beside a device that computes behind the host."""
+"""The clock of steps beside a device that computes behind the host; memory and power."""
 
 import time
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import psutil
 import pytest
 import torch
 
 from zerolm.train.run import Run
-from zerolm.train.throughput import Stopwatch
+from zerolm.train.throughput import PowerMeter, Stopwatch, memory
 
 TAIL_SECONDS = 0.05
 
@@ -40,3 +41,17 @@ def test_a_step_is_timed_to_the_end_of_its_update_where_something_reads_the_devi
     run.journal.stopwatch = Stopwatch(torch.device("cuda"))
     Run.step(run, None)
     assert (run.journal.stopwatch.seconds >= TAIL_SECONDS) == waits
+
+
+def test_power_is_read_until_the_driver_does_not_tell(monkeypatch) -> None:
+    assert PowerMeter(torch.device("cpu")).row() == {}
+    meter, answers = PowerMeter(torch.device("cuda", 0)), iter([312_500, 95_000])
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda device: next(answers))
+    assert [meter.row(), meter.row()] == [{"power/watts": 312.5}, {"power/watts": 95.0}]
+    assert meter.row() == {} and not meter.works
+
+
+def test_memory_of_the_host_is_less_than_it_has() -> None:
+    found = memory(torch.device("cpu"))
+    assert found["memory/allocated_bytes"] > 0 and found["memory/peak_bytes"] > 0
+    assert 0 < found["memory/host_bytes"] < psutil.virtual_memory().total
