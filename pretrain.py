@@ -61,6 +61,7 @@ from zerolm.optim.parameter_groups import (
 from zerolm.plan.duration import with_duration
 from zerolm.plan.plan import Plan
 from zerolm.preflight import check
+from zerolm.tracking import console_log
 from zerolm.train import ending, recovery, resume, run_directory, stability
 from zerolm.train.run import Run
 from zerolm.upload import restore
@@ -95,6 +96,8 @@ def main(argv: list[str]) -> int:
         return process_group.report_config_error(limits.refusal(error), rank, local_rank)
     startup.mark("checks")
     limits.drop_unwritable_output()
+    if rank == 0:
+        console_log.keep(run_dir)
     stop = stability.StopRequest(plan.settings.stop_after)  # its clock starts here
     dog = watchdog.Watchdog(run_dir, rank, plan.settings.hang_timeout, stop)
     try:

@@ -36,6 +36,8 @@ class RunFiles:
         self.metrics = run_dir / "metrics.jsonl"
         self.events = run_dir / "events.jsonl"
         self.samples = run_dir / "samples.jsonl"
+        self.console = run_dir / "console.log"
+        self.earlier_console = run_dir / "console-earlier.log"
         self.hellaswag = run_dir / "hellaswag.json"
         self.core = run_dir / "core.json"
         self.evaluation_begun = run_dir / "evaluation_begun.json"

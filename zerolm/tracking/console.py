@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from zerolm.common.values import count, duration
+from zerolm.tracking import console_log
 from zerolm.tracking.shown_metrics import bar_figures
 
 DRAW_SECONDS = 0.2
@@ -46,7 +47,8 @@ class Console:
         from rich.console import Console as Terminal
         from rich.live import Live
 
-        terminal = Terminal(file=sys.stdout, force_terminal=True, force_interactive=True)
+        shown = getattr(sys.stdout, "stream", sys.stdout)  # the bar is not kept in console.log
+        terminal = Terminal(file=shown, force_terminal=True, force_interactive=True)
         self._live = Live(
             self,
             console=terminal,
@@ -144,6 +146,7 @@ class _LinesAboveBar:
 
             try:
                 self._terminal.print(Segments([Segment(lines + newline)]), crop=False)
+                console_log.write(lines)
             except Exception:
                 self._stream.write(newline + lines + newline)
                 self._give_up()

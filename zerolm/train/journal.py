@@ -21,7 +21,7 @@ from zerolm.optim.spikes import COOL_DOWN, SpikeGuard
 from zerolm.plan import duration
 from zerolm.plan.peak_flops import device_peak_flops
 from zerolm.plan.plan import Plan
-from zerolm.tracking import run_log
+from zerolm.tracking import console_log, run_log
 from zerolm.tracking.console import Console
 from zerolm.tracking.tracker_processes import Trackers
 from zerolm.train import stability, throughput
@@ -207,8 +207,11 @@ class Journal:
             progress.position, progress.position + sequences_left
         )
         seconds_left = steps_left * row["throughput/step_seconds"]
-        if not self.console.figures(row, progress.step + steps_left, seconds_left):
-            self.print_rank0(run_log.console_line(row, progress.step + steps_left, seconds_left))
+        line = run_log.console_line(row, progress.step + steps_left, seconds_left)
+        if self.console.figures(row, progress.step + steps_left, seconds_left):
+            console_log.write(line)
+        else:
+            self.print_rank0(line)
         if self.settings.compile:
             notice = compile.graph_break_notice()
             if notice is not None and notice != self.printed_breaks:
