@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from zerolm.common.command_line import count
+from zerolm.common.command_line import count, number
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +15,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="HTML file to write (default: report.html in the first run directory)",
     )
+    add(
+        "--price_per_hour",
+        metavar="DOLLARS",
+        type=number,
+        help="price of a device, to show what the run has cost",
+    )
     add("--of_process", type=count, help=argparse.SUPPRESS)  # the run that started this command
 
 
@@ -24,6 +30,6 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.of_process is not None:
         child.serve(arguments.of_process)
-    page = write_report(arguments.runs, arguments.output)
+    page = write_report(arguments.runs, arguments.output, arguments.price_per_hour)
     if arguments.of_process is None:
         print(page)

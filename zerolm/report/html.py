@@ -21,12 +21,17 @@ SCRIPTS = ("format.js", "axis.js", "view.js", "elements.js", "chart.js", "sectio
 Json = dict[str, Any]
 
 
-def write_report(run_dirs: Sequence[str | Path], output: str | Path | None = None) -> Path:
+def write_report(
+    run_dirs: Sequence[str | Path],
+    output: str | Path | None = None,
+    price_per_hour: float | None = None,
+) -> Path:
     """Write the report of one run, or of several compared.
 
     Args:
         run_dirs: run directories; the runs may still be in progress.
         output: default: `report.html` in the first run directory.
+        price_per_hour: dollars that a device costs; the report shows no price without it.
 
     Returns:
         The path of the report.
@@ -37,7 +42,7 @@ def write_report(run_dirs: Sequence[str | Path], output: str | Path | None = Non
     """
     runs = read_runs(run_dirs)
     output = Path(output) if output is not None else RunFiles(runs[0].run_dir).report
-    text = render(report_data(runs))
+    text = render(report_data(runs, price_per_hour))
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(output, text.encode(), many_writers=True)

@@ -27,8 +27,12 @@ MAX_SAMPLES_OF_A_PROMPT, MAX_SAMPLE_CHARACTERS, MAX_PROMPTS = 24, 4_000, 24
 Json = dict[str, Any]
 
 
-def report_data(runs: Sequence[RunHistory]) -> Json:
-    """Return everything that the report of one or several runs shows."""
+def report_data(runs: Sequence[RunHistory], price_per_hour: float | None = None) -> Json:
+    """Return everything that the report of one or several runs shows.
+
+    Args:
+        price_per_hour: dollars that a device costs.
+    """
     keys = {key for run in runs for key in run.curves.columns}
     num_curves = sum(len(run.curves.columns) for run in runs)
     points = MAX_POINTS // max(1, num_curves)
@@ -37,7 +41,10 @@ def report_data(runs: Sequence[RunHistory]) -> Json:
     return {
         "written": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "written_at": time.time(),
-        "runs": [_run(run, points, _first_step(run, runs), compared=len(runs) > 1) for run in runs],
+        "runs": [
+            _run(run, points, _first_step(run, runs), price_per_hour, compared=len(runs) > 1)
+            for run in runs
+        ],
         "panels": [
             panel
             for panel in panels(keys, compared=len(runs) > 1)
@@ -62,7 +69,10 @@ def panels(keys: Collection[str], *, compared: bool) -> list[Json]:
             continue
         if panel == NOISE_SCALE and "train/noise_scale_tokens" not in chosen:
             panel = BATCH
-        drawn.append({**asdict(panel), "unit": unit, "keys": chosen, "names": _short(chosen)})
+        names = _short(chosen)
+        if not panel.many and len(names) > 1:  # those of sources and blocks stay as they are
+            names = [name.replace("_", " ") for name in names]
+        drawn.append({**asdict(panel), "unit": unit, "keys": chosen, "names": names})
     return drawn
 
 
@@ -93,7 +103,9 @@ def _first_step(run: RunHistory, runs: Sequence[RunHistory]) -> int:
     return 0
 
 
-def _run(run: RunHistory, points: int, first_step: int, *, compared: bool) -> Json:
+def _run(
+    run: RunHistory, points: int, first_step: int, price_per_hour: float | None, *, compared: bool
+) -> Json:
     state, why = run.state()
     branch = [["Branch of", lineage(run.branch), ""]] if compared and run.branch else []
     ds_config = run.record.get("ds_config")
@@ -103,7 +115,7 @@ def _run(run: RunHistory, points: int, first_step: int, *, compared: bool) -> Js
         "state": state,
         "why": why,
         "facts": facts(run),
-        "figures": figures(run) + branch,
+        "figures": figures(run, price_per_hour) + branch,
         "step": run.step,
         "total_steps": run.total_steps,
         "tokens": run.tokens,

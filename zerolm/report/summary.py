@@ -6,31 +6,58 @@ from typing import Any
 
 from zerolm.common.events import RUNNING, state_after
 from zerolm.common.run_files import checkpoint_step
-from zerolm.common.values import count, duration
+from zerolm.common.values import count, duration, shown_bytes
 from zerolm.config.run_records import lineage
 from zerolm.plan.lost_time import Lost, measured
 from zerolm.report import diagnosis
 from zerolm.report.curves import Curves
 from zerolm.report.run_history import RunHistory, seconds_of
+from zerolm.tracking.wandb_identity import page_of
 
 LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # last lines over which the shown training loss is averaged
 MAX_ROWS = 20_000  # rows to diagnose; takes a second
+VERSIONS = ("zerolm", "torch", "deepspeed", "transformers", "CUDA", "NCCL", "NVIDIA driver",
+            "python")  # fmt: skip
 
 Pair = list[str]
 
 
 def facts(run: RunHistory) -> list[Pair]:
-    """Return model, profile, devices, batch and more, as the run printed them when it started."""
+    """Return model, profile, devices, batch and more, as the run printed them when it started.
+
+    The value of `W&B` is the address of a page.
+    """
     names = ("model", "initial weights", "profile", "devices", "batch", "accumulation", "steps",
              "learning rate", "tokens per parameter", "FLOPs of the run", "epochs")  # fmt: skip
     found = [["branch", f"of {lineage(run.branch)}"]] if run.branch else []
     found += [[name, str(run.derived[name])] for name in names if name in run.derived]
-    commit = run.record.get("git_commit")
-    return found + ([["commit", str(commit)[:12]]] if commit else [])
+    versions = run.record.get("versions") or {}
+    others = {
+        "hardware": _hardware(run),
+        "versions": ", ".join(f"{name} {versions[name]}" for name in VERSIONS if name in versions),
+        "commit": str(run.record.get("git_commit") or "")[:12],
+        "W&B": page_of(run.run_dir),
+    }
+    return found + [[name, value] for name, value in others.items() if value]
 
 
-def figures(run: RunHistory) -> list[Pair]:
-    """Return the key figures, each a name, a value and a note."""
+def _hardware(run: RunHistory) -> str:
+    """Return the device, and the host of the first rank, whose cores are those of all processes."""
+    record = run.record
+    hosts = {beat["host"] for beat in run.heartbeats.values()}
+    parts = [record.get("device"), record.get("host")]
+    parts += [f"{cores} cores" if (cores := record.get("host_cores")) else None]
+    parts += [shown_bytes(size) if (size := record.get("host_memory_bytes")) else None]
+    parts += [f"one of {len(hosts)} hosts" if len(hosts) > 1 else None]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def figures(run: RunHistory, price_per_hour: float | None = None) -> list[Pair]:
+    """Return the key figures, each a name, a value and a note.
+
+    Args:
+        price_per_hour: dollars that a device costs.
+    """
     curves = run.curves
     found: list[Pair] = []
 
@@ -51,7 +78,7 @@ def figures(run: RunHistory) -> list[Pair]:
     if (score := curves.last("eval/core")) is not None:
         add("CORE", f"{score:.4f}", "mean centered accuracy")
     if (share := curves.last("eval/hellaswag/acc_norm")) is not None:
-        add("HellaSwag", f"{share:.1%}", "acc_norm")
+        add("HellaSwag", f"{share:.1%}", "normalized accuracy")
     if (speed := curves.recent_mean("throughput/tokens_per_second")) is not None:
         devices = run.record.get("world_size")
         note = f"{devices} devices" if devices else ""  # without a run.json
@@ -60,6 +87,10 @@ def figures(run: RunHistory) -> list[Pair]:
         add("MFU", f"{share:.1%}", "of the devices' peak")
     if curves.seconds:
         add("Trained", duration(run.trained_seconds), wall_clock(run))
+    if (hours := device_hours(run)) is not None:
+        price = f"${hours * price_per_hour:,.2f}" if price_per_hour is not None else ""
+        note = f"at ${price_per_hour:g} an hour" if price else "of all starts, idle time included"
+        add("Device-hours", f"{hours:.3g}", f"{price} {note}".strip())
     if (times := lost_time(run)) is not None:
         lost, hourly, faults = times
         value, note = str(lost).split(" effective; ")
@@ -98,6 +129,29 @@ def lost_time(run: RunHistory) -> tuple[Lost, Lost | None, int] | None:
         return None
     step_seconds = run.curves.last("throughput/step_seconds") or 0.0
     return found.lost(run.trained_seconds), found.lost_hourly(step_seconds), found.faults
+
+
+def device_hours(run: RunHistory) -> float | None:
+    """Return the hours of all devices, from each launch to its last event or to now.
+
+    None if no event says when the run started, and on how many devices.
+    """
+    device_seconds, devices, began, last = 0.0, 0, 0.0, 0.0
+    previous = ""
+    for event in run.events:
+        kind, when = event["event"], seconds_of(event.get("time"))
+        if when is None:
+            continue
+        if state_after(kind) == RUNNING and previous != "rollback":  # a rollback resumes in place
+            device_seconds += devices * max(0.0, last - began)
+            devices, began = event.get("world_size") or 0, when
+        elif kind == "startup":
+            began = min(began, when - event.get("seconds", 0.0))
+        last, previous = when, kind
+    if run.state()[0] == RUNNING:
+        last = time.time()
+    device_seconds += devices * max(0.0, last - began)
+    return device_seconds / 3600 if device_seconds else None
 
 
 def findings(run: RunHistory) -> list[dict[str, Any]]:

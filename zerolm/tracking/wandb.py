@@ -17,7 +17,7 @@ from typing import Any, TypedDict
 
 from zerolm.common.errors import RecordError
 from zerolm.common.files import write_json
-from zerolm.common.records import Count, Name, read_record
+from zerolm.common.records import read_record
 from zerolm.common.run_files import MANIFEST, TRACKER_STATE
 from zerolm.config.run_records import read_rollbacks, read_run_json
 from zerolm.config.settings import Settings
@@ -25,6 +25,7 @@ from zerolm.tracking import alerts, wandb_files
 from zerolm.tracking.tracker import Row, Tracker
 from zerolm.tracking.wandb_identity import (
     Identity,
+    TrackerState,
     has_key,
     identity,
     mode_variable,
@@ -43,16 +44,6 @@ def close() -> None:
     with contextlib.suppress(Exception):
         wandb.teardown()
     os.environ.pop("WANDB_SERVICE", None)  # its address: it may already have a run with this id
-
-
-class _Id(TypedDict):
-    id: Name
-
-
-class TrackerState(_Id, total=False):
-    """The content of `wandb/run.json`: the W&B run that the next start continues."""
-
-    rollbacks: Count
 
 
 class _Manifest(TypedDict):
@@ -120,6 +111,12 @@ class WandbTracker(Tracker):
                 return state["id"]
         return new_id()
 
+    def _save_state(self, url: str | None = None) -> None:
+        """Write which W&B run the next start continues, and its page for the report."""
+        if self.live:
+            state = {"id": self.run_id, "rollbacks": self.num_rollbacks}
+            write_json(self.directory / TRACKER_STATE, state | ({"url": url} if url else {}))
+
     # ---- Called in the run
 
     @classmethod
@@ -154,9 +151,7 @@ class WandbTracker(Tracker):
         resumable = mode == "online" and self.live
         self._earlier_files = wandb_files.files_of(self.run_dir, self.run_id)
         self._logged = set()
-        if self.live:
-            state = {"id": self.run_id, "rollbacks": self.num_rollbacks}
-            write_json(self.directory / TRACKER_STATE, state)
+        self._save_state()
         if resumable:
             self._logged = wandb_files.logged(self.run_dir, self.run_id)
         close()
@@ -187,6 +182,7 @@ class WandbTracker(Tracker):
             self._first = self.run.starting_step
         if mode == "online":
             self.where = self.run.url or f"online, run {self.run.id}"
+            self._save_state(url=self.run.url)
         else:
             self.where = f"offline in {self.directory} (send with: wandb sync {self.directory})"
 

@@ -7,11 +7,25 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from zerolm.common.errors import RecordError
+from zerolm.common.records import Count, Name, read_record
+from zerolm.common.run_files import TRACKER_STATE, RunFiles
 from zerolm.config.run_records import ancestors
 
 MAX_TAG_CHARACTERS = 64  # W&B refuses longer ones
+
+
+class _Id(TypedDict):
+    id: Name
+
+
+class TrackerState(_Id, total=False):
+    """The content of `wandb/run.json`: the W&B run that the next start continues, and its page."""
+
+    rollbacks: Count
+    url: str
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,15 @@ def identity(run_dir: Path, record: Mapping[str, Any], suffix: str = "") -> Iden
         name=name + suffix,
         tags=tuple(dict.fromkeys(tag.strip() for tag in tags if tag.strip())),
     )
+
+
+def page_of(run_dir: Path) -> str | None:
+    """Return the address of the page that W&B has of a run, None if it has none or is offline."""
+    try:
+        state = read_record(RunFiles(run_dir).tracker("wandb") / TRACKER_STATE, TrackerState)
+    except RecordError:
+        return None
+    return state.get("url") if state else None
 
 
 def resolve_mode(mode: str) -> str:

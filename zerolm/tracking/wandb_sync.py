@@ -16,8 +16,14 @@ from zerolm.common.records import read_record
 from zerolm.common.run_files import TRACKER_STATE, RunFiles, rollback_name
 from zerolm.config.run_records import read_run_json
 from zerolm.tracking.mirror import Tail
-from zerolm.tracking.wandb import TrackerState, WandbTracker, close, new_id
-from zerolm.tracking.wandb_identity import Identity, has_key, identity, resolve_mode
+from zerolm.tracking.wandb import WandbTracker, close, new_id
+from zerolm.tracking.wandb_identity import (
+    Identity,
+    TrackerState,
+    has_key,
+    identity,
+    resolve_mode,
+)
 
 
 def wandb_sync(

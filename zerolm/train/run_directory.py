@@ -3,6 +3,7 @@
 `run.json` is enough to start the run again: `--settings runs/first/run.json`.
 """
 
+import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,8 @@ def claim(run_dir: str | Path) -> FileLock:
 
 def record(plan: Plan) -> dict[str, Any]:
     """Return the content of `run.json`: resolved settings and configs, data, versions, sizes."""
+    import psutil
+
     return {
         **({"branch": plan.branch} if plan.branch is not None else {}),
         "settings": plan.settings.to_json(),
@@ -67,6 +70,8 @@ def record(plan: Plan) -> dict[str, Any]:
         "versions": versions() | gpu_library_versions() | driver_version(),
         "git_commit": git_commit(Path(__file__).parent),
         "host": platform.node(),
+        "host_cores": os.cpu_count(),
+        "host_memory_bytes": psutil.virtual_memory().total,
         "working_directory": str(Path.cwd()),
         "device": plan.device_name,
         "derived": plan.derived,

@@ -17,6 +17,7 @@ from tests.zerolm.report.run_directories import (
     loss_of,
     metrics,
     write_branch,
+    write_heartbeats,
     write_lines,
     write_run,
 )
@@ -58,6 +59,22 @@ def test_the_report_has_the_values_of_the_metrics(tmp_path) -> None:
     assert [text[2] for text in prompt["texts"]] == [
         f" a time, {step}" for step in (10, 20, 30, 40)
     ]
+
+
+def test_the_head_names_hardware_versions_and_the_page_on_w_and_b(tmp_path) -> None:
+    run = write_run(tmp_path / "run")
+    record = json.loads((run / "run.json").read_text())
+    record |= {"device": "Fast GPU", "host": "node-1", "host_cores": 8, "host_memory_bytes": 2**34}
+    record |= {"versions": {"python": "3.12.1", "torch": "2.13.0", "datasets": "4.0", "CUDA": "13"}}
+    (run / "run.json").write_text(json.dumps(record))
+    write_heartbeats(run)
+    (run / "wandb").mkdir()
+    state = {"id": "abc", "url": "https://wandb.example/team/zerolm/runs/abc"}
+    (run / "wandb/run.json").write_text(json.dumps(state))
+    facts = dict(data_in(report.write_report([run]))["runs"][0]["facts"])
+    assert facts["hardware"] == "Fast GPU, node-1, 8 cores, 16 GiB"
+    assert facts["versions"] == "torch 2.13.0, CUDA 13, python 3.12.1"
+    assert facts["W&B"] == state["url"]
 
 
 def test_text_of_a_run_is_never_markup(tmp_path) -> None:

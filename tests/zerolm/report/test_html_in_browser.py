@@ -1,6 +1,8 @@
 """`report.html` in a real browser: it draws, requests nothing, and reacts to the user."""
 
 import base64
+import csv
+import io
 import json
 import random
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 from tests.chromium import Browser
 from tests.zerolm.report.run_directories import (
     STEP_TOKENS,
+    metrics,
     write_heartbeats,
     write_lines,
     write_run,
@@ -19,6 +22,7 @@ from tests.zerolm.report.run_directories import (
 from zerolm.report import html as report
 
 EVIL = "</script><img src=x onerror=\"window.hacked=1\"><svg onload='window.hacked=1'>&amp;{{7*7}}"
+LOSSES = [row for row in metrics(40, spike=30) if "train/loss" in row]
 PANELS = "document.querySelectorAll('.panel')"
 PLACE = """(() => {
   const box = document.querySelector('.panel svg').getBoundingClientRect();
@@ -86,6 +90,61 @@ def test_curves_are_drawn_at_their_values(browser, page) -> None:
     assert len(points) == 40 and len({y for _, y in points}) == 1
     gaps = [right - left for (left, _), (right, _) in pairwise(points)]
     assert max(gaps) - min(gaps) <= 0.21, "equal steps are equally far apart"
+
+
+def test_every_chart_has_units_and_two_ticks_on_each_axis(browser, tmp_path) -> None:
+    """For ranges of 1.3 to a million, linear and logarithmic."""
+    factors = (1.3, 2, 5, 9.9, 11, 15, 31, 70, 99, 150, 500, 2000, 1e4, 1e6)
+    rows = [
+        {"step": step, "tokens": 700 * step, "train/loss": 5 / step}
+        | {f"other/{n}": 0.023 * factor ** (step / 40) for n, factor in enumerate(factors)}
+        for step in range(1, 41)
+    ]
+    run = write_run(tmp_path / "run")
+    write_lines(run / "metrics.jsonl", rows)
+    browser.open(report.write_report([run], tmp_path / "page.html"), 1440, 844)
+    for shown in ("tokens", "optimizer steps", "training time"):
+        few = browser.evaluate(f"""(() => {{
+          const labels = (panel, anchor, text) => [...panel.querySelectorAll('svg > text')].filter(
+            (one) => one.getAttribute('text-anchor') === anchor && one.textContent !== text);
+          return [...{PANELS}].filter((panel) => labels(panel, 'end').length < 2
+            || labels(panel, 'middle', '{shown}').length < 2
+            || !panel.querySelector('svg').textContent.includes('{shown}'))
+            .map((panel) => panel.querySelector('.title').textContent);
+        }})()""")
+        assert few == [], shown
+        browser.evaluate(f"""[...{PANELS}].forEach((panel) => panel.querySelector(
+          '.buttons button').click())""")  # each one to the other scale
+        browser.evaluate(f"""[...document.querySelectorAll('.axes button')][
+          {1 if shown == "tokens" else 2}].click()""")
+        browser.evaluate("new Promise((drawn) => setTimeout(() => drawn(true), 200))")
+
+
+def test_the_values_of_a_chart_are_saved_as_csv(browser, page) -> None:
+    browser.open(page, 1280, 844)
+    text = browser.evaluate(f"""new Promise((saved) => {{
+      URL.createObjectURL = (blob) => {{ blob.text().then(saved); return '#'; }};
+      [...{PANELS}[0].querySelectorAll('button')].find((one) => one.textContent === 'CSV').click();
+    }})""")
+    found = list(csv.DictReader(io.StringIO(text)))
+    unit = "Loss, nats per token"
+    losses = {int(row["step"]): float(row[unit]) for row in found if row["curve"] == "train"}
+    assert losses == pytest.approx({row["step"]: row["train/loss"] for row in LOSSES}, rel=1e-6)
+    assert [row["tokens"] for row in found[:2]] == [str(STEP_TOKENS), str(2 * STEP_TOKENS)]
+
+
+@pytest.mark.parametrize("width", [1440, 1000, 390])
+def test_values_fit_into_their_tiles_in_one_line(browser, tmp_path, width) -> None:
+    rows = metrics(40)
+    rows[-1] |= {"throughput/tokens_per_second": 987_654_321.0, "checkpoint/stall_seconds": 3.0,
+                 "eval/hellaswag/acc_norm": 0.3, "eval/core": 0.2, "eval/bits_per_byte": 1.0,
+                 "health/skipped_steps": 12, "eval/perplexity": 123456.7}  # fmt: skip
+    run = write_run(tmp_path / "run")
+    write_lines(run / "metrics.jsonl", rows)
+    browser.open(report.write_report([run], price_per_hour=2.5), width, 844)
+    lines = browser.evaluate("""[...document.querySelectorAll('.tiles dd')].map((one) =>
+      [one.textContent, one.scrollWidth > one.clientWidth || one.clientHeight > 40])""")
+    assert len(lines) > 10 and not [text for text, broken in lines if broken]
 
 
 def test_hovering_zooming_and_toggling_work(browser, page) -> None:
@@ -185,7 +244,8 @@ def test_the_star_of_an_evaluation_is_at_its_best_value(browser, tmp_path) -> No
     browser.open(report.write_report([run], tmp_path / "page.html"), 1280, 844)
     table = browser.evaluate("""(() => {
       const table = document.querySelector('table.evaluations');
-      const keys = [...table.querySelectorAll('thead th')].map((cell) => cell.textContent);
+      const keys = [...table.querySelectorAll('thead th')].map(
+        (cell) => cell.querySelector('[title]')?.title.slice(5));
       return [...table.querySelectorAll('tbody tr')].flatMap((row) => [...row.children].flatMap(
         (cell, index) => cell.querySelector('.best')
           ? [[keys[index], Number(row.children[0].textContent)]] : []));
@@ -195,6 +255,8 @@ def test_the_star_of_an_evaluation_is_at_its_best_value(browser, tmp_path) -> No
         pick = max if key in ("core", "hellaswag/acc") else min
         at_best[key] = pick(rows, key=lambda row: row[f"eval/{key}"])["step"]
     assert dict(map(tuple, table)) == at_best and len(table) == len(keys)
+    heads = browser.evaluate("document.querySelector('.evaluations thead').innerText").split("\t")
+    assert heads[2:5] == ["Loss", "Bits per byte", "CORE"] and "HellaSwag, accuracy" in heads
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,12 @@ def test_the_figures_at_the_head_of_the_report(run_dir, expected) -> None:
         f"{lost['restarts']:.2%}; 2 faults; with one an hour "
     )
     assert figures["Refused steps"] == ("3", "1 rollback(s)")
+    # One event a minute; between the last one of a start and the next start devices are free.
+    minutes = sum(event["event"] != "resume" for event in expected.events[1:])
+    assert figures["Device-hours"][0] == f"{2 * minutes / 60:.3g}", "of two devices"
+    (run,) = report_data([read_run(run_dir)], price_per_hour=3.0)["runs"]
+    (shown,) = [note for name, _, note in run["figures"] if name == "Device-hours"]
+    assert shown == f"${2 * minutes / 60 * 3:,.2f} at $3 an hour"
 
 
 def test_the_curves_have_the_values_and_the_times_of_the_lines(run_dir, expected) -> None:

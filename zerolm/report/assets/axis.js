@@ -17,22 +17,22 @@ function linearTicks(low, high, maxTicks) {
   for (let number = Math.ceil(low / step - 1e-9); number * step <= high + step * 1e-9; number++) {
     ticks.push(number * step || 0); // never -0
   }
-  return ticks;
+  return ticks.length > 1 || maxTicks > 8 ? ticks : linearTicks(low, high, maxTicks + 1);
 }
 
+// The densest of these that is not too dense: (factors, powers of 10 from one tick to the next).
+const LOG_TICKS = [[[1, 2, 5], 1], [[1, 3], 1], ...[1, 2, 3, 5, 10, 20, 50, 100].map((stride) => [[1], stride])];
+
 function logTicks(low, high, maxTicks) {
-  const decades = Math.log10(high / low);
-  if (decades < 1) return linearTicks(low, high, maxTicks).filter((tick) => tick > 0);
-  const factors = decades < maxTicks / 3 ? [1, 2, 5] : [1];
-  const stride = Math.max(1, Math.ceil(decades / maxTicks));
-  const ticks = [];
-  for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power += stride) {
-    for (const factor of factors) {
-      const tick = factor * 10 ** power;
-      if (tick >= low * 0.999 && tick <= high * 1.001) ticks.push(tick);
+  if (high / low < 10) return linearTicks(low, high, maxTicks).filter((tick) => tick > 0);
+  const last = Math.log10(high * 1.001);
+  for (const [factors, stride] of LOG_TICKS) {
+    const ticks = [];
+    for (let power = Math.floor(Math.log10(low) / stride) * stride; power <= last; power += stride) {
+      ticks.push(...factors.map((factor) => factor * 10 ** power).filter((tick) => tick >= low * 0.999 && tick <= high * 1.001));
     }
+    if (ticks.length <= Math.max(3, maxTicks)) return ticks;
   }
-  return ticks;
 }
 
 // Ticks at round numbers: multiples of KiB, MiB ... for bytes, and of minutes, hours ... for time.

@@ -1,6 +1,6 @@
 // One panel: curves over the x-axis that all panels share, events, a cursor, and a legend.
 
-const MARGIN = { left: 44, right: 12, top: 20, bottom: 26 };
+const MARGIN = { left: 44, right: 12, top: 20, bottom: 42 };
 const CHARACTER_PIXELS = 6.9;
 const NEAR_PIXELS = { mouse: 7, pen: 9, touch: 18 };
 
@@ -19,10 +19,18 @@ class Chart {
     const buttons = this.figure.querySelector('.buttons');
     if (this.positive()) buttons.append(toggle('log', 'Logarithmic scale', this.log, (on) => { this.log = on; this.draw(); }));
     this.allButton = toggle('full range', 'Show outliers too', false, (on) => { this.all = on; this.draw(); });
-    buttons.append(this.allButton);
+    buttons.append(this.allButton, action('CSV', 'Save the values that this chart has', () => save(`${panel.title}.csv`, this.csv())));
     this.legend();
     listen(this);
     charts.push(this);
+  }
+
+  // One line for each point, of all curves; a long curve has been thinned.
+  csv() {
+    const cell = (value) => (/[",\n]/.test(value) ? `"${value.replaceAll('"', '""')}"` : value ?? '');
+    const rows = this.series.flatMap((one) => one.y.map((value, index) => [
+      one.full, one.faint ? 'yes' : 'no', one.x.steps[index], one.x.tokens[index], one.x.seconds[index], value]));
+    return [['curve', 'rolled back', 'step', 'tokens', 'seconds', `${this.panel.title}, ${this.panel.unit}`], ...rows].map((row) => row.map(cell).join(',') + '\n').join('');
   }
 
   positive() {
@@ -107,7 +115,7 @@ class Chart {
 
   draw() {
     const width = view.paper ? (this.panel.wide ? 680 : 330) : Math.max(240, this.figure.querySelector('.plot').clientWidth);
-    const height = this.panel.wide ? (width < 560 ? 270 : 360) : 220;
+    const height = this.panel.wide ? (width < 560 ? 286 : 376) : 236;
     this.svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
     this.svg.replaceChildren();
     const box = this.box = { left: MARGIN.left, right: width - MARGIN.right, top: MARGIN.top, bottom: height - MARGIN.bottom };
@@ -218,6 +226,7 @@ class Chart {
       const anchor = at > box.right - 18 ? 'end' : 'middle';
       this.element('text', { x: Math.min(at, box.right), y: box.bottom + 17, 'text-anchor': anchor }).textContent = format(tick, X_UNITS[view.x], 3);
     }
+    this.element('text', { x: (box.left + box.right) / 2, y: box.bottom + 35, 'text-anchor': 'middle' }).textContent = X_TITLES[view.x];
     ticks.forEach((tick, index) => {
       const at = this.y(tick);
       this.element('line', { class: 'grid', x1: box.left, x2: box.right, y1: at, y2: at });

@@ -20,6 +20,18 @@ function toggle(label, title, pressed, change) {
   return button;
 }
 
+function action(label, title, act) {
+  const button = h('button', { type: 'button', class: 'chip', title }, label);
+  button.addEventListener('click', act);
+  return button;
+}
+
+function save(name, text) {
+  const link = h('a', { download: name, href: URL.createObjectURL(new Blob([text], { type: 'text/csv' })) });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
 function listen(chart) {
   const svg = chart.svg, fingers = new Map();
   let pinch = null;

@@ -52,8 +52,8 @@ function toolbar(data) {
   }
   const slider = h('input', { type: 'range', min: 0, max: 10, step: 0.5, value: view.smoothing * 100, 'aria-label': 'smoothing, percent of the points to either side' });
   slider.addEventListener('input', () => { view.smoothing = Number(slider.value) / 100; redraw(); });
-  const reset = h('button', { type: 'button', class: 'chip reset' }, 'Show all');
-  reset.addEventListener('click', () => zoomTo(null));
+  const reset = action('Show all', 'The complete horizontal axis', () => zoomTo(null));
+  reset.classList.add('reset');
   bar.append(axes, toggle('Log axis', 'Logarithmic horizontal axis', false, (on) => { view.logX = on; zoomTo(null); }),
     h('label', {}, 'Smooth ', slider), toggle('Events', 'Show events on the charts', true, (on) => { view.events = on; redraw(); }), reset);
   if (data.runs.length > 1) {

@@ -4,6 +4,19 @@ const STATES = { running: 'running', done: 'done', stopped: 'stopped, can be res
 
 const capitalize = (text) => text.charAt(0).toUpperCase() + text.slice(1).replace('mfu', 'MFU');
 
+const WORDS = { acc: 'accuracy', acc_norm: 'normalized accuracy', bpb: 'bits per byte', core: 'CORE', ema_loss: 'EMA loss', hellaswag: 'HellaSwag' };
+
+// The heading of a column of evaluations: its key in words, with the key itself as its title.
+function heading(key) {
+  const words = key.split('/').slice(1).map((part) => WORDS[part] || part.replaceAll('_', ' '));
+  return h('span', { title: key }, words.length > 1 ? words.join(', ') : capitalize(words[0]));
+}
+
+// A fact as text, or as a link if it is the address of a page.
+function fact(value) {
+  return /^https?:\/\//.test(value) ? h('a', { href: value, rel: 'noreferrer' }, value) : value;
+}
+
 function section(title, ...children) {
   return h('section', {}, h('h2', {}, title), ...children);
 }
@@ -37,7 +50,7 @@ function stateChip(run) {
 }
 
 function tiles(run) {
-  return h('dl', { class: 'tiles' }, ...run.figures.map(([name, value, note]) => h('div', {}, h('dt', {}, name), h('dd', {}, value), h('small', {}, note))));
+  return h('dl', { class: 'tiles' }, ...run.figures.map(([name, value, note]) => h('div', { class: note.length > 60 ? 'wide' : null }, h('dt', {}, name), h('dd', {}, value), h('small', {}, note))));
 }
 
 function header(data) {
@@ -54,7 +67,7 @@ function header(data) {
     document.title = `${run.name}: ${STATES[run.state] || run.state}`;
     return h('header', {}, h('div', { class: 'name' }, h('h1', {}, run.name), stateChip(run)),
       run.why && run.state !== 'running' ? h('p', { class: 'why' }, run.why) : null, progressBar(run), tiles(run),
-      h('dl', { class: 'facts' }, ...run.facts.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, value)))), age);
+      h('dl', { class: 'facts' }, ...run.facts.map(([name, value]) => h('div', {}, h('dt', {}, name), h('dd', {}, fact(value))))), age);
   }
   document.title = runs.map((run) => run.name).join(', ');
   const names = [...new Set(runs.flatMap((run) => run.figures.map(([name]) => name)))];
@@ -115,7 +128,7 @@ function evaluations(data) {
       const text = units[index] === 'share' || /\/(acc|acc_norm|exact_match)/.test(key) ? format(value, 'share') : significant(value, 5);
       return value === best[index] ? h('b', { class: 'best', title: 'best' }, text) : text;
     })]);
-    return h('div', {}, data.runs.length > 1 ? h('h3', {}, dot(run.colour), run.name) : null, table(['Step', 'Tokens', ...keys.map((key) => key.slice(5))], cells, 'evaluations'));
+    return h('div', {}, data.runs.length > 1 ? h('h3', {}, dot(run.colour), run.name) : null, table(['Step', 'Tokens', ...keys.map(heading)], cells, 'evaluations'));
   });
   return section('Evaluations', ...tables);
 }

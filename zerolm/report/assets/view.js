@@ -3,6 +3,7 @@
 // `cursor` is a position on the x-axis, null without one; `domain` is the visible part, null for all.
 const view = { x: 'tokens', logX: false, domain: null, smoothing: 0.02, events: true, cursor: null, pointer: 'mouse', paper: false, hiddenRuns: new Set() };
 const X_UNITS = { tokens: 'tokens', steps: 'steps', seconds: 'time' };
+const X_TITLES = { tokens: 'tokens', steps: 'optimizer steps', seconds: 'training time' };
 const charts = [];
 let extents = {};
 let waiting = false;
