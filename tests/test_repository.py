@@ -126,7 +126,8 @@ def is_defined(name: str) -> bool:
     path = ROOT / name.replace(".", "/")
     if path.is_dir() or path.with_suffix(".py").is_file():
         return True
-    module = path.parent.with_suffix(".py")
+    package = path.parent / "__init__.py"
+    module = package if package.is_file() else path.parent.with_suffix(".py")
     definition = rf"^(?:(?:async )?def |class )?{path.name}\b(?: *[=:(]|$)"
     return module.is_file() and bool(re.search(definition, text_of(module), re.MULTILINE))
 
