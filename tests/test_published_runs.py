@@ -6,8 +6,9 @@ import pytest
 
 from benchmarks.published_runs import document, fit
 from benchmarks.published_runs import rows as benchmark_rows
-from launch.plan import estimate, hardware, step_time
+from launch.plan import estimate, step_time
 from tests.launching import ROOT
+from zerolm.plan import hardware
 from zerolm.plan.peak_flops import datasheet_flops
 
 

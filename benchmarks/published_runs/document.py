@@ -7,11 +7,11 @@ from typing import Any
 
 from benchmarks.published_runs import rows as benchmark_rows
 from benchmarks.published_runs.rows import FILE, Benchmark
-from launch.plan import hardware
 from launch.plan.step_time import COSTS, MANY_DEVICES
 from zerolm.common.records import read_json
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
+from zerolm.plan import hardware
 
 
 @dataclass(frozen=True)

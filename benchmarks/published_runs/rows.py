@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.plan import hardware
 from launch.plan.collectives import Calls
 from launch.plan.estimate import device_memory
 from launch.plan.planned_run import PlannedRun, plan_run
@@ -21,6 +20,7 @@ from zerolm.common.records import read_json
 from zerolm.config.settings import Recompute, Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.model.model import Model
+from zerolm.plan import hardware
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -10,9 +10,9 @@ from statistics import median
 from typing import Any
 
 from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, merge_hosts
-from launch.plan.hardware import recognize
 from launch.plan.this_machine import NETWORK
 from zerolm.common.values import shown_bytes
+from zerolm.plan.hardware import recognize
 
 SECONDS = 90.0
 GRACE_SECONDS = 30.0  # for imports, and to end processes

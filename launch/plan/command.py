@@ -111,9 +111,12 @@ def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
     from zerolm.common.errors import Findings
     from zerolm.model.model import Model
-    from zerolm.preflight import branch, initial_weights
+    from zerolm.preflight import branch, initial_weights, inputs
 
-    settings, found = settings_of(arguments), Findings([])
+    settings = settings_of(arguments)
+    found = Findings(inputs.exchanged_problems(settings))
+    if found.problems:
+        raise ConfigError(found.problems)
     if arguments.branch:
         settings, start = branch.find(settings, found)
         if start is None or start.trunk is None or found.problems:
@@ -144,8 +147,8 @@ def per_node(arguments: argparse.Namespace) -> int:
 
 
 def assumptions(arguments: argparse.Namespace) -> "Assumptions":
-    from launch.plan import hardware
     from launch.plan.estimate import Assumptions
+    from zerolm.plan import hardware
 
     defaults = hardware.assumed()
 
@@ -188,9 +191,10 @@ def _measured_restart(run_dir: str) -> float:
 def _probe(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from launch.plan import hardware, probe
+    from launch.plan import probe
     from launch.plan.estimate import estimate, to_json
     from launch.plan.text import as_text
+    from zerolm.plan import hardware
 
     planned_run, _, _ = _planned_run(arguments)  # raises before anything runs
     settings = settings_of(arguments)

@@ -11,7 +11,7 @@ from zerolm.config.flags import add_settings
 from zerolm.config.settings import FLAGS
 
 if TYPE_CHECKING:
-    from launch.plan.hardware import Hardware
+    from zerolm.plan.hardware import Hardware
 
 RUN = (
     *("model_config", "init_from", "branch", "deepspeed_config", "total_tokens", "batch_tokens"),
@@ -46,7 +46,7 @@ def add_devices(group: argparse._ArgumentGroup) -> None:
     """Add the flags that `hardware_of` reads."""
     group.add_argument(
         "--hardware", metavar="NAME|FILE",
-        help="H100, A100-80GB, ... in launch/plan/hardware.json, a file of that form, or cpu: "
+        help="H100, A100-80GB, ... in zerolm/plan/hardware.json, a file of that form, or cpu: "
         "this machine, whose rates are measured (default: H100)",
     )  # fmt: skip
     group.add_argument(
@@ -123,7 +123,7 @@ def hardware_of(arguments: argparse.Namespace) -> "Hardware":
     """Return the devices; sets `arguments.devices` if it was not given."""
     import dataclasses
 
-    from launch.plan import hardware
+    from zerolm.plan import hardware
 
     if arguments.devices is None:
         arguments.devices = 1 if is_cpu(arguments) else DEFAULT_DEVICES

@@ -7,7 +7,6 @@ machine, which a plan does not need.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from launch.plan.hardware import Hardware
 from zerolm import features
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.config.inheritance import with_no_forms
@@ -21,6 +20,7 @@ from zerolm.ds_config.shard_groups import with_shard_groups
 from zerolm.model.architecture import is_routed_expert, num_parameters, routed_fraction
 from zerolm.model.flops import TRAINING_TO_FORWARD, flops_per_token, head_flops_per_token
 from zerolm.model.model import Model
+from zerolm.plan.hardware import Hardware
 from zerolm.plan.rank_share import shapes_of_rank
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.command.train import LAUNCHER
-from launch.plan import hardware
 from zerolm.common import machine, processes
 from zerolm.common.errors import ConfigError
 from zerolm.common.records import read_json
@@ -26,7 +25,7 @@ from zerolm.ds_config.profile import Profile
 from zerolm.features import state_bytes
 from zerolm.model.activation_checkpointing import command_line_arguments
 from zerolm.model.model import Model
-from zerolm.plan import memory
+from zerolm.plan import hardware, memory
 from zerolm.plan.rank_share import config_of_rank, shapes_of_rank
 
 STEPS = 3

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from launch.plan.hardware import Hardware
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import count, parse_duration, parse_real, within
+from zerolm.plan.hardware import Hardware
 
 
 @dataclass(frozen=True)

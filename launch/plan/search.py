@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.plan.estimate import Assumptions, Estimate, estimate
-from launch.plan.hardware import Hardware
 from launch.plan.planned_run import PlannedRun, plan_run
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.common.shipped import DS_CONFIGS
@@ -22,6 +21,7 @@ from zerolm.config.settings import SELECTIVE, Recompute, Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.model.activation_checkpointing import command_line_arguments, describe
 from zerolm.model.model import Model
+from zerolm.plan.hardware import Hardware
 from zerolm.plan.resolve import resolve_settings
 
 CPU = {"device": "cpu", "pin_memory": True}

@@ -5,9 +5,9 @@ All figures are shared by the ranks. torch is imported where it is needed.
 
 import time
 
-from launch.plan.hardware import CPU, Hardware
 from zerolm.common.values import shown_bytes
-from zerolm.distributed.device import EMULATED_RATIO, bf16_ratio, cpu_name
+from zerolm.distributed.device import CPU, EMULATED_RATIO, bf16_ratio, cpu_name
+from zerolm.plan.hardware import Hardware
 from zerolm.plan.peak_flops import device_peak_flops
 
 COPIED_BYTES, COPIES = 64 << 20, 5  # larger than the caches of most CPUs

@@ -36,7 +36,9 @@ def test_problems_of_three_files_are_reported_at_once_and_nothing_is_written(
 def test_check_runs_without_ranks_and_writes_nothing(tmp_path, llama, corpus) -> None:
     flags = recipe(llama, corpus, tmp_path / "run", profile(tmp_path / "ds.json", 3, False), 2, 1)
     flags[flags.index("--batch_tokens") + 1] = 512 * 32
-    plan = check.check([*map(str, flags), "--check", "--world_size", "512"], {})
+    plan = check.check(
+        [*map(str, flags), "--check", "--world_size", "512", "--hardware", "H100"], {}
+    )
     assert "139,584 parameters" in plan.summary() and "512 rank(s)" in plan.summary()
     assert not (tmp_path / "run").exists()
 

@@ -53,6 +53,7 @@ INTRODUCTION = (
     "model; --check prints them. --no-FLAG takes back a value of --settings or --branch."
 )
 SWITCHES = ("switch", "recompute")  # may be given without a value
+ONLY_CHECKED = ("world_size", "hardware")  # what --check is for, on any machine
 
 
 def parse_settings(
@@ -95,11 +96,12 @@ def parse_settings(
     inherited = trunks & given.keys()
     explicit = frozenset(given) - (derived - flags.keys()) - {"local_rank"}
     settings = Settings(**given, explicit=explicit, inherited=inherited, origins=origins)
-    if settings.world_size is not None and not settings.check:
-        problems.append(
-            f"{settings.where('world_size')}: {settings.world_size}, only for --check. Add --check;"
-            f" a real run gets its ranks from the deepspeed launcher."
-        )
+    problems += [
+        f"{settings.where(name)}: {given[name]}, only for --check. Add --check; a real run gets "
+        f"its ranks from the deepspeed launcher."
+        for name in ONLY_CHECKED
+        if name in given and not settings.check
+    ]
     return settings, problems
 
 
@@ -140,7 +142,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: every problem.
     """
-    given = {name: getattr(arguments, name, None) for name in FLAGS}
+    given = {name: getattr(arguments, name, None) for name in FLAGS if name not in ONLY_CHECKED}
     argv = []
     for name, value in given.items():
         values = value if isinstance(value, list) else [value]

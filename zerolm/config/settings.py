@@ -437,7 +437,15 @@ class Core:
         "run", "check everything, print the plan of the run, and stop", saved=False
     )
     world_size: int | None = count(
-        "run", "with --check: number of devices to plan for", "N", saved=False
+        "run", "with --check: number of devices to check for", "N", saved=False
+    )
+    hardware: str | None = flag(
+        "run",
+        "text",
+        "with --check: devices to check for, such as H100, as for `zerolm plan`; cpu: ranks on the "
+        "CPU of this machine (default: the devices of this machine)",
+        shows="NAME|FILE",
+        saved=False,
     )
 
     needle_items: int = count(

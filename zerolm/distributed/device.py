@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from zerolm.common.errors import ConfigError
 
-ASSUMED_BYTES = 80 << 30  # per device, for --check --world_size on another machine
+CPU = "cpu"  # kind of the device of a rank without an accelerator, and --hardware for it
 ABSENT = "absent"  # kind of devices that are not on this machine
 # A CPU whose bf16 products take longer than this, relative to float32, emulates them: measured
 # ratios are 20 to 200 with AVX2, about 3 with AVX-512 only, and at most 1 with AVX512-BF16 or AMX.
@@ -48,11 +48,10 @@ class Device(NamedTuple):
 
     @property
     def is_gpu(self) -> bool:
-        return self.kind != "cpu"
+        return self.kind != CPU
 
 
-NO_DEVICE = Device("cpu", None, True)  # after a problem that prevents the detection
-ABSENT_DEVICE = Device(ABSENT, ASSUMED_BYTES, True, "a device that is not on this machine")
+NO_DEVICE = Device(CPU, None, True)  # after a problem that prevents the detection
 
 
 def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
@@ -79,8 +78,8 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
     finally:
         logging.disable(logging.NOTSET)
     kind = accelerator.device_name()
-    if kind == "cpu":
-        return _cpu()
+    if kind == CPU:
+        return this_cpu()
     count, local_rank = accelerator.device_count(), int(environment.get("LOCAL_RANK", 0))
     if local_rank >= count:
         problems.append(
@@ -102,10 +101,11 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
     return Device(kind, memory, supported, f"{kind} device", lacks)
 
 
-def _cpu() -> Device:
-    ratio = bf16_ratio("cpu")
+def this_cpu() -> Device:
+    """Return the CPU of this machine, whose bf16 products may be timed."""
+    ratio = bf16_ratio(CPU)
     lacks = f"multiplies bf16 {ratio:.3g} times slower than float32"
-    return Device("cpu", None, True, cpu_name(), lacks if ratio > EMULATED_RATIO else "", ratio)
+    return Device(CPU, None, True, cpu_name(), lacks if ratio > EMULATED_RATIO else "", ratio)
 
 
 def _cuda(index: int, memory_bytes: int, supported: bool) -> Device:

@@ -4,21 +4,22 @@
 """
 
 import copy
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from zerolm.common import values
-from zerolm.distributed.device import ABSENT, EMULATED_RATIO, bf16_ratio
+from zerolm.distributed.device import ABSENT, CPU, EMULATED_RATIO, bf16_ratio
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
-from zerolm.plan.peak_flops import datasheet_flops, device_peak_flops
+from zerolm.plan import hardware
+from zerolm.plan.peak_flops import device_peak_flops
 from zerolm.plan.plan import Plan
 
 # On GPUs as in docs/scaling.md; on a CPU of large models, a block of which is not timed.
 GPU_MFU, CPU_MFU = 0.4, 0.6
 TIMED_PARAMETERS, TIMED_TOKENS = 50_000_000, 2048  # at most; a second on two slow cores
-ASSUMED_DEVICE = "H100"  # for devices that are not on this machine
 YEAR_SECONDS = 365 * 86400
 
 
@@ -28,19 +29,43 @@ def with_duration(plan: Plan) -> Plan:
     On a CPU, and on a GPU without a known datasheet, matrix products are timed, and on a CPU a
     block of the model, which may take seconds.
     """
-    mfu = None
-    if plan.device == ABSENT:
-        peak = datasheet_flops(ASSUMED_DEVICE, plan.matmul_precision)
-        assert peak is not None, "the assumed device is known"
-    else:
-        import torch
+    import torch
 
+    mfu = None
+    if _is_named(plan):
+        named = hardware.load(plan.settings.hardware, {})
+        peak = named.peak(plan.matmul_precision) or named.peak("fp32")
+        if peak is None:
+            return plan
+    elif plan.device == CPU and plan.settings.world_size:
+        peak, mfu = _share_of_rank(plan)
+    else:
         peak, _ = device_peak_flops(torch.device(plan.device), plan.matmul_precision)
-        mfu = _timed_mfu(plan, peak) if plan.device == "cpu" else None
+        mfu = _timed_mfu(plan, peak) if plan.device == CPU else None
     line, notices = expected(plan, peak, mfu)
     return replace(
         plan, derived=plan.derived | {"duration": line}, notices=[*plan.notices, *notices]
     )
+
+
+def _is_named(plan: Plan) -> bool:
+    """Return whether `--hardware` names devices of hardware.json or a file."""
+    return (plan.settings.hardware or CPU).lower() != CPU
+
+
+def _share_of_rank(plan: Plan) -> tuple[float, float | None]:
+    """Return the FLOP/s of one of the ranks that would share this CPU, and its MFU if timed."""
+    import torch
+
+    cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    own = min(threads, max(1, cores // plan.world_size))
+    torch.set_num_threads(own)
+    try:
+        peak, _ = device_peak_flops(torch.device(CPU), plan.matmul_precision)
+        mfu = _timed_mfu(plan, peak)
+    finally:
+        torch.set_num_threads(threads)
+    return peak * min(1.0, cores / (own * plan.world_size)), mfu
 
 
 def expected(
@@ -53,28 +78,30 @@ def expected(
         timed_mfu: what a block of the model has reached; None for an assumption.
     """
     tokens = plan.settings.total_tokens - (plan.branch["tokens"] if plan.branch else 0)
-    name, more = plan.device_name, ""
-    mfu = timed_mfu or (CPU_MFU if plan.device == "cpu" else GPU_MFU)
+    more = ""
+    mfu = timed_mfu or (CPU_MFU if plan.device == CPU else GPU_MFU)
     if plan.device == ABSENT:
-        name = ASSUMED_DEVICE
-        more = f", which is assumed; `zerolm plan --hardware NAME --devices {plan.world_size}` "
-        more += "estimates other devices"
-    is_bf16 = plan.device == "cpu" and plan.profile.compute_precision == "bf16"
+        more = f"; `zerolm plan --hardware {plan.settings.hardware} --devices {plan.world_size}` "
+        more += "estimates communication and price, too"
+    is_bf16 = plan.device == CPU and plan.profile.compute_precision == "bf16"
     if timed_mfu:
         more = ", as one block of the model has here"
-    elif is_bf16 and (ratio := bf16_ratio("cpu")) > EMULATED_RATIO:
+    elif is_bf16 and not _is_named(plan) and (ratio := bf16_ratio("cpu")) > EMULATED_RATIO:
         peak_flops /= ratio
         more = f", which multiplies bf16 {ratio:.2g} times slower than float32"
     seconds = plan.flops_per_token * tokens / (plan.world_size * peak_flops * mfu)
     if seconds < YEAR_SECONDS:
-        shown, notices = values.duration(seconds), []
+        shown, notices = values.duration(max(1.0, seconds)), []
     else:
         shown = f"{seconds / YEAR_SECONDS:,.3g} years"
         notices = [
             f"this run would take {shown}. Choose fewer tokens (--total_tokens), a smaller model "
             f"or other devices; `zerolm plan --hardware H100 --devices 8` estimates time and price"
         ]
-    return f"about {shown} at {mfu:.0%} MFU of {plan.world_size} x {name}{more}", notices
+    return (
+        f"about {shown} at {mfu:.0%} MFU of {plan.world_size} x {plan.device_name}{more}",
+        notices,
+    )
 
 
 def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:

@@ -18,13 +18,8 @@ from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
 from zerolm.distributed import ranks
 from zerolm.distributed.deepspeed_env import deepspeed_env_files
-from zerolm.distributed.device import (
-    ABSENT_DEVICE,
-    ASSUMED_BYTES,
-    NO_DEVICE,
-    Device,
-    local_device,
-)
+from zerolm.distributed.device import CPU, NO_DEVICE, Device, local_device, this_cpu
+from zerolm.plan import hardware
 from zerolm.tracking.tracker import enabled_trackers, tracker_class
 from zerolm.watchdog import limits
 from zerolm.watchdog.limits import SHARED_MEMORY
@@ -40,7 +35,8 @@ class Host(NamedTuple):
     """The ranks and devices of a run.
 
     Attributes:
-        device: this rank's; of kind `absent` if the run's devices are not on this machine.
+        device: this rank's, or that of `--hardware`; of kind `absent` if it is a GPU that is not
+            on this machine.
     """
 
     world_size: int
@@ -59,13 +55,15 @@ def detect(
                 f"deepspeed, or unset it."
             )
             return Host(1, NO_DEVICE)
+    world_size = int(environment.get("WORLD_SIZE", 1))
+    if settings.check and settings.hardware:
+        return Host(settings.world_size or world_size, _named_device(settings.hardware, found))
     device = local_device(environment, found.problems)
     if settings.check and settings.world_size:
         if not device.is_gpu:
-            device = ABSENT_DEVICE
             found.notices.append(
-                f"the devices of this run are not on this machine: {ASSUMED_BYTES >> 30} GiB each "
-                f"and native bf16 are assumed"
+                "checked for ranks on the CPU of this machine; --hardware H100 checks for GPUs, "
+                "which need not be here"
             )
         return Host(settings.world_size, device)
     options, variables = machine.launcher(argv)
@@ -80,10 +78,20 @@ def detect(
         found.problems += ranks.problems(environment)
     _clear_build_locks(environment, settings.check, found)
     _check_shared_resources(environment, found)
-    world_size = int(environment.get("WORLD_SIZE", 1))
     problem = limits.file_limit_problem(world_size, device.is_gpu)
     found.problems += [problem] if problem else []
     return Host(world_size, device)
+
+
+def _named_device(name: str, found: Findings) -> Device:
+    """Return the device that `--hardware` names."""
+    if name.lower() == CPU:
+        return this_cpu()
+    try:
+        return hardware.load(name, {}).device
+    except ConfigError as error:
+        found.problems += error.problems
+        return NO_DEVICE
 
 
 def _clear_build_locks(environment: Mapping[str, str], is_check: bool, found: Findings) -> None:

@@ -3,12 +3,14 @@
 `zerolm.preflight.check` and `zerolm.plan.resolve` check whether they fit together.
 """
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerolm.common.errors import ConfigError, Findings
+from zerolm.common.records import read_json
 from zerolm.common.run_files import RunFiles
-from zerolm.common.shipped import shipped_notice
+from zerolm.common.shipped import find_config, shipped_notice
 from zerolm.common.values import shown
 from zerolm.config.settings import Settings
 from zerolm.data.sources import Sources, open_sources
@@ -23,6 +25,10 @@ from zerolm.preflight.host import Host
 from zerolm.pretrained.initial_source import InitialSource
 from zerolm.shards import cache_budget
 
+DEEPSPEED_KEYS = {  # some of which every DeepSpeed JSON has, and no model config
+    "bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization",
+}  # fmt: skip
 BUCKET_KEYS = (
     "reduce_bucket_size",
     "stage3_prefetch_bucket_size",
@@ -60,6 +66,9 @@ def read(
     """
     named = filter(None, (settings.model_config, settings.deepspeed_config))
     found.notices += filter(None, map(shipped_notice, named))
+    if problems := exchanged_problems(settings):
+        found.problems += problems
+        settings = replace(settings, model_config=None, deepspeed_config=None)
     opened = initial_weights.open_source(settings, found) if settings.init_from else None
     model = _read_model(settings, opened, found)
     profile = _read_profile(settings, host, model, found, begun)
@@ -72,6 +81,40 @@ def read(
         every = [*sources.training, *sources.validation]
         model, initial = initial_weights.complete(opened, model, every, settings, found)
     return Inputs(model, initial, profile, sources, all_sources)
+
+
+def exchanged_problems(settings: Settings) -> list[str]:
+    """Return a line if the model config is a DeepSpeed JSON, or the DeepSpeed JSON a model config.
+
+    Each has dozens of keys that would be reported as unknown in the other's place.
+    """
+    model, profile = settings.model_config, settings.deepspeed_config
+    is_profile = bool(DEEPSPEED_KEYS & _keys(model)) and "model_type" not in _keys(model)
+    is_model = "model_type" in _keys(profile)
+    where = {name: settings.where(name) for name in ("model_config", "deepspeed_config")}
+    if is_profile and is_model:
+        return [
+            f"{where['model_config']}: {model} is a DeepSpeed JSON, and {profile} of "
+            f"--deepspeed_config is a model config. Exchange the two."
+        ]
+    if is_profile:
+        return [
+            f"{where['model_config']}: {model} is a DeepSpeed JSON. Name the config.json of a "
+            f"model: --model_config model_configs/llama-160m.json."
+        ]
+    if is_model:
+        return [
+            f"{where['deepspeed_config']}: {profile} is a model config. Name a ZeRO profile: "
+            f"--deepspeed_config ds_configs/zero2.json."
+        ]
+    return []
+
+
+def _keys(path: str | None) -> set[str]:
+    """Return the keys of a JSON file, none if it cannot be read, which is reported later."""
+    with contextlib.suppress(ConfigError):
+        return set(read_json(find_config(path), "")) if path else set()
+    return set()
 
 
 def _read_model(

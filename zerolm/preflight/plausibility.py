@@ -14,11 +14,28 @@ MANY_EPOCHS = 10  # Muennighoff et al. 2023 (arXiv 2305.16264): repeats add litt
 HIGH_RATE, LOW_RATE = 10, 1 / 1000  # of the default learning rate
 UNUSED_ROWS = 0.5  # of a vocabulary
 LONG_WARMUP = 0.5  # of the tokens of a run
+FEW_STEPS = 5  # of a run whose tokens may have been meant as steps
 
 
 def notices(plan: Plan) -> list[str]:
     """Return a line for each such value."""
-    return [*_rate_notices(plan), *_vocabulary_notices(plan), *_epoch_notices(plan)]
+    return [
+        *_length_notices(plan),
+        *_rate_notices(plan),
+        *_vocabulary_notices(plan),
+        *_epoch_notices(plan),
+    ]
+
+
+def _length_notices(plan: Plan) -> list[str]:
+    settings, steps = plan.settings, plan.total_steps
+    if steps > FEW_STEPS or "total_tokens" not in settings.explicit:
+        return []
+    total, batch = settings.total_tokens, settings.batch_tokens
+    return [
+        f"{settings.where('total_tokens')}: {total:,} tokens are {steps} step(s) of {batch:,} "
+        f"tokens; {total:,} steps would be --total_tokens {total * batch}"
+    ]
 
 
 def _rate_notices(plan: Plan) -> list[str]:

@@ -4,7 +4,7 @@ from zerolm import features
 from zerolm.common.values import shown_bytes
 from zerolm.config.run_records import lineage
 from zerolm.data.epochs import times
-from zerolm.distributed import device
+from zerolm.distributed.device import ABSENT
 from zerolm.ds_config import scheduler
 from zerolm.evaluate import rules
 from zerolm.optim.schedule import SCHEDULES
@@ -98,10 +98,9 @@ def _precision(plan: Plan) -> str:
 
 
 def _devices(plan: Plan) -> str:
-    if plan.device != "absent":
+    if plan.device != ABSENT:
         return f"{plan.world_size} x {plan.device}"
-    gibibytes = device.ASSUMED_BYTES >> 30
-    return f"{plan.world_size}, not on this machine, {gibibytes} GiB each assumed"
+    return f"{plan.world_size} x {plan.device_name}, not on this machine"
 
 
 def _learning_rate_line(plan: Plan) -> str:

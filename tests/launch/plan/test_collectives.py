@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from launch.plan import collectives, hardware
+from launch.plan import collectives
 from launch.plan.planned_run import plan_run
 from tests import ROOT
 from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.model.model import Model
+from zerolm.plan import hardware
 
 NO_LATENCY = {"LOCAL_STEP_SECONDS": 0.0, "NETWORK_STEP_SECONDS": 0.0, "HOP_SECONDS": 0.0}
 SHARE = collectives.COLLECTIVE_EFFICIENCY

@@ -7,10 +7,10 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launch import __main__
-from launch.plan import hardware
 from launch.plan.reliability import daly_interval, interruptions
 from tests import ROOT, tracked
 from tests.launching import run_module
+from zerolm.plan import hardware
 
 MODELS = tracked("model_configs/*.json")
 FEW = ("gpt2", "llama-160m", "moe-1.6b", "tiny")  # tests/zerolm/model has the counts of all

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from launch import __main__
-from launch.plan import hardware, scaling
+from launch.plan import scaling
 from zerolm.common.errors import ConfigError
+from zerolm.plan import hardware
 
 
 def test_chinchilla_is_the_optimum_of_its_own_budget():

@@ -75,7 +75,8 @@ def test_pretrain_accepts_the_profile_that_is_written(devices, tmp_path, capsys)
     assert not parse_settings(flags)[1]
     data = write_shards(tmp_path / "shards")
     flags += ["--model_config", str(model), "--data", str(data), "--run_dir", str(tmp_path / "run")]
-    result = run_module("pretrain", "--check", "--world_size", devices, *flags)
+    flags += ["--world_size", devices, "--hardware", "H100"]
+    result = run_module("pretrain", "--check", *flags)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -6,7 +6,8 @@ import psutil
 import pytest
 
 from launch import __main__
-from launch.plan import hardware, this_machine
+from launch.plan import this_machine
+from zerolm.plan import hardware
 
 TINY = ["--model_config", "model_configs/tiny.json", "--seq_len", "256", "--batch_tokens", "4096"]
 

@@ -93,6 +93,7 @@ def test_sources_repeat_and_carry_weights():
         ("--profile 2-3", ["--profile: 2-3", "for example 20:23"]),
         ("--document_mask=maybe", ["--document_mask: maybe", "true or false"]),
         ("--world_size 8", ["--world_size: 8", "--check"]),
+        ("--hardware H100", ["--hardware: H100", "--check"]),
         ("--settings absent.json", ["absent.json", "no such file"]),
     ],
 )

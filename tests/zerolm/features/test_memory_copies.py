@@ -30,7 +30,7 @@ def num_parameters() -> int:
 @pytest.mark.parametrize(("profile", "shared"), [("zero2", 2), ("zero3", 0)])
 def test_the_plan_has_the_bytes_of_both_copies(base, profile, shared) -> None:
     ds = f"--deepspeed_config {PROFILES / profile}.json"
-    plan = check.check(command(base, f"{FLAG} {ds} --check --world_size 8"), {})
+    plan = check.check(command(base, f"{FLAG} {ds} --check --world_size 8 --hardware H100"), {})
     values = num_parameters()
     line = f"every 5 steps, /dev/shm: 2 x {shown_bytes(12 * values // 8)} per rank"
     line += f" and 2 x {shown_bytes(shared * values)} per host" if shared else ""

@@ -1,12 +1,14 @@
 """The expected duration of a run: its arithmetic, its basis, and the notice about years."""
 
+import os
 import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.launching import run_module
-from tests.zerolm.preflight.preflight_inputs import command
+from tests.zerolm.preflight.preflight_inputs import PROFILES, command
 from zerolm.plan import duration
 from zerolm.preflight import check
 
@@ -54,11 +56,36 @@ def test_emulated_bf16_takes_as_many_times_longer(plan, monkeypatch):
         assert duration.expected(plan, peak)[0].startswith("about 1s ")
 
 
-def test_devices_that_are_not_here_are_assumed_and_the_command_for_others_is_named(inputs):
-    plan = check.check(command(inputs, "--check --world_size 8"), {})
-    line = duration.with_duration(plan).derived["duration"]
-    assert " 40% MFU of 8 x H100, which is assumed; " in line
-    assert "`zerolm plan --hardware NAME --devices 8` estimates other devices" in line
+def test_devices_that_are_not_here_have_the_rate_of_their_datasheet(inputs):
+    words = "--check --world_size 8 --total_tokens 5e14 --max_epochs 1e12 --hardware "
+    for name, flops in (("h100", 989.4e12), ("A10G", 70e12)):
+        plan = check.check(command(inputs, words + name), {})
+        line = duration.with_duration(plan).derived["duration"]
+        assert line.startswith(duration.expected(plan, flops)[0])
+        assert f"40% MFU of 8 x {plan.device_name}; `zerolm plan --hardware {name} --" in line
+    auto = f" --deepspeed_config {PROFILES / 'zero1.json'}"
+    tf32 = check.check(command(inputs, f"{words}H100 --deepspeed_config fp32.json "
+        "--float32_matmul high"), {})  # fmt: skip
+    half = duration.expected(tf32, 989.4e12 / 2)[0]
+    assert duration.with_duration(tf32).derived["duration"] == half
+    laptop = check.check(command(inputs, f"{words}laptop{auto}"), {})
+    assert laptop.profile.precision == "fp32", "it emulates bf16"
+    assert " at 60% MFU of 8 x laptop" in duration.with_duration(laptop).derived["duration"]
+
+
+def test_ranks_that_would_share_this_cpu_share_its_rate(inputs, monkeypatch):
+    threads = [4]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(duration, "_timed_mfu", lambda plan, peak: 0.5)
+    monkeypatch.setattr(duration, "device_peak_flops", lambda *_: (1e9 * threads[-1], ""))
+    words = "--deepspeed_config fp32.json --check --world_size "
+    for ranks, flops in ((1, 4e9), (2, 2e9), (8, 0.5e9)):
+        plan = check.check(command(inputs, f"{words}{ranks}"), {})
+        assert f"{ranks} x cpu" in plan.summary() and "--hardware H100" in plan.notices[0]
+        line = duration.with_duration(plan).derived["duration"]
+        assert line == duration.expected(plan, flops, 0.5)[0] and threads[-1] == 4
 
 
 def test_check_prints_the_duration_on_this_device(inputs):

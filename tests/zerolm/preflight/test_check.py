@@ -46,6 +46,21 @@ BAD = {
         ],
     ),
     "absent profile": ("--deepspeed_config none.json", ["none.json: no such file", "zero2.json"]),
+    "the two configs exchanged": (
+        "--model_config bf16.json --deepspeed_config llama.json",
+        [
+            "bf16.json is a DeepSpeed JSON, and",
+            "llama.json of --deepspeed_config is a model config",
+        ],
+    ),
+    "a profile as model": (
+        "--model_config bf16.json",
+        ["--model_config: ", "bf16.json is a DeepSpeed JSON. Name the config.json"],
+    ),
+    "a model as profile": (
+        "--deepspeed_config llama.json",
+        ["--deepspeed_config: ", "llama.json is a model config", "ds_configs/zero2.json"],
+    ),
     "torn profile": ("--deepspeed_config torn.json", ["torn.json", "JSON", "Correct"]),
     "absent shards": ("--data none", ["none", "no such directory", "zerolm data tokenize"]),
     "a file as shards": ("--data a_file", ["a_file", "is a file"]),

@@ -16,6 +16,11 @@ CASES = {
         ["--min_learning_rate: 0.001 is the peak, so cosine does not decay"],
     ),
     "a warm-up": ("--warmup_tokens 51200", ["--warmup_tokens: 51,200 of 51,200 tokens"]),
+    "steps as tokens": (
+        "--total_tokens 1000 --warmup_tokens 0",
+        ["--total_tokens: 1,000 tokens are 2 step(s) of 512", "1,000 steps", "_tokens 512000"],
+    ),
+    "a few steps": ("--total_tokens 3072", []),  # 6
     "epochs": (
         "--total_tokens 51200k",
         [f"read source web {51_200_000 / 32 / WINDOWS:,.0f} times", "--max_epochs"],

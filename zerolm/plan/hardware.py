@@ -14,10 +14,10 @@ from typing import Any
 
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.records import read_json
-from zerolm.distributed.device import EMULATED_RATIO, Device
+from zerolm.distributed.device import ABSENT, CPU, EMULATED_RATIO, Device
+from zerolm.plan.peak_flops import TF32
 
 FILE = Path(__file__).with_name("hardware.json")
-CPU = "cpu"  # --hardware cpu, and the start of `match` of devices that are CPUs
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Hardware:
     """One device and its share of its host. Bandwidths are in bytes per second, one direction.
 
     Attributes:
-        match: regular expression for the device name that the driver reports.
+        match: regular expression for the device name that the driver reports; begins with `cpu`
+            for a CPU.
         bf16, fp16, fp8, fp32: dense peak FLOP/s; None if not supported.
         attained: share of the peak that training reaches without communication.
         intra_node: bandwidth between devices of a host.
@@ -55,14 +56,14 @@ class Hardware:
 
     @property
     def device(self) -> Device:
-        """The device as a rank would find it."""
+        """The device as a rank would find it; a GPU is not on this machine."""
         if self.is_cpu:
             ratio = (self.fp32 or 0.0) / (self.bf16 or 1.0)
             lacks = f"multiplies bf16 {ratio:.3g} times slower than float32"
             lacks = lacks if ratio > EMULATED_RATIO else ""
-            return Device("cpu", None, True, self.name, lacks, ratio)
+            return Device(CPU, None, True, self.name, lacks, ratio)
         lacks = "" if self.bf16 else "has no native bf16"
-        return Device("cuda", int(self.memory_bytes), bool(self.bf16), self.name, lacks)
+        return Device(ABSENT, int(self.memory_bytes), bool(self.bf16), self.name, lacks)
 
     @property
     def is_cpu(self) -> bool:
@@ -70,6 +71,8 @@ class Hardware:
 
     def peak(self, precision: str) -> float | None:
         """Return the dense peak FLOP/s, None if the device does not support the precision."""
+        if precision == TF32:
+            return self.bf16 and self.bf16 / 2
         return getattr(self, precision)
 
 
@@ -99,7 +102,7 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
         raise ConfigError(
             f"command line: --hardware: {requested}, no such device."
             f"{did_you_mean(requested, devices)} Use one of {', '.join(devices)}, cpu for this "
-            f"machine, or a file like launch/plan/hardware.json."
+            f"machine, or a file like zerolm/plan/hardware.json."
         )
     given: dict[str, Any] = {name: value for name, value in changed.items() if value is not None}
     return dataclasses.replace(devices[key], **given)
@@ -107,7 +110,7 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
 
 def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[str, Hardware]:
     """Read the devices of a file; an entry with `"like": NAME` inherits from another device."""
-    values = read_json(path, "a file like launch/plan/hardware.json")
+    values = read_json(path, "a file like zerolm/plan/hardware.json")
     return parse(values.get("devices") or {}, path, base)
 
 
@@ -145,7 +148,7 @@ def parse(
         if not any(f"devices.{name}." in problem for problem in problems):
             devices[name] = Hardware(name=name, **known)
     if not devices and not problems:
-        problems.append(f"{path}: devices: missing. Write it like launch/plan/hardware.json.")
+        problems.append(f"{path}: devices: missing. Write it like zerolm/plan/hardware.json.")
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return devices
@@ -153,7 +156,7 @@ def parse(
 
 def assumed() -> dict[str, Any]:
     """Return the assumptions that do not depend on the device: failures, restarts, storage."""
-    return read_json(FILE, "launch/plan/hardware.json")["assumed"]
+    return read_json(FILE, "zerolm/plan/hardware.json")["assumed"]
 
 
 def recognize(device_name: str) -> Hardware | None:
