@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from data_prep.cli.problems import Problems
@@ -36,9 +37,16 @@ def input_rules(options: argparse.Namespace, problems: Problems) -> InputRules:
 
 
 def find_inputs(
-    options: argparse.Namespace, rules: InputRules, problems: Problems
+    options: argparse.Namespace,
+    rules: InputRules,
+    problems: Problems,
+    text_fields: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Input], list[str]]:
-    """Return the inputs of --input and notes on them; none if there are problems."""
+    """Return the inputs of --input and notes on them; none if there are problems.
+
+    Args:
+        text_fields: {value of --input: its text field, if it is another one}.
+    """
     from data_prep.read import discovery
 
     found = problems.collect(
@@ -48,6 +56,7 @@ def find_inputs(
         rules.on_bad_input == "skip",
         rules.encoding,
         rules.code,
+        text_fields,
     )
     return found or ([], [])
 

@@ -19,6 +19,13 @@ from data_prep.stages.options import add_option_flags
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_input_flags(parser)
     add_option_flags(parser, TokenizerOptions)
+    parser.add_argument(
+        "--text_field_of",
+        metavar="INPUT=FIELD",
+        action="append",
+        default=[],
+        help="the --text_field of one --input, if it is another one; may be repeated",
+    )
     add_output_flag(parser, "DIR", "a new directory for the tokenizer")
     parser.add_argument(
         "--sample_bytes",
@@ -43,12 +50,12 @@ def run(options: argparse.Namespace) -> None:
     problems.lines += recipe.problems() if not problems.lines else []
     sample_bytes = problems.size("sample_bytes", options.sample_bytes, 1)
     rules = input_rules(options, problems)
-    inputs, notes = find_inputs(options, rules, problems)
+    inputs, notes = find_inputs(options, rules, problems, _text_fields(options, problems))
     problems.shard_output(options.output)
     problems.lines += overlap_problems(options.output, options.input, inputs)
     problems.refuse()
     print_notes(notes)
-    trained = train_on_inputs([(inputs, rules)], recipe, sample_bytes or 0, options.output)
+    trained = train_on_inputs(inputs, rules, recipe, sample_bytes or 0, options.output)
     print(f"tokenizer   {options.output}: {trained.vocab_size:,} ids")
     size = f"{trained.num_bytes / 1e6:,.1f} MB of text"
     print(f"trained on  {trained.num_documents:,} documents, {size}")
@@ -65,3 +72,17 @@ def run(options: argparse.Namespace) -> None:
             f"note        --vocab_size {recipe.vocab_size:,} was not reached: the text has no more "
             f"pairs to merge. Set vocab_size {trained.vocab_size:,} in the model's config."
         )
+
+
+def _text_fields(options: argparse.Namespace, problems: Problems) -> dict[str, str]:
+    """Return {value of --input: its text field} of --text_field_of."""
+    fields = {}
+    for given in options.text_field_of:
+        name, _, field = given.rpartition("=")
+        if name not in options.input or not field:
+            problems.lines.append(
+                f"--text_field_of {given}: is not INPUT=FIELD with a value of --input: "
+                f"{', '.join(options.input)}."
+            )
+        fields[name] = field
+    return fields

@@ -9,9 +9,10 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from data_prep.read.encodings import canonical
@@ -61,6 +62,7 @@ def find_inputs(
     skip_bad: bool = False,
     encoding: str = "utf-8",
     code: bool = False,
+    text_fields: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Input], list[str]]:
     """Return the inputs in reading order, and notes on ignored files and directories.
 
@@ -73,6 +75,7 @@ def find_inputs(
             instead of refusing it.
         encoding: encoding of files that do not declare one; or "auto".
         code: read each file as source code, whatever its format.
+        text_fields: {argument: its text field, if it is another one}.
 
     Raises:
         ConfigError: arguments that match nothing, files that are named twice and, without
@@ -88,7 +91,9 @@ def find_inputs(
             raise ConfigError(f"--code: {error.problems[0]}") from None
     kinds = CODE_FILES if code else DATA_FILES
     for argument in arguments:
-        candidates += _expand(argument, text_field, kinds, notes, problems)
+        field = text_fields.get(argument, text_field)
+        found = _expand(argument, field, kinds, notes, problems)
+        candidates += (replace(each, text_field=text_fields.get(argument)) for each in found)
     inputs: list[Input] = []
     seen: dict[Any, str] = {}
     missing: dict[str, str] = {}  # packages, once for all files that need them
@@ -99,7 +104,7 @@ def find_inputs(
                 f"Its documents would be read twice: remove one of them."
             )
         elif each.problem is None and not each.of_stage:
-            each = _completed(each, text_field, encoding, missing)
+            each = _completed(each, each.text_field or text_field, encoding, missing)
         seen.setdefault(key, each.argument)
         if each.problem is not None and not skip_bad:
             prefix = f"--input {each.argument}: " if each.argument != each.name else ""

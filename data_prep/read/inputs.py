@@ -186,6 +186,7 @@ class Input:
     keys: tuple[tuple[str, str], ...] = ()  # of its document
     version: str = ""  # of a file in a store
     packages: tuple[str, ...] = ()  # that read it, with versions
+    text_field: str | None = None  # in place of that of the rules
 
     def identity(self) -> list[Any]:
         """Return what determines the content, besides name, suffix, size and time."""

@@ -180,7 +180,7 @@ def read_batches(
                 break
             continue
         if input_rules.repairs:
-            documents, repaired = repair(documents, rules.text_field, input_rules.repairs)
+            documents, repaired = repair(documents, input_rules.text_field, input_rules.repairs)
             tally.changed += repaired
         if chunk.encoding:
             tally.changed[f"from {chunk.encoding}"] += len(documents)
@@ -215,11 +215,13 @@ def _read_chunks(
 
 
 def _rules_for(source: Input, rules: InputRules) -> InputRules:
-    """Return the rules for an input: files of a stage have no size limits.
+    """Return the rules for an input: it may have its own text field.
 
-    Its lines are longer than the texts that passed the limits, and its files compress well. Its
-    texts are repaired already.
+    Files of a stage have no size limits: lines are longer than the texts that passed the limits,
+    and the files compress well. Their texts are repaired already.
     """
+    if source.text_field is not None:
+        rules = replace(rules, text_field=source.text_field)
     if not source.of_stage:
         return rules
     limits = {"max_document_bytes": UNLIMITED_BYTES, "max_expansion": UNLIMITED_BYTES}

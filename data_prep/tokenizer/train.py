@@ -47,17 +47,17 @@ class TrainingResult:
 
 
 def train_on_inputs(
-    groups: Sequence[tuple[Sequence[Input], InputRules]],
+    inputs: Sequence[Input],
+    rules: InputRules,
     options: BpeOptions,
     sample_bytes: int,
     output: Path,
 ) -> TrainingResult:
     """Train on all documents of the inputs, or on a sample of `sample_bytes` if that is not 0."""
-    inputs = [each for group, _ in groups for each in group]
     progress, tally = Progress("train-tokenizer", total_bytes(inputs)), Tally()
     sample = Sample(sample_bytes or REPORT_BYTES, text_sample.source_names(inputs))
-    read = (text_sample.read_texts(group, rules, tally, progress.add) for group, rules in groups)
-    texts = text_sample.add_to_sample(sample, chain.from_iterable(read))
+    read = text_sample.read_texts(inputs, rules, tally, progress.add)
+    texts = text_sample.add_to_sample(sample, read)
 
     def all_texts() -> Iterator[str]:
         yield from texts
@@ -94,12 +94,12 @@ def train_on_stages(
     output: Path,
 ) -> TrainingResult:
     """Train on the documents of pipeline stages; `names` are the names of their sources."""
-    groups = []
+    inputs: list[Input] = []
     for directory, name in zip(stages, names, strict=True):
         field = read_stage(directory).text_field
-        inputs, _ = find_inputs([str(directory)], field)
-        groups.append(([replace(each, argument=name) for each in inputs], InputRules(field)))
-    return train_on_inputs(groups, options, sample_bytes, output)
+        found, _ = find_inputs([str(directory)], field)
+        inputs += (replace(each, argument=name, text_field=field) for each in found)
+    return train_on_inputs(inputs, InputRules(), options, sample_bytes, output)
 
 
 def write_report(directory: Path, texts: dict[str, list[str]]) -> None:

@@ -66,3 +66,17 @@ def test_train_tokenizer_shows_every_problem(tmp_path):
     assert result.returncode == 2 and len(lines) == 3
     assert first == "python -m data_prep train-tokenizer: refused"
     assert lines[0].startswith("--vocab_size 256: is not a whole number from 257 to")
+
+
+def test_inputs_with_different_text_fields_train_one_tokenizer(tmp_path):
+    one = write_jsonl(tmp_path / "one.jsonl", TEXTS)
+    other = tmp_path / "other.jsonl"
+    other.write_text(one.read_text().replace('"text"', '"body"'))
+    command = ["train-tokenizer", "--input", one, other, "--vocab_size", 290]
+    result = data_prep(*command, "--output", tmp_path / "t", "--text_field_of", f"{other}=body")
+    assert result.returncode == 0 and "14 documents" in result.stdout, result.stderr
+    refused = data_prep(*command, "--output", tmp_path / "u", "--text_field_of", "body")
+    assert refused.returncode == 2
+    assert f"--text_field_of body: is not INPUT=FIELD with a value of --input: {one}" in (
+        refused.stderr
+    )
