@@ -43,6 +43,7 @@ class RunFiles:
         self.evaluation_begun = run_dir / "evaluation_begun.json"
         self.rollbacks = run_dir / "rollbacks.json"
         self.report = run_dir / "report.html"
+        self.plot = run_dir / "loss.png"
         self.lock = run_dir / "lock"
         self.memory = run_dir / "memory.json"  # the token of the copies in its hosts' memory
         # Written by the supervisor

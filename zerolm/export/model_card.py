@@ -17,7 +17,7 @@ from zerolm.common.run_files import RunFiles
 from zerolm.common.values import printable
 from zerolm.config.run_records import find_run_json, lineage
 
-PICTURE = "loss.png"
+PICTURE = RunFiles("").plot.name
 PRIVATE_KEYS = ("tensorboard", "wandb", "csv_monitor", "comet")  # of ds configs: have paths, names
 LOSS_ROWS = 10  # the training loss is the mean of the last rows, because one step is noisy
 PLAIN = re.compile(r"[\w .,%+/()-]*")

@@ -46,22 +46,25 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def plot_losses(
-    run_dirs: Sequence[str | Path], output_png: str | Path, last_step: float = math.inf
+    run_dirs: Sequence[str | Path],
+    output_png: str | Path | None = None,
+    last_step: float = math.inf,
 ) -> Path:
     """Draw `train/loss` and `eval/loss` over tokens, one colour per run, and mark events.
 
     Args:
-        output_png: its directory is created if it is missing.
+        output_png: its directory is created if it is missing; default: `loss.png` in the first run
+            directory.
         last_step: later steps are not drawn.
 
     Returns:
-        `output_png`.
+        The path of the image.
 
     Raises:
         ConfigError: some directories have no `train/loss`; each one is named.
     """
     figure = draw_losses(run_dirs, last_step)
-    output_png = Path(output_png)
+    output_png = Path(output_png) if output_png is not None else RunFiles(run_dirs[0]).plot
     output_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(output_png)
     return output_png

@@ -55,6 +55,7 @@ def test_diverged_steps_are_left_out():
 
 def test_the_plot_shows_each_run_in_its_colour(tmp_path):
     one, two = write_run(tmp_path / "one", 40), write_run(tmp_path / "two", 1)
+    assert plot.plot_losses([two, one]) == two / "loss.png" and (two / "loss.png").is_file()
     picture = plot.plot_losses([one, two], tmp_path / "new" / "loss.png")
     pixels = imread(picture)[..., :3]
     assert pixels.shape[:2] == (450, 800)
