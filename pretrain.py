@@ -13,12 +13,16 @@ training loop, and `build_engine` builds the model and hands it to DeepSpeed.
 import os
 import sys
 
-from zerolm.common import machine, processes, shipped
+from zerolm.common import processes
+
+if __name__ == "__main__":
+    processes.end_on_interrupt()
+
+from zerolm.common import machine, shipped
 from zerolm.config import flags
 from zerolm.distributed import ranks
 
 if __name__ == "__main__":
-    processes.end_on_interrupt()
     flags.answer(sys.argv[1:])  # --help and --version need not wait for the imports
     shipped.shield(os.environ)
     ranks.adopt(os.environ)

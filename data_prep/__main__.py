@@ -12,6 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
+from zerolm.common import processes
+
+if __name__ == "__main__":
+    processes.end_on_interrupt()
+
 from zerolm.common.command_line import EXIT_INTERRUPTED, Group, commands_in, run_program
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.shipped import shield
@@ -46,7 +51,7 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
             yield
             output.flush()
             gc.freeze()  # otherwise the end of the process looks for garbage among all objects
-    except BrokenPipeError:
+    except (BrokenPipeError, PermissionError):
         raise
     except OSError as error:  # a full disk, an output that cannot be written
         if error.filename is None and error.errno is None:

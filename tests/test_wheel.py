@@ -42,7 +42,7 @@ def call(site: Path, directory: Path, *words: object) -> subprocess.CompletedPro
     PYTHONPATH is searched before an editable installation of the checkout.
     """
     script = (
-        "import sys; from zerolm.__main__ import console_script; import zerolm\n"
+        "import sys; from zerolm.console import console_script; import zerolm\n"
         "assert zerolm.__file__.startswith(sys.argv.pop(1)), zerolm.__file__\n"
         "sys.exit(console_script())"
     )
@@ -62,7 +62,7 @@ def test_the_wheel_has_what_a_checkout_has(site):
             wanted.add(path.relative_to(ROOT))
     assert shipped == wanted
     (entry_points,) = site.glob("*.dist-info/entry_points.txt")
-    assert "zerolm = zerolm.__main__:console_script" in entry_points.read_text()
+    assert "zerolm = zerolm.console:console_script" in entry_points.read_text()
 
 
 @pytest.mark.soak  # always: tests/setup_rotation.py installs and checks

@@ -4,6 +4,11 @@ import os
 import sys
 from collections.abc import Sequence
 
+from zerolm.common import processes
+
+if __name__ == "__main__":
+    processes.end_on_interrupt()
+
 import data_prep.__main__
 import launch.__main__
 from zerolm.common.command_line import Group, commands_in, run_program
@@ -42,11 +47,6 @@ COMMANDS = Group(
 
 def main(argv: Sequence[str], program: str = "python -m zerolm") -> int:
     return run_program(COMMANDS, argv, program)
-
-
-def console_script() -> int:
-    shield(os.environ)
-    return main(sys.argv[1:], "zerolm")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.command.environment import environment_problems
+from zerolm.common import processes
 from zerolm.common.errors import ConfigError
 
 HOST_LINE = re.compile(  # "-x" is an option of ssh
@@ -148,6 +149,7 @@ def keep_alive(environment: MutableMapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
+    processes.end_on_interrupt()
     hostfile, num_nodes, *arguments = sys.argv[1:]
     problems = []
     try:

@@ -9,6 +9,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from zerolm.common import processes
+
+if __name__ == "__main__":
+    processes.end_on_interrupt()  # runner.main handles Ctrl-C from when the ranks are started
+
 from deepspeed.launcher import multinode_runner, runner
 
 from zerolm.common.shipped import RUN_MODULE

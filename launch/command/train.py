@@ -132,8 +132,10 @@ def _run_launcher(command: Sequence[str]) -> int:
     with a traceback, and end W&B's service, so it is in another process group than the terminal's.
     """
     launcher = subprocess.Popen(command, preexec_fn=os.setpgrp)
+    received: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
+        received.append(number)
         nodes = processes.children(launcher.pid)
         ranks = [rank.pid for node in nodes for rank in processes.children(node.pid)]
         for pid in ranks or [*(node.pid for node in nodes), launcher.pid]:
@@ -144,7 +146,11 @@ def _run_launcher(command: Sequence[str]) -> int:
     for number in processes.stop_signals():
         signal.signal(number, forward)
     code = launcher.wait()
-    return code if code >= 0 else 128 - code
+    # DeepSpeed's launcher may exit with the negative number of the signal that ended a rank.
+    ended_by = -code if code < 0 else 256 - code if code > 192 else code - 128
+    if received and ended_by == signal.SIGTERM:  # which was sent in its place: nothing was saved
+        ended_by = received[0]
+    return 128 + ended_by if code < 0 or code > 128 else code
 
 
 def deepspeed_command(argv: Sequence[str]) -> list[str]:

@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from zerolm.common import processes
+
 MIN_DOCUMENT_CHARACTERS = 200  # an empty __init__.py teaches nothing
 
 
@@ -123,4 +125,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    processes.end_on_interrupt()
     main()

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NoReturn, TextIO
 
-from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean
+from zerolm.common import processes
+from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean, reason
 from zerolm.common.provenance import version_text
 from zerolm.common.secrets import mask_tracebacks, masked
 from zerolm.common.values import (
@@ -136,6 +137,7 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
     try:
         code = _run(group, argv, program)
     except KeyboardInterrupt:
+        processes.end_on_interrupt()
         print(f"{program}: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -225,16 +227,17 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
                 contexts.enter_context(outer.around(remaining))
             module = importlib.import_module(found.module)
             arguments = remaining if found.own_parser else _parse(found, module, remaining, name)
+            processes.raise_on_interrupt()  # from here on there may be something to clean up
             return module.run(arguments) or EXIT_DONE
     except ZerolmError as error:
         heading = "refused\n" if error.exit_code == EXIT_REFUSED else ""
         print(f"{name}: {heading}{error}", file=sys.stderr)
         return error.exit_code
     except PermissionError as error:
-        if error.filename is None:
-            raise
+        named = error.filename is not None  # not if a library in another language has opened it
+        cause = f"{error.filename}: {error.strerror}" if named else reason(error)
         fix = "Change its permissions, or name another."
-        print(f"{name}: refused\n{error.filename}: {error.strerror}. {fix}", file=sys.stderr)
+        print(f"{name}: refused\n{cause}. {fix}", file=sys.stderr)
         return EXIT_REFUSED
 
 

@@ -31,6 +31,12 @@ def end_on_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+def raise_on_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, after `end_on_interrupt`."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @dataclass(frozen=True)
 class Process:
     """The state of a process at the time of `inspect_process`.

@@ -371,7 +371,7 @@ def completions(line, directory):
         "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><;|&(:", "_ARGCOMPLETE_STDOUT_FILENAME": answer,
         "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9",
     }  # fmt: skip
-    script = "import sys; from zerolm.__main__ import console_script; sys.exit(console_script())"
+    script = "import sys; from zerolm.console import console_script; sys.exit(console_script())"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     subprocess.run(
         [sys.executable, "-c", script], cwd=directory, timeout=120, check=True,
