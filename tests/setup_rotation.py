@@ -1,12 +1,14 @@
-"""Set up as a user does, on one of four Pythons in turn; check a run of the 160M, and test there.
+"""Set up as a user does, check a run of the 160M, and test there: the next of five turns.
 
-    python -m tests.setup_rotation                  # the Python whose turn it is; part of CI
-    python -m tests.setup_rotation --python 3.13    # another one
-    python -m tests.setup_rotation --minutes 3      # ends without a verdict if it takes longer
+    python -m tests.setup_rotation                 # the turn of this commit; part of CI
+    python -m tests.setup_rotation --turn 3.13     # the versions of constraints.txt on Python 3.13
+    python -m tests.setup_rotation --turn newest   # the newest that setup.cfg allows; or the oldest
+    python -m tests.setup_rotation --minutes 3     # ends without a verdict if it takes longer
 
 The number of commits decides, as for soak tests. Works on a clone of the last commit in a temporary
 directory; prints the stages of the set-up, the size of .venv, and the seconds. The tests are those
-of what differs between Pythons: help of commands, types, JSON, CSV, Unicode, texts, processes.
+of what differs between Pythons and versions: help of commands, types, JSON, CSV, Unicode, texts,
+processes, and what other packages compute.
 """
 
 import argparse
@@ -20,10 +22,17 @@ import tempfile
 import time
 from pathlib import Path
 
+from launch.install import Installer, pins
 from tests import ROOT
 from tests.soak_rotation import number_of_commit
 
-PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+PINNED = ""
+TURNS = {  # {name: (Python, how uv resolves the ranges of setup.cfg)}
+    **{python: (python, PINNED) for python in ("3.10", "3.11", "3.12", "3.13")},
+    "oldest": ("3.12", "lowest-direct"),
+    "newest": ("3.12", "highest"),
+}
+BY_HAND = ("oldest",)  # has not passed yet: benchmarks/results/versions.md
 DISK_BYTES = (
     15e9  # 5 GB of .venv with CUDA libraries, twice if uv's cache cannot be linked, and pip's
 )
@@ -50,17 +59,50 @@ QUICK_TESTS = (
     "tests/data_prep/dedup/test_repeats.py",
     "tests/data_prep/dedup/test_word_hashes.py",
     "tests/data_prep/tasks/test_progress.py",
+    "tests/launch/test_install.py",
+    "tests/zerolm/test_console.py",
+)
+VERSION_TESTS = (  # with the oldest and the newest: what changes with torch, transformers, ...
+    *("tests/data_prep/read/test_encodings.py", "tests/data_prep/read/test_pages.py"),
+    *("tests/zerolm/attention/test_varlen.py", "tests/zerolm/evaluate/test_sampling.py"),
+    *("tests/zerolm/model/test_build.py", "tests/zerolm/ds_config/test_schema.py"),
+    *(
+        "tests/zerolm/plan",
+        "tests/zerolm/preflight/test_check.py",
+        "tests/zerolm/report/test_plot.py",
+    ),
+    *("tests/zerolm/preflight/test_plausibility.py", "tests/data_prep/cli/test_train_tokenizer.py"),
+    *("tests/launch/plan/test_command.py", "tests/test_ladder.py", "tests/test_tables.py"),
 )
 COMMANDS = (
     "python -c IMPORT_ALL",
     "zerolm data train-tokenizer --input text.jsonl --vocab_size 300 --output tokenizer",
     "zerolm data tokenize --input text.jsonl --tokenizer tokenizer --output shards"
     " --val_fraction 0.1 --val_output val",
-    "zerolm train --check --world_size 8 --deepspeed_config ds_configs/zero2.json"
+    "zerolm train --check --world_size 8 --hardware H100 --deepspeed_config ds_configs/zero2.json"
     " --model_config model_configs/llama-160m.json --data shards --val_data val"
     " --total_tokens 3B --run_dir run",
-    f"python -m pytest --maxfail 3 --numprocesses 2 --dist loadfile {' '.join(QUICK_TESTS)}",
+    f"python -m pytest --maxfail 9 --numprocesses 2 --dist loadfile {' '.join(QUICK_TESTS)}",
 )
+
+
+def resolve(resolution: str, python: str, clone: Path, until: float) -> int | None:
+    """Write constraints.txt of the clone with the versions that uv chooses. Return as `run`."""
+    installer, file = Installer(), clone / "constraints.txt"
+    uv = [installer.uv[0], "pip", "compile", "--no-config", "--quiet", "--no-header"]
+    command = [*uv, "--no-annotate", "--extra", "dev", "--resolution", resolution]
+    command += ["--python", python, "--output-file", str(file), "setup.cfg"]
+    environment = os.environ | installer.uv_environment | {"DS_BUILD_OPS": "0"}
+    file.unlink()
+    code = run(command, clone, environment, until)
+    if code == 0:  # set-up looks for a CPU build itself
+        lines = [line.partition("+")[0] for line in file.read_text().splitlines()]
+        file.write_text("\n".join([*lines, f"uv=={pins()['uv']}", ""]))
+        named = [
+            line for line in lines if line.startswith(("torch==", "transformers==", "numpy=="))
+        ]
+        print("setup rotation:", *named, flush=True)
+    return code
 
 
 def find_python(version: str) -> str | None:
@@ -89,14 +131,16 @@ def run(command: list[str], clone: Path, environment: dict[str, str], until: flo
         return None
 
 
-def try_setup(python: str, clone: Path, until: float) -> int | None:
+def try_setup(python: str, resolution: str, clone: Path, until: float) -> int | None:
     """Set up in `clone`, and run `COMMANDS` there. Return as `run` does."""
     own = ("PYTHON", "TORCH_EXTENSIONS_DIR")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     paths = [path for path in kept["PATH"].split(":") if not path.startswith(str(ROOT))]
     environment = kept | {"PATH": ":".join(paths), "PYTHON": python, "HF_HUB_OFFLINE": "1"}
     environment["OMP_NUM_THREADS"] = "1"
-    code = run(["bash", "launch/setup.sh", "dev"], clone, environment, until)
+    code = resolve(resolution, python, clone, until) if resolution else 0
+    if code == 0:
+        code = run(["bash", "launch/setup.sh", "dev"], clone, environment, until)
     size = sum(file.stat().st_size for file in clone.glob(".venv/**/*") if file.is_file())
     print(f"setup rotation: .venv has {size / 1e9:.1f} GB", flush=True)
     lines = (json.dumps({"text": f"Sentence {place} of a text. " * 40}) for place in range(400))
@@ -104,8 +148,9 @@ def try_setup(python: str, clone: Path, until: float) -> int | None:
     environment["PATH"] = f"{clone}/.venv/bin:{environment['PATH']}"
     for command in COMMANDS:
         if code == 0:
+            more = VERSION_TESTS if resolution and "pytest" in command else ()
             words = [IMPORT_ALL if word == "IMPORT_ALL" else word for word in command.split()]
-            code = run(words, clone, environment, until)
+            code = run([*words, *more], clone, environment, until)
     return code
 
 
@@ -113,13 +158,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    turn = PYTHONS[number_of_commit(ROOT) % len(PYTHONS)]
-    parser.add_argument("--python", choices=PYTHONS, default=turn)
+    in_turn = [name for name in TURNS if name not in BY_HAND]
+    turn = in_turn[number_of_commit(ROOT) % len(in_turn)]
+    parser.add_argument("--turn", choices=TURNS, default=turn)
     parser.add_argument("--minutes", type=float, default=10.0)
     arguments = parser.parse_args()
-    name = f"setup rotation: Python {arguments.python}"
+    version, resolution = TURNS[arguments.turn]
+    name = f"setup rotation: {arguments.turn}, Python {version}"
     start = time.monotonic()
-    python = find_python(arguments.python)
+    python = find_python(version)
     if python is None:
         print(f"{name}: skipped: it is not installed here")
         return 0
@@ -129,7 +176,7 @@ def main() -> int:
             return 0
         clone = Path(directory) / "clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True, timeout=120)
-        code = try_setup(python, clone, start + arguments.minutes * 60)
+        code = try_setup(python, resolution, clone, start + arguments.minutes * 60)
     seconds = time.monotonic() - start
     outcome = "passed" if code == 0 else f"failed with exit code {code}"
     if code is None:

@@ -23,6 +23,8 @@ from zerolm.model.compile import eager
 SYNC_INTERVAL = 8  # tokens between two checks whether all ranks are done
 MIN_LOGIT = -1e30  # probability zero next to any usual logit, yet finite
 SAMPLED_DOUBLINGS = 10  # by default the first samples are due at 1/1024 of the run
+# From transformers 5.24 on, whose Mamba answers to the older name without taking it, and before.
+CACHE_NAMES = ("cache", "past_key_values")
 CONTEXT_TOKENS = 8  # decoded with the new tokens: some tokenizers drop a text's first space
 INCOMPLETE = "\ufffd"  # what the first bytes of a character decode to
 
@@ -152,12 +154,12 @@ def continuation(model: Any, prompt: Prompt, device: Any) -> Iterator[int]:
     `prompt.max_new_tokens`.
     """
     generator = torch.Generator().manual_seed(prompt.seed)
-    ids, unseen, cache = list(prompt.ids), list(prompt.ids), None
+    ids, unseen, cache = list(prompt.ids), list(prompt.ids), dict[str, Any]()
     while True:
-        kwargs: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
         ids_1T = torch.tensor([unseen], device=device)
-        outputs = model(input_ids=ids_1T, use_cache=True, **kwargs)
-        cache = getattr(outputs, "past_key_values", None)
+        outputs = model(input_ids=ids_1T, use_cache=True, **cache)
+        kept = [name for name in CACHE_NAMES if getattr(outputs, name, None) is not None]
+        cache = {name: getattr(outputs, name) for name in kept[:1]}
         probs_V = token_probabilities(outputs.logits[0, -1].float().cpu(), prompt.options)
         token = int(
             probs_V.argmax()
@@ -165,7 +167,7 @@ def continuation(model: Any, prompt: Prompt, device: Any) -> Iterator[int]:
             else torch.multinomial(probs_V, 1, generator=generator)
         )
         ids.append(token)
-        unseen = ids if cache is None else [token]
+        unseen = [token] if cache else ids
         yield token
 
 

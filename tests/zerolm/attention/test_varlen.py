@@ -123,7 +123,7 @@ def test_without_boundaries_text_is_generated_as_by_sdpa():
         ("gpt_oss", {"num_local_experts": 4}, "does not support s_aux."),
         ("llama4_text", {}, "does not support chunked_attention."),
         ("stablelm", {}, "gets no document boundaries from the model."),
-        ("gptj", {"rotary_dim": 8}, "needs a model with the attention functions of transformers"),
+        ("openai-gpt", {}, "needs a model with the attention functions of transformers"),
         ("mamba", {}, "does not support linear_attention."),
     ],
 )
