@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / ".cache" / "setup.log"
 CONSTRAINTS = ROOT / ".cache" / "constraints.txt"
 
+EXIT_INTERRUPTED = 130
 ALWAYS = ("fast-tokenizers",)  # the demo and README's tokenizing
 BUILD_TOOLS = ("setuptools", "wheel", "ninja", "numpy")  # DeepSpeed's build also imports torch
 OFF_WITHOUT = {"fasttext-numpy2-wheel": "the filters fasttext and language cannot be used"}
@@ -46,6 +47,9 @@ SAME_FOR_UV = {  # settings of pip that do not change what is installed
     "no-compile", "no-input", "no-warn-script-location", "prefer-binary", "progress-bar", "quiet",
     "require-virtualenv", "retries", "root-user-action", "verbose",
 }  # fmt: skip
+
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own
+PROGRESS_SECONDS = 15.0  # between two lines about a stage, where there is no terminal
 
 DOWNLOADED = re.compile(r"^ *Downloading .*\(([0-9.]+) ?(k|M|G)i?B\)", re.MULTILINE)
 MEGABYTES = {"k": 1e-3, "M": 1.0, "G": 1e3}
@@ -111,7 +115,7 @@ def run_stage(
     title: str, command: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[bool, float]:
     """Run a command with its output in LOG; return (whether it succeeded, MB downloaded)."""
-    start = time.monotonic()
+    start = shown = time.monotonic()
     line = f"setup: {title} ..."
     print(line, end="", flush=True)
     with LOG.open("wb") as log:
@@ -123,9 +127,15 @@ def run_stage(
         time.sleep(0.2)
         if sys.stdout.isatty():
             print(f"\r{line} {downloaded():.0f} MB", end="", flush=True)
+        elif time.monotonic() - shown > PROGRESS_SECONDS:
+            shown = time.monotonic()
+            size = f", {downloaded():,.0f} MB to download" if downloaded() else ""
+            print(f"\nsetup:     {shown - start:.0f} s{size}", end="", flush=True)
     megabytes = downloaded()
     if sys.stdout.isatty():
         print(f"\r{line}", end="")
+    elif shown != start:
+        print(f"\n{line}", end="")
     seconds = f"{time.monotonic() - start:.0f} s"
     print(" failed after" if process.returncode else f" {megabytes:.0f} MB,", seconds, flush=True)
     return process.returncode == 0, megabytes
@@ -254,7 +264,7 @@ def choose_torch(installer: Installer) -> str:
         change = ""
     elif (existing := installed("torch")) and outside(existing):
         version, why = f"=={existing.version}", "which the machine has"
-    elif existing and existing.version.partition("+")[0] == pinned:
+    elif existing and existing.version.partition("+")[0] == pinned and not wants_cpu(existing):
         version, why = f"=={existing.version}", "which is installed"
     elif has_nvidia_device():
         version = f"=={pinned},!={pinned}+cpu"
@@ -264,9 +274,18 @@ def choose_torch(installer: Installer) -> str:
     else:
         version = f"=={pinned}"
         why = "the index's default build, as it has no CPU build for this Python and machine"
-        change = "ZEROLM_TORCH_INDEX=URL names an index with CPU builds: docs/installation.md"
+        change = (
+            f"On x86-64 it brings 2.5 GB of CUDA libraries. An index with CPU builds: "
+            f"ZEROLM_TORCH_INDEX={CPU_INDEX} bash launch/setup.sh"
+        )
     print(f"setup: torch{version}, {why}. {change}".rstrip())
     return version
+
+
+def wants_cpu(existing: importlib.metadata.Distribution) -> bool:
+    """Return whether ZEROLM_TORCH_INDEX may have a CPU build in place of an installed torch."""
+    given = os.environ.get("ZEROLM_TORCH_INDEX")
+    return bool(given) and "+" not in existing.version and not has_nvidia_device()
 
 
 def installed(name: str) -> importlib.metadata.Distribution | None:
@@ -347,4 +366,8 @@ def build_operator() -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\nsetup: interrupted; the same command continues", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)

@@ -36,6 +36,7 @@ is_done() {
     [[ -x $venv/bin/python && -f $stamp ]] || return 1
     { read -r hash && read -r extras && read -r torch; } <$stamp || return 1
     [[ $hash == "$(expected_hash)" && ${ZEROLM_TORCH:-$torch} == "$torch" ]] || return 1
+    [[ -z ${ZEROLM_TORCH_INDEX:-} || $torch == *+* ]] || return 1 # it may have a CPU build
     for extra in "$@"; do
         [[ " $extras " == *" $extra "* ]] || return 1
     done

@@ -4,6 +4,7 @@ import importlib.metadata
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
@@ -89,13 +90,49 @@ def test_torch_is_a_cpu_build_where_there_is_one_and_no_device(
 
     (tmp_path / "some" / f"torch-{pinned}+cpu-py3-none-any.whl").unlink()
     assert install.choose_torch(chosen) == f"=={pinned}"
-    assert "ZEROLM_TORCH_INDEX=URL" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"ZEROLM_TORCH_INDEX={install.CPU_INDEX} bash launch/setup.sh" in printed
 
     monkeypatch.setattr(install, "has_nvidia_device", lambda: True)
     assert install.choose_torch(chosen) == f"=={pinned},!={pinned}+cpu"
 
     monkeypatch.setenv("ZEROLM_TORCH", "2.0+rocm")
     assert install.choose_torch(chosen) == "==2.0+rocm"
+
+
+@pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "pip"])
+def test_an_index_that_is_named_later_replaces_the_default_build(
+    pip_configuration, monkeypatch, tmp_path, with_uv
+):
+    files = tmp_path / "index" / "torch"
+    files.parent.mkdir()
+    write_wheel(files, "torch", "0.8+cpu")
+    (file,) = files.iterdir()
+    (files / "index.html").write_text(f'<a href="{file.name.replace("+", "%2B")}">{file.name}</a>')
+    environment = {"PIP_NO_INDEX": "0", "PIP_INDEX_URL": files.parent.as_uri()}
+    for name, value in {**environment, "ZEROLM_TORCH_INDEX": files.parent.as_uri()}.items():
+        monkeypatch.setenv(name, value)
+    chosen = installer(monkeypatch, with_uv)
+    monkeypatch.setattr(install, "pins", lambda: {"torch": "0.8"})
+    monkeypatch.delenv("ZEROLM_TORCH", raising=False)
+    found = SimpleNamespace(version="0.8", locate_file=lambda _: sys.prefix)
+    monkeypatch.setattr(install, "installed", lambda name: found)
+    monkeypatch.setattr(install, "has_nvidia_device", lambda: False)
+    assert install.choose_torch(chosen) == "==0.8+cpu"
+    monkeypatch.delenv("ZEROLM_TORCH_INDEX")
+    assert install.choose_torch(chosen) == "==0.8"
+
+
+def test_a_stage_that_takes_long_prints_what_it_does_where_there_is_no_terminal(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(install, "LOG", tmp_path / "setup.log")
+    monkeypatch.setattr(install, "PROGRESS_SECONDS", 0.3)
+    code = "import time; print('Downloading x (2.0MiB)', flush=True); time.sleep(1.5)"
+    assert install.run_stage("install x", [sys.executable, "-c", code], {}) == (True, 2.0)
+    first, *between, last = capsys.readouterr().out.splitlines()
+    assert first == "setup: install x ..." and last.startswith("setup: install x ... 2 MB, ")
+    assert between[-1].endswith(" s, 2 MB to download"), between
 
 
 @pytest.mark.parametrize("with_uv", [True, False], ids=["uv", "pip"])
