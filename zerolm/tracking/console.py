@@ -47,7 +47,7 @@ class Console:
         from rich.console import Console as Terminal
         from rich.live import Live
 
-        shown = getattr(sys.stdout, "stream", sys.stdout)  # the bar is not kept in console.log
+        shown = getattr(sys.stdout, "stream", sys.stdout)  # the bar is not kept in rank0.log
         terminal = Terminal(file=shown, force_terminal=True, force_interactive=True)
         self._live = Live(
             self,

@@ -1,4 +1,4 @@
-"""`console.log`: the lines that rank 0 prints, kept in the run directory with their times.
+"""`rank0.log`: the lines that rank 0 prints, kept in the run directory with their times.
 
 It has what Python writes to standard output and standard error from the moment when the run has its
 directory. What libraries write to the descriptors themselves, as NCCL does, is only on the console.

@@ -1,4 +1,4 @@
-"""`console.log`: what rank 0 prints, also above a bar, with times, bounded, without secrets."""
+"""`rank0.log`: what rank 0 prints, also above a bar, with times, bounded, without secrets."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def test_the_log_has_every_line_with_its_time(tmp_path) -> None:
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert "step=1 loss=2.5" in done.stdout and "only here" not in done.stdout
-    lines = (tmp_path / "console.log").read_text().splitlines()
+    lines = (tmp_path / "rank0.log").read_text().splitlines()
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
     head, *shown = [line[20:] for line in lines]
     assert re.fullmatch(r"== \S+, pid \d+, UTC[+-]\d{4}: -c .*", head)
@@ -49,7 +49,7 @@ def test_the_log_is_bounded_and_a_pipe_in_its_place_is_named(tmp_path, monkeypat
         log.write(f"line {number}")
         assert not log.path.exists() or log.path.stat().st_size <= 300
     log.write("line 100")
-    kept = [(tmp_path / name).read_text() for name in ("console-earlier.log", "console.log")]
+    kept = [(tmp_path / name).read_text() for name in ("rank0-earlier.log", "rank0.log")]
     assert max(map(len, kept)) < 400 and kept[-1].endswith("line 100\n")
     log.path.unlink()
     os.mkfifo(log.path)
