@@ -1,5 +1,6 @@
 """For tests with real processes: a tiny model, small shards, and ways to start `pretrain.py`."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,6 +64,22 @@ def write_shards(
             ids[noise] = generator.integers(1, VOCABULARY, noise.sum())
             writer.add(np.append(ids, EOS))
     return directory
+
+
+@contextlib.contextmanager
+def one_rank(store: Path) -> Iterator[None]:
+    """Make this process a process group of its own, unless it has one; `store` is a new file."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        yield
+        return
+    shared = distributed.FileStore(str(store), 1)
+    distributed.init_process_group("gloo", store=shared, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
 
 
 def free_port() -> int:
