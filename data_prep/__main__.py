@@ -18,7 +18,7 @@ if __name__ == "__main__":
     processes.end_on_interrupt()
 
 from zerolm.common.command_line import EXIT_INTERRUPTED, Group, commands_in, run_program
-from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.errors import ConfigError, ShardError, ShardReadError, ZerolmError
 from zerolm.common.shipped import shield
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -53,6 +53,8 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
             gc.freeze()  # otherwise the end of the process looks for garbage among all objects
     except (BrokenPipeError, PermissionError):
         raise
+    except ShardReadError as error:  # of a command, not of a rank of a run
+        raise ShardError(error.problems) from None
     except OSError as error:  # a full disk, an output that cannot be written
         if error.filename is None and error.errno is None:
             raise

@@ -174,7 +174,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         return
     if event == "open":
         path, _, flags = arguments
-        if isinstance(flags, int) and flags & WRITES:
+        if isinstance(flags, int) and flags & WRITES and not os.path.isdir(path):  # noqa: PTH112
             _note(event, path, None)
     elif event in CHANGES:
         for place, directory in CHANGES[event]:

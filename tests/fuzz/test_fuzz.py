@@ -4,15 +4,17 @@ python -m pytest -m soak tests/fuzz    # a turn with a new seed; a failure names
 python -m tests.fuzz --minutes 30      # a campaign
 """
 
+import json
 import os
 import secrets
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.fuzz import campaign, guard
-from tests.fuzz.mutations import Damage
+from tests.fuzz.mutations import Damage, written
 from tests.fuzz.targets import COMMANDS, TARGETS, Bench, Input, Target, bench
 
 FEW = 5  # inputs of each target in the suite
@@ -92,7 +94,29 @@ def test_what_no_input_may_cause_is_found_once_and_made_small(made, what, monkey
     assert finding.times + tally.accepted == tally.inputs == 10
 
 
-PINNED: dict[str, tuple[str, Input]] = {}  # what the fuzzer has found, {what: (target, input)}
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+
+
+def linked(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+LONG = written("settings.json", "a long list", json.dumps({"seq_len": [*range(2000)]}).encode())
+IDS = "shards/shard-00000.bin"
+MODEL = "run/checkpoints/step-00000010/model.pt"
+PINNED = {  # what the fuzzer has found, {what: (target, input)}
+    "a message of 9,000 characters": ("settings", Input((LONG,))),
+    "stats of damaged ids": (
+        "shards", Input((Damage(IDS, "a byte", flip),))
+    ),
+    "a link to itself in a checkpoint": (
+        "checkpoints and records", Input((Damage(MODEL, "a link to itself", linked),))
+    ),
+    "a new run directory beside the checkout": ("flags", Input(words=("--run_dir", "text"))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", PINNED)

@@ -6,6 +6,7 @@ EPYC with SHA-NI, 2026-11). Neither keeps out anyone who can also write the mani
 version 2 have the SHA-256 of each file instead. Must not know directories.
 """
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import xxhash
+
+from zerolm.common.records import open_regular, why
 
 RANGE_BYTES = 1 << 26
 READ_BYTES = 1 << 22
@@ -118,7 +121,10 @@ def piece_problem(path: Path, piece: Piece, *, read: bool = True) -> str | None:
     expected, size = checksum_of(entry), entry["size_bytes"]
     reports = number in (None, 0)
     try:
-        with open(path, "rb", buffering=0) as file:
+        opened = open_regular(path)  # a pipe would be waited for
+        if opened is None:
+            raise FileNotFoundError
+        with opened as file:
             if (actual_size := os.fstat(file.fileno()).st_size) != size:
                 return f"{path}: {actual_size} bytes, the manifest says {size}" if reports else None
             if not read:
@@ -132,6 +138,10 @@ def piece_problem(path: Path, piece: Piece, *, read: bool = True) -> str | None:
                 left -= len(chunk)
     except (FileNotFoundError, IsADirectoryError):
         return f"{path}: missing; the manifest lists {size} bytes" if reports else None
+    except OSError as error:
+        if error.errno not in (None, errno.ELOOP):  # a server that does not answer is no damage
+            raise
+        return f"{path}: {why(error)}; the manifest lists {size} bytes" if reports else None
     return _difference(path, Checksum(expected.kind, hasher.hexdigest()), expected, number)
 
 

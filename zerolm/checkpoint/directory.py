@@ -7,6 +7,7 @@ manifest. Links are never followed: one that has such a name is removed. Must no
 DeepSpeed: `CheckpointWriter` writes the files, and zerolm/checkpoint/load.py loads them.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -184,8 +185,10 @@ def _files_below(directory: Path, prefix: str = "") -> Iterator[str]:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from _files_below(directory / entry.name, f"{prefix}{entry.name}/")
-            elif entry.is_file():
-                yield prefix + entry.name
+                continue
+            with contextlib.suppress(OSError):  # a link to itself
+                if entry.is_file():
+                    yield prefix + entry.name
 
 
 def newest(run_dir: str | Path) -> Checkpoint | None:

@@ -21,6 +21,7 @@ EXIT_GAVE_UP = 76  # the loss is not finite or diverges
 EXIT_CORRUPT = 77  # a device has computed or stored wrong values; start again without its host
 
 MAX_REASON_CHARACTERS = 300
+MAX_PROBLEM_CHARACTERS = 1800  # the middle of a longer one is a value or a key of a file
 
 
 class ZerolmError(Exception):
@@ -48,9 +49,16 @@ class ConfigError(ZerolmError):
 
     def __init__(self, problems: str | Iterable[str]):
         given = [problems] if isinstance(problems, str) else problems
-        self.problems = [printable(masked(problem), "\n\t") for problem in given]
+        self.problems = [_shortened(printable(masked(problem), "\n\t")) for problem in given]
         assert self.problems, "a ConfigError needs at least one problem"
         super().__init__("\n".join(self.problems))
+
+
+def _shortened(problem: str) -> str:
+    if len(problem) <= MAX_PROBLEM_CHARACTERS:
+        return problem
+    half = MAX_PROBLEM_CHARACTERS // 2
+    return f"{problem[:half]} ... {problem[-half:]}"  # the rule and the fix are at the end
 
 
 class RecordError(ConfigError):
