@@ -56,9 +56,9 @@ def test_tests_of_a_file_share_a_process_unless_they_take_long():
     assert [["c::1"]] in turns([*seconds], seconds, most_seconds=2100)
 
 
-def test_all_recorded_tests_come_up_within_23_commits():
+def test_all_recorded_tests_come_up_within_24_commits():
     seconds = json.loads(SECONDS.read_text(encoding="utf-8"))
-    assert len(turns([*seconds], seconds, MINUTES * 60)) <= 23
+    assert len(turns([*seconds], seconds, MINUTES * 60)) <= 24
 
 
 def git(directory: Path, *words: object) -> str:

@@ -17,7 +17,7 @@ from data_prep.shards.documents import Documents, Inputs, read_documents
 from data_prep.shards.output import parent_entry
 from data_prep.tasks.progress import Progress
 from zerolm.common.errors import ConfigError, ZerolmError
-from zerolm.common.files import file_entry, sync_directory, sync_file, write_json
+from zerolm.common.files import file_entry, make_directories, sync_directory, sync_tree, write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.shards.reader import Source
 
@@ -78,7 +78,7 @@ def convert(
     """
     unfinished = directory.absolute().parent / f".{directory.name}.unfinished"
     try:
-        unfinished.mkdir(parents=True, exist_ok=True)
+        make_directories(unfinished)
         lock = FileLock(unfinished / ".lock")
     except LockTaken:
         raise ConfigError(f"{directory}: another process is writing it now. Wait for it.") from None
@@ -146,9 +146,8 @@ def _write(
     copy = source.tokenizer_directory()
     if copy.is_dir():
         shutil.copytree(copy, directory / TOKENIZER, copy_function=shutil.copyfile)
+    sync_tree(directory)
     files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != ".lock")
-    for path in files:
-        sync_file(path)
     record = {
         **counts,
         "vocab_size": source.vocab_size,

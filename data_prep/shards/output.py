@@ -16,7 +16,7 @@ import numpy as np
 from data_prep.shards.documents import Documents
 from data_prep.tokenizer.vocabulary import unknown_id
 from zerolm.common.errors import ConfigError, ZerolmError
-from zerolm.common.files import file_entry, sync_file, write_json
+from zerolm.common.files import file_entry, write_json
 from zerolm.shards.manifest import MANIFEST, TOKENIZER_DIRECTORY
 from zerolm.shards.origins import INPUTS
 from zerolm.shards.reader import Source
@@ -121,9 +121,6 @@ def _finish(output: Output, input_entries: Sequence[dict[str, Any]]) -> dict[str
     """Make all files of an output durable; return the manifest entry of its list of inputs."""
     output.writer.finish_shard()
     directory = output.writer.directory
-    for path in (directory / TOKENIZER_DIRECTORY).rglob("*"):
-        if path.is_file():
-            sync_file(path)
     path = directory / INPUTS
     write_json(path, {"inputs": list(input_entries)})
     return {"input_files": file_entry(path, directory)}

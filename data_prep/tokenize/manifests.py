@@ -19,7 +19,7 @@ from data_prep.tokenize.encode_documents import IdCounts
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.files import encode_json, file_entry, sync_file, write_atomically
 from zerolm.shards.directory import ShardDirectory
-from zerolm.shards.manifest import FORMAT, TOKENIZER_DIRECTORY, VERSION, token_dtype
+from zerolm.shards.manifest import FORMAT, VERSION, token_dtype
 from zerolm.shards.origins import INPUTS
 
 SYNCING_THREADS = 8  # files synced concurrently share the cost
@@ -142,13 +142,7 @@ def publish_all(directories: Sequence[ShardDirectory], manifests: Sequence[dict[
         OSError: a file cannot be synced; nothing is published then.
         ZerolmError: only some of the outputs could be published.
     """
-    paths = [
-        path
-        for each in directories
-        for pattern in ("*", f"{TOKENIZER_DIRECTORY}/**/*")
-        for path in each.directory.glob(pattern)
-        if path.is_file()
-    ]
+    paths = [path for each in directories for path in each.directory.iterdir() if path.is_file()]
     with ThreadPoolExecutor(SYNCING_THREADS) as threads:
         list(threads.map(sync_file, paths))
     for each, content in zip(directories, manifests, strict=True):

@@ -88,9 +88,9 @@ def write_files(job: Job, rank: int, *, read_back: bool) -> None:
         if OWN_FILE.match(entry["file"]):
             entry["rank"] = rank
     # `publish` syncs the checkpoint's own directory, after all ranks have written.
-    for directory in {(job.temporary / entry["file"]).parent for entry in entries}:
-        if directory != job.temporary:
-            sync_directory(directory)
+    names = {parent for entry in entries for parent in Path(entry["file"]).parents}
+    for name in names - {Path()}:
+        sync_directory(job.temporary / name)
     fault_point("checkpoint.written", step)
     job.entries = entries
 

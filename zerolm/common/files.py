@@ -77,6 +77,29 @@ def sync_file(path: str | Path) -> None:
         os.fsync(file.fileno())
 
 
+def sync_tree(directory: Path) -> None:
+    """Make all files and names below a directory durable, and the names in it."""
+    for path in directory.rglob("*"):
+        if path.is_dir():
+            sync_directory(path)
+        elif path.is_file():
+            sync_file(path)
+    sync_directory(directory)
+
+
+def make_directories(path: str | Path) -> None:
+    """Create a directory and its parents where they are missing, durably.
+
+    A file in a directory whose own name was never synced may be gone after a power failure.
+    """
+    path = Path(path).absolute()
+    missing = [each for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        with contextlib.suppress(PermissionError):  # a parent that may be written but not read
+            sync_directory(each.parent)
+
+
 def set_default_modes(directory: Path) -> None:
     """Give all files in a new directory the mode that the umask gives a new file.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypedDict
 
+from zerolm.common.files import sync_directory
 from zerolm.common.records import Count, mismatch, open_regular, parse_json, why
 from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked_values
@@ -219,6 +220,7 @@ class LineFile:
         self.path, self._warn = path, warn
         self._file = open(path, "a+b", buffering=0)
         self._pending = b""  # not written yet; may begin in the middle of a line
+        self._is_named = False  # its name is on the disk
         self._failed = False
         self._num_lost = 0
 
@@ -256,6 +258,9 @@ class LineFile:
         if self._pending:
             raise OSError(f"{self.path}: not all of it could be written")
         os.fsync(self._file.fileno())
+        if not self._is_named:
+            sync_directory(self.path.parent)
+            self._is_named = True
 
     def _follow_path(self) -> None:
         """Continue in the file of this name, if it is no longer the one that is open."""
@@ -273,7 +278,7 @@ class LineFile:
                 self.path.unlink()
                 raise
         self._file.close()
-        self._file = file
+        self._file, self._is_named = file, False
         self._warn(
             f"{self.path}: was {'removed' if removed else 'replaced'} while the run writes to it; "
             + ("written again" if removed else "the last lines before that may be missing")

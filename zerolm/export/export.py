@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zerolm.common.errors import CheckpointError, ConfigError
-from zerolm.common.files import set_default_modes, sync_directory
+from zerolm.common.files import (
+    make_directories,
+    set_default_modes,
+    sync_directory,
+    sync_tree,
+)
 from zerolm.common.values import shown_bytes
 from zerolm.shards.tokenizer import TOKENIZER_FILE, load_auto_tokenizer, make_portable
 
@@ -139,7 +144,7 @@ def write_model(
     saved.dtype = dtype
     saved.architectures = [type(skeleton).__name__]
     check_room(output, skeleton.num_parameters() * dtype.itemsize)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(output.parent)
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     temporary.mkdir()
     try:
@@ -164,6 +169,7 @@ def write_model(
             (temporary / name).write_bytes(content)
         set_default_modes(temporary)
         result = check(temporary, precision)
+        sync_tree(temporary)
         os.replace(temporary, output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ShardError
-from zerolm.common.files import encode_json, sync_directory, write_atomically
+from zerolm.common.files import (
+    encode_json,
+    make_directories,
+    sync_directory,
+    sync_tree,
+    write_atomically,
+)
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.records import with_digest
 from zerolm.shards.manifest import MANIFEST, TOKENIZER_DIRECTORY
@@ -74,8 +80,9 @@ class ShardDirectory:
             raise ShardError(problems)
         paths = [self.directory, *self.directory.parents]
         self._created = [path for path in paths if not path.exists()]
-        self.directory.mkdir(parents=True, exist_ok=True)
+        make_directories(self.directory)
         self._lock = _lock(self.directory)
+        sync_directory(self.directory)  # the mark, before anything that it explains
 
     @property
     def is_locked(self) -> bool:
@@ -91,7 +98,12 @@ class ShardDirectory:
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, which makes the directory valid data, and before it the table."""
+        """Write the manifest, which makes the directory valid data, and before it the table.
+
+        The caller has synced the shards; the copy of the tokenizer is synced here.
+        """
+        if (copy := self.directory / TOKENIZER_DIRECTORY).is_dir():
+            sync_tree(copy)
         sync_directory(self.directory)
         content = encode_json(with_digest(manifest))
         if len(manifest["shards"]) >= MIN_SHARDS and (table := encode_table(content)):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ConfigError
-from zerolm.common.files import wait_until_visible, write_json
+from zerolm.common.files import make_directories, wait_until_visible, write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.provenance import git_commit, versions
 from zerolm.common.run_files import RunFiles, foreign_entries
@@ -29,7 +29,7 @@ def claim(run_dir: str | Path) -> FileLock:
         ConfigError: another process is using the directory.
     """
     files = RunFiles(run_dir)
-    files.checkpoints.mkdir(parents=True, exist_ok=True)
+    make_directories(files.checkpoints)
     try:
         lock = FileLock(files.lock)
     except LockTaken as error:

@@ -21,6 +21,7 @@ from zerolm.checkpoint.manifest import ListedFile, files_problem, parse_manifest
 from zerolm.checkpoint.rotation import point_to, remove_unfinished
 from zerolm.common import jsonl
 from zerolm.common.errors import CheckpointError, RecordError
+from zerolm.common.files import make_directories, sync_directory, sync_tree
 from zerolm.common.records import parse_record
 from zerolm.common.run_files import MANIFEST, TEMPORARY, RunFiles, checkpoint_name
 from zerolm.common.store import OFF, Mismatch, Missing, StoreError
@@ -145,7 +146,7 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
     checkpoint = Checkpoint(temporary, _manifest(store, name))
     record = _record(store, f"{name}/{CHECKSUMS}")
     size = checkpoint.size_bytes
-    checkpoints.mkdir(parents=True, exist_ok=True)
+    make_directories(checkpoints)
     free = shutil.disk_usage(checkpoints).free
     if free < size:
         raise CheckpointError(
@@ -164,6 +165,7 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
         shutil.rmtree(temporary, ignore_errors=True)  # make room for the previous checkpoint
         raise
     _move_record(temporary / RECORD_DIRECTORY, run_dir)
+    sync_tree(temporary)
     point_to(publish(temporary, checkpoint.manifest))
     return size
 
@@ -188,6 +190,7 @@ def _move_record(fetched: Path, run_dir: Path) -> None:
         elif target != events or not target.is_file() or _is_longer(source, target):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(source, target)
+    sync_directory(run_dir)
     shutil.rmtree(fetched, ignore_errors=True)
 
 

@@ -172,7 +172,7 @@ def test_a_full_disk_and_a_kill_leave_nothing_to_be_mistaken(corpus, tmp_path, c
     assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
     child = os.fork()
     if child == 0:
-        for module, name in ((ShardWriter, "finish_shard"), (from_shards, "sync_file")):
+        for module, name in ((ShardWriter, "finish_shard"), (from_shards, "sync_tree")):
             setattr(module, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         convert(*flags, "--output", tmp_path / "new")
         os._exit(0)

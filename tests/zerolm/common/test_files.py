@@ -1,8 +1,12 @@
-"""Files that another host has written."""
+"""Files that another host has written, and names that a power loss would take back."""
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+
+import pytest
 
 from tests.faulty_files import FaultyFiles
 from tests.launching import environment
@@ -34,3 +38,34 @@ def test_a_directory_that_is_not_shared_is_noticed(tmp_path) -> None:
     start = time.monotonic()
     assert not files.wait_until_visible(tmp_path / "other host" / "run.json", seconds=0.2)
     assert 0.2 <= time.monotonic() - start < 5
+
+
+@pytest.fixture
+def synced(monkeypatch) -> list[Path]:
+    """The paths that are synced, in their order."""
+    found: list[Path] = []
+    sync = os.fsync
+
+    def record(descriptor: int) -> None:
+        found.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    return found
+
+
+def test_the_names_of_new_directories_are_durable(tmp_path, synced) -> None:
+    files.make_directories(tmp_path / "a" / "b" / "c")
+    assert set(synced) == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
+    synced.clear()
+    files.make_directories(tmp_path / "a" / "b")
+    assert not synced
+
+
+def test_a_tree_is_synced_with_all_files_and_names(tmp_path, synced) -> None:
+    deep = tmp_path / "tree" / "deep"
+    deep.mkdir(parents=True)
+    (deep / "file").write_text("x")
+    (deep / "link").symlink_to("absent")
+    files.sync_tree(tmp_path / "tree")
+    assert set(synced) == {tmp_path / "tree", deep, deep / "file"}
