@@ -17,9 +17,9 @@ from pathlib import Path
 from tests.launching import one_rank
 from tests.power_loss import campaign
 from tests.power_loss.recording import KINDS
-from tests.power_loss.scenarios import Resharded, Run, Scenario, Shards
+from tests.power_loss.scenarios import Divided, Run, Scenario, Shards
 
-SCENARIOS: tuple[type[Scenario], ...] = (Run, Shards, Resharded)
+SCENARIOS: tuple[type[Scenario], ...] = (Run, Shards, Divided)
 
 
 def main(argv: list[str]) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     add("--minutes", type=float, default=60.0, help="limit of each writer (default: 60)")
     add("--seed", type=int, default=1, help="of the patterns (default: 1)")
     add("--share", type=float, default=1.0, help="part of the random patterns (default: 1)")
-    add("--writers", default="Run,Shards,Resharded", help="some of: Run,Shards,Resharded")
+    add("--writers", default="Run,Shards,Divided", help="some of: Run,Shards,Divided")
     add("--table", type=Path, help="write the results as Markdown to this file")
     arguments = parser.parse_args(argv)
     rows, findings = [], []

@@ -1,7 +1,7 @@
 """Writers whose power is cut, and what must be true of every disk that this may leave.
 
 `Run` is pretrain.py on two ranks, killed once and resumed: its checkpoints and its records.
-`Shards` is a tokenization with held-out documents, `Resharded` a copy of its shards.
+`Shards` is a tokenization with held-out documents, `Divided` a copy of its shards.
 """
 
 import copy
@@ -256,11 +256,11 @@ class Shards(Scenario):
         return f"{found} published, and the command {'resumes' if resumed else 'starts anew'}"
 
 
-class Resharded(Shards):
-    """Finished shards, copied into smaller ones."""
+class Divided(Shards):
+    """Finished shards, divided into two parts."""
 
-    name = "shards of zerolm data reshard"
-    outputs = ("small",)
+    name = "shards of zerolm data split"
+    outputs = ("parts/train", "parts/val")
 
     def prepare(self) -> None:
         super().prepare()
@@ -269,8 +269,9 @@ class Resharded(Shards):
         words[words.index("--output") + 1] = str(source)
         words[words.index("--val_output") + 1] = str(self.work / "source-val")
         _data_command(words, {})
-        output = str(self.directory / "data" / "small")
-        self.words = ["reshard", str(source), "--output", output, "--shard_tokens", "9000"]
+        output = str(self.directory / "data" / "parts")
+        parts = ["--parts", "train=0.7,val=0.3", "--shard_tokens", "9000"]
+        self.words = ["split", str(source), "--output", output, *parts]
         self.again = self.words
 
 

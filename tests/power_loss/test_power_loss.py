@@ -15,7 +15,7 @@ from tests.launching import one_rank
 from tests.power_loss import campaign
 from tests.power_loss.disk import Directory, Disk, read_directory, tree_of
 from tests.power_loss.recording import Operation, Recorder
-from tests.power_loss.scenarios import Resharded, Run, Scenario, Shards
+from tests.power_loss.scenarios import Divided, Run, Scenario, Shards
 
 SECONDS = 240.0
 
@@ -114,25 +114,25 @@ def test_all_that_a_process_does_is_recorded(tmp_path) -> None:
 
 
 @pytest.fixture(scope="module")
-def resharded(tmp_path_factory) -> Resharded:
-    return Resharded(tmp_path_factory.mktemp("power") / "loss")
+def divided(tmp_path_factory) -> Divided:
+    return Divided(tmp_path_factory.mktemp("power") / "loss")
 
 
-def test_shards_survive_a_few_power_losses(resharded) -> None:
-    result = campaign.cut(resharded, seed=1, share=0.02, seconds=20)
+def test_shards_survive_a_few_power_losses(divided) -> None:
+    result = campaign.cut(divided, seed=1, share=0.02, seconds=20)
     assert not result.findings, result.findings
     assert result.states > 20
 
 
-def test_a_writer_that_syncs_nothing_is_found(resharded, monkeypatch) -> None:
-    without = [each for each in resharded.operations if each.kind != "s"]
-    monkeypatch.setattr(resharded, "operations", without)
-    result = campaign.cut(resharded, seed=1, first=len(without) - 2, share=0.2, seconds=60)
+def test_a_writer_that_syncs_nothing_is_found(divided, monkeypatch) -> None:
+    without = [each for each in divided.operations if each.kind != "s"]
+    monkeypatch.setattr(divided, "operations", without)
+    result = campaign.cut(divided, seed=1, first=len(without) - 2, share=0.2, seconds=60)
     assert any("published, but damaged" in text for text in result.findings.values())
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", [Run, Shards, Resharded])
+@pytest.mark.parametrize("kind", [Run, Shards, Divided])
 def test_every_power_loss_leaves_something_complete(kind: type[Scenario], tmp_path, group) -> None:
     seed = random.randrange(10**6)
     print(f"again: python -m tests.power_loss --writers {kind.__name__} --seed {seed}")
