@@ -13,6 +13,9 @@ import data_prep.__main__
 import launch.__main__
 from zerolm.common.command_line import Group, commands_in, run_program
 from zerolm.common.shipped import shield
+from zerolm.console import console_script
+
+__all__ = ["COMMANDS", "console_script", "main"]
 
 COMMANDS = Group(
     description="Pretrain Hugging Face causal language models with DeepSpeed ZeRO, from raw text "
