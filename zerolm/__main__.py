@@ -13,9 +13,6 @@ import data_prep.__main__
 import launch.__main__
 from zerolm.common.command_line import Group, commands_in, run_program
 from zerolm.common.shipped import shield
-from zerolm.console import console_script
-
-__all__ = ["COMMANDS", "console_script", "main"]
 
 COMMANDS = Group(
     description="Pretrain Hugging Face causal language models with DeepSpeed ZeRO, from raw text "
@@ -50,6 +47,11 @@ COMMANDS = Group(
 
 def main(argv: Sequence[str], program: str = "python -m zerolm") -> int:
     return run_program(COMMANDS, argv, program)
+
+
+def console_script() -> int:
+    shield(os.environ)
+    return main(sys.argv[1:], "zerolm")
 
 
 if __name__ == "__main__":
