@@ -35,7 +35,7 @@ CHANGES = {  # {audit event: places of its paths, each with its dir_fd or None}
 PROCESSES = {"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork", "os.forkpty"}
 NETWORK = {"socket.connect", "socket.sendto", "socket.getaddrinfo"}
 ELSEWHERE = ("/dev/null", "/dev/tty")
-CACHES = ("__pycache__",)
+CACHES = ("__pycache__", "matplotlib")
 
 
 class Hang(BaseException):

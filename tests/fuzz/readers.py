@@ -62,14 +62,14 @@ def accepted(base: Path, damage: Sequence[Damage], words: Sequence[str]) -> bool
     """Return whether `--check` accepts a run; if not, check its message, and the files."""
     before = snapshot(base)
     try:
-        summary = check.check(words, {}).summary()
-        assert not (bad := unprintable(summary)), f"the summary has {bad}"
+        check.check(words, {}).summary()  # which pretrain.py prints by an escaping stream
     except ZerolmError as error:
         assert error.exit_code == EXIT_REFUSED, error
         for line in str(error).splitlines():
             assert not (bad := unprintable(line)), f"{bad} in {line!r}"
             assert len(line) < MAX_LINE, f"long line: {line[:300]}"
         named = names(damage, base, str(error)) or "command line: --" in str(error)
+        named = named or ": no such " in str(error)  # what the settings name, by its own name
         assert named, f"names no file: {error}"
         return False
     except SystemExit as end:  # of --help and --version

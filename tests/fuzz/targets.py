@@ -26,7 +26,7 @@ WORDS = [
     *(text for text in TEXTS if len(text) < 100), "0", "1", "2", "3e9", "1e999", "nan", "inf",
     "9" * 400, "1e30", "0x10", "\u0661\u0662", "\u00bd", "1_000", " 1 ", "\ud800", "1:2", "5:1",
     ":", "=", "=1", "a=b=c", "a=nan", "1h", "-1h", "1e400d", "9" * 400 + "d", "1.2.3s", "5GB",
-    "1e400GiB", "100:shards=1", "9:x=1,y", "full", "false", "/dev/null", "ftp://x/y", "s3://", "file:///",
+    "1e400GiB", "100:shards=1", "9:x=1,y", "full", "false", "/dev/null", "nothing://x/y", "s3://", "file:///",
 ]  # fmt: skip
 ODD_FLAGS = ("---check", "--no-data", "--no_", "--", "-", "-x", "word", "--=", "--dataa", "--Data")
 PATHS = ("shards", "llama.json", "run", "run@10", "run/run.json", "profiles/zero3.json", "absent")

@@ -53,7 +53,11 @@ def implied_settings(
         implied["async_checkpoint"] = Implied(decoupled, "checkpoint.writer.decoupled")
     params = profile.optimizer.params
     for name, key in (("learning_rate", "lr"), ("weight_decay", "weight_decay")):
-        if is_number(value := params.get(key)):
+        if not is_number(value := params.get(key)):
+            continue
+        if value < 0:
+            problems.append(f"optimizer.params.{key}: {value:g} must not be negative. Correct it.")
+        else:
             implied[name] = Implied(float(value), f"optimizer.params.{key}")
     betas = params.get("betas")
     if isinstance(betas, (list, tuple)) and len(betas) == 2 and all(map(is_number, betas)):

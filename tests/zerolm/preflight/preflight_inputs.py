@@ -50,6 +50,7 @@ def write_inputs(base: Path) -> Path:
     write_json(base / "ds_offload.json", {"zero_optimization": {"stage": 2, "offload_param": {
         "device": "cpu"}}})  # fmt: skip
     write_json(base / "ds_flops.json", {"flops_profiler": {"output_file": "a_file"}})
+    write_json(base / "ds_negative.json", {"optimizer": {"type": "AdamW", "params": {"lr": -2.5}}})
     write_json(base / "ds_fixed.json", {"train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}})  # fmt: skip

@@ -129,6 +129,10 @@ BAD = {
         "--deepspeed_config ds_fixed.json --batch_tokens 256 --learning_rate 3e-4",
         ["ds_fixed.json: optimizer.params.lr: 0.001", "--learning_rate 0.0003", '"auto"'],
     ),
+    "a negative learning rate": (
+        "--deepspeed_config ds_negative.json",
+        ["ds_negative.json: optimizer.params.lr: -2.5 must not be negative"],
+    ),
     "micro-batch twice": (
         "--deepspeed_config ds_fixed.json --batch_tokens 256 --micro_batch_size 4",
         ["ds_fixed.json: train_micro_batch_size_per_gpu: 2", "--micro_batch_size 4"],
