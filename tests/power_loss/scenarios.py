@@ -10,6 +10,7 @@ import json
 import shutil
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ SLOW_CHECKS = 20  # disks, of which one is also given to `status` and `--check`
 NUM_DOCUMENTS = 300
 
 
-class Scenario:
+class Scenario(ABC):
     """A writer and its checks.
 
     Attributes:
@@ -78,9 +79,11 @@ class Scenario:
 
     # ---- Of each writer
 
+    @abstractmethod
     def prepare(self) -> None:
         """Write its inputs, outside of the directory."""
 
+    @abstractmethod
     def write(self, variables: dict[str, str]) -> None:
         """Let it write, in processes with these variables."""
 
@@ -88,12 +91,13 @@ class Scenario:
         """Return whether the next start depends on a path."""
         return True
 
+    @abstractmethod
     def learn(self) -> None:
         """Note what it has published, and when."""
 
+    @abstractmethod
     def check(self, at: int) -> str:
         """Do as `recovers`, with the directory in place."""
-        raise NotImplementedError
 
 
 # ---- A run

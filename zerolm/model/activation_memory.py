@@ -289,7 +289,7 @@ def _stand_ins() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from torch import Tensor
 
     def operator(name: str, function: Callable[..., Any]) -> Any:
-        made = torch.library.custom_op(f"zerolm_meta::{name}", function, mutates_args=())
+        made = torch.library.custom_op(f"zerolm::{name}_shapes", function, mutates_args=())
         made.register_fake(function)
         return made
 
