@@ -19,11 +19,11 @@ if __name__ == "__main__":
     processes.end_on_interrupt()
 
 from zerolm.common import machine, shipped
-from zerolm.config import flags
 from zerolm.distributed import ranks
+from zerolm.parts import parse
 
 if __name__ == "__main__":
-    flags.answer(sys.argv[1:])  # --help and --version need not wait for the imports
+    parse.answer(sys.argv[1:])  # --help and --version need not wait for the imports
     shipped.shield(os.environ)
     ranks.adopt(os.environ)
     machine.share_cores(os.environ)

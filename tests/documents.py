@@ -11,7 +11,7 @@ import zerolm.__main__
 from launch.command.train import LAUNCHER_FLAGS
 from tests import ROOT, tracked
 from zerolm.common.command_line import Command, Group, Parser
-from zerolm.config.settings import FLAGS
+from zerolm.parts.settings import FLAGS
 
 README = ROOT / "README.md"
 DOCUMENTS = (

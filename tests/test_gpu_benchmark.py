@@ -14,8 +14,8 @@ from benchmarks.gpu import carry, checks, table
 from benchmarks.gpu.cases import OURS, PLAIN, TRAINER, cases, command, parse_options
 from benchmarks.gpu.run_case import failure_reason, idle_share
 from tests import ROOT
-from zerolm.config.flags import parse_settings
 from zerolm.ds_config.profile import Profile
+from zerolm.parts.parse import parse_settings
 
 
 def test_every_case_is_a_valid_command(tmp_path):

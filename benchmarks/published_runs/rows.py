@@ -17,9 +17,10 @@ from launch.plan.planned_run import PlannedRun, plan_run
 from launch.plan.search import profile_of
 from launch.plan.step_time import COSTS, MANY_DEVICES, Costs, step_time
 from zerolm.common.records import read_json
-from zerolm.config.settings import Recompute, Settings
+from zerolm.config.settings import Recompute
 from zerolm.ds_config.profile import Profile
 from zerolm.model.model import Model
+from zerolm.parts.settings import RunSettings
 from zerolm.plan import hardware
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _planned(
     tensor = source.get("tensor_parallel", 1)
     sequences = entry["micro_batch_size"] * entry["accumulation"] * count // tensor
     batch = sequences * entry["seq_len"]
-    settings = Settings(
+    settings = RunSettings(
         seq_len=entry["seq_len"],
         batch_tokens=batch,
         total_tokens=batch,

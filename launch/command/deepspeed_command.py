@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zerolm.common.errors import ConfigError
-from zerolm.config.flags import parse_settings
 from zerolm.config.settings import Settings
+from zerolm.parts.parse import parse_settings
 
 SCRIPT = "pretrain.py"
 

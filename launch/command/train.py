@@ -27,7 +27,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import has_credentials
 from zerolm.common.shipped import SCRIPT, module_command
-from zerolm.config.flags import add_all_settings, answer, parse_settings
+from zerolm.parts.parse import add_all_settings, answer, parse_settings
 
 SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-q": "--quiet"}
 USAGE = """\

@@ -20,12 +20,12 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
 from zerolm.common.provenance import git_commit, versions
 from zerolm.common.shipped import ROOT, find_config, module_command
-from zerolm.config.flags import parse_settings
 from zerolm.config.settings import Settings
 from zerolm.data.sources import open_sources
 from zerolm.distributed.device import local_device
 from zerolm.ds_config import host as ds_host
 from zerolm.ds_config.profile import Profile
+from zerolm.parts.parse import parse_settings
 from zerolm.preflight import host
 from zerolm.shards.reader import Source, verify
 from zerolm.shards.table import column

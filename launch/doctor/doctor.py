@@ -29,7 +29,7 @@ from zerolm.common.command_line import count, duration
 from zerolm.common.errors import EXIT_REFUSED
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import masked
-from zerolm.config.flags import add_settings, parse_settings
+from zerolm.parts.parse import add_settings, parse_settings
 from zerolm.watchdog import limits
 
 CLOSE_SECONDS = 5.0  # for all hosts to end

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from zerolm.common.errors import ConfigError
 from zerolm.config.settings import Settings
-from zerolm.features import state_bytes
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def checkpoint_bytes(settings: Settings) -> int | None:
     try:
         profile = Profile.read(settings.deepspeed_config)
         shapes = Model.load(config).shapes
-        return memory.checkpoint_bytes(shapes, profile, kept_bytes=state_bytes(settings))
+        return memory.checkpoint_bytes(shapes, profile, kept_bytes=settings.kept_bytes())
     except ConfigError:
         return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from zerolm.common.errors import ShardError
 from zerolm.common.url import is_url
-from zerolm.config.inheritance import STATIC_DEFAULTS
+from zerolm.parts.settings import STATIC_DEFAULTS
 from zerolm.report.run_history import RunHistory
 from zerolm.shards.reader import open_source
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from zerolm.common.errors import did_you_mean
 from zerolm.common.values import shown_setting
-from zerolm.config.flags import convert
-from zerolm.config.other_names import answer_for
-from zerolm.config.settings import COMMAND_LINE, FLAGS
+from zerolm.config.settings import COMMAND_LINE
+from zerolm.parts.other_names import answer_for
+from zerolm.parts.parse import convert
+from zerolm.parts.settings import FLAGS
 
 OF_THE_SWEEP = ("run_dir", "upload_to", "wandb_name")  # each point has its own
 SWEPT = [name for name, about in FLAGS.items() if about["saved"] and name not in OF_THE_SWEEP]

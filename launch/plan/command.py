@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from launch.plan.flags import DEFAULT_DS_CONFIG, add_flags, budget_of, hardware_of
 from zerolm.common.errors import ConfigError
-from zerolm.config.flags import settings_of
+from zerolm.parts.parse import settings_of
 
 if TYPE_CHECKING:
     from launch.plan.estimate import Assumptions

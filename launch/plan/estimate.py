@@ -10,7 +10,6 @@ from launch.plan.planned_run import PlannedRun
 from launch.plan.reliability import Interruptions, interruptions
 from launch.plan.step_time import StepTime, step_time
 from zerolm.config import defaults
-from zerolm.features import state_bytes
 from zerolm.model.activation_memory import Activations
 from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
 from zerolm.plan import memory
@@ -116,7 +115,7 @@ def estimate(
     rate = run.settings.batch_tokens / step.seconds
     peak = hardware.peak(run.profile.compute_precision)
     assert peak is not None
-    size = memory.checkpoint_bytes(model.shapes, run.profile, kept_bytes=state_bytes(settings))
+    size = memory.checkpoint_bytes(model.shapes, run.profile, kept_bytes=settings.kept_bytes())
     write = size / assumed.storage_write_bytes_per_second
     copy = size / (run.devices // run.layout.copies) / hardware.host_link
     stall = copy if settings.async_checkpoint else copy + write
@@ -168,7 +167,7 @@ def estimate(
 def device_memory(run: PlannedRun, ratio: float = 1.0) -> DeviceMemory:
     """Return the peak bytes of one device and of its part of host memory, times `ratio`."""
     model, hardware, settings = run.model, run.hardware, run.settings
-    kept = state_bytes(settings)
+    kept = settings.kept_bytes()
     states = memory.model_states(model.shapes, run.profile, run.devices, kept_bytes=kept)
     buckets, gathered = memory.buffer_bytes(run.shapes_of_rank[0], run.profile)
     activations = activations_of_rank(run)

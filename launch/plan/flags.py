@@ -7,8 +7,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from zerolm.common.command_line import count, duration, number, size_bytes
-from zerolm.config.flags import add_settings
-from zerolm.config.settings import FLAGS
+from zerolm.parts.parse import add_settings
+from zerolm.parts.settings import FLAGS
 
 if TYPE_CHECKING:
     from zerolm.plan.hardware import Hardware

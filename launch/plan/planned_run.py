@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from zerolm import features
 from zerolm.common.errors import ConfigError, Findings
-from zerolm.config.inheritance import with_no_forms
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
 from zerolm.distributed.layout import Layout
@@ -20,6 +19,7 @@ from zerolm.ds_config.shard_groups import with_shard_groups
 from zerolm.model.architecture import is_routed_expert, num_parameters, routed_fraction
 from zerolm.model.flops import TRAINING_TO_FORWARD, flops_per_token, head_flops_per_token
 from zerolm.model.model import Model
+from zerolm.parts.inheritance import with_no_forms
 from zerolm.plan.hardware import Hardware
 from zerolm.plan.rank_share import shapes_of_rank
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings

@@ -20,11 +20,11 @@ from zerolm.common.records import read_json
 from zerolm.common.run_files import RunFiles
 from zerolm.common.shipped import SCRIPT, module_command
 from zerolm.common.values import shown_bytes, shown_seconds
-from zerolm.config.settings import FLAGS, Settings
+from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
-from zerolm.features import state_bytes
 from zerolm.model.activation_checkpointing import command_line_arguments
 from zerolm.model.model import Model
+from zerolm.parts.settings import FLAGS
 from zerolm.plan import hardware, memory
 from zerolm.plan.rank_share import config_of_rank, shapes_of_rank
 
@@ -101,7 +101,7 @@ def probe(
         directory = Path(name)
         flags = _prepare(model, settings, ds_path, ranks, directory)
         _launch(flags, ranks, directory, timeout_seconds)
-        return _collect(model, directory, ranks, state_bytes(settings))
+        return _collect(model, directory, ranks, settings.kept_bytes())
 
 
 def _prepare(

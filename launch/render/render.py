@@ -17,7 +17,7 @@ from launch.render.node import add_size_flags
 from launch.render.templates import Job, slurm_script
 from zerolm.common.command_line import duration
 from zerolm.common.errors import ConfigError
-from zerolm.config.flags import add_settings
+from zerolm.parts.parse import add_settings
 
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SBATCH_OPTION = re.compile(r"--?[A-Za-z][\w-]*([= ][^\n]*)?")

@@ -10,7 +10,7 @@ from launch.command.deepspeed_command import pretrain_flags
 from zerolm.common.files import write_atomically
 from zerolm.common.run_files import RunFiles
 from zerolm.common.shipped import find_config
-from zerolm.config.flags import parse_settings
+from zerolm.parts.parse import parse_settings
 
 NAMES = ("settings", "deepspeed_config", "model_config")
 

@@ -19,7 +19,7 @@ from tests.fuzz.guard import call, guarded
 from tests.fuzz.mutations import TEXTS, Damage, damages
 from tests.launching import one_rank, write_json, write_shards
 from zerolm.common.run_files import MANIFEST
-from zerolm.config.settings import FLAGS
+from zerolm.parts.settings import FLAGS
 
 MODELS = ("tiny", "mixtral-tiny", "gpt2", "pythia-160m", "qwen3-0.6b", "olmoe-1b-7b", "llama-70b")
 WORDS = [

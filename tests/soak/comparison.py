@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.end_to_end import run_digest
-from zerolm.tracking.shown_metrics import METRICS, metric_of
+from zerolm.parts.metrics import METRICS, metric_of
 
 # Metrics of the time and memory that a run took. All others are compared.
 MEASURED = {metric.key for name in ("Speed", "Checkpoints") for metric in METRICS[name]}

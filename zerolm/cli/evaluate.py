@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from zerolm.config.flags import add_settings, settings_of
+from zerolm.parts.parse import add_settings, settings_of
 
 EVALUATIONS = (
     *("eval_task_path", "eval_task_items", "hellaswag", "hellaswag_items", "core", "core_items"),

@@ -5,7 +5,7 @@ import sys
 from contextlib import redirect_stdout
 
 from zerolm.common.command_line import count
-from zerolm.config.flags import add_settings, settings_of
+from zerolm.parts.parse import add_settings, settings_of
 
 SAMPLING = ("sample_length", "temperature", "top_k", "top_p", "seed")
 DEFAULTS = {"sample_length": 256, "top_k": 0}

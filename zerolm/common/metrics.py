@@ -1,7 +1,7 @@
 """The metrics that every run may have: the contents of `metrics.jsonl`, and how each is shown.
 
 Those of a part that may be off are in its module of zerolm/features. The table of all is in
-zerolm/tracking/shown_metrics.py. Standard library only.
+zerolm/parts/metrics.py. Standard library only.
 """
 
 import re

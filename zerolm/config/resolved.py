@@ -1,7 +1,7 @@
 """`Resolved`: the settings of a run with all defaults filled in."""
 
-import dataclasses
 from dataclasses import dataclass
+from typing import cast
 
 from zerolm.config.settings import Settings
 
@@ -25,10 +25,9 @@ class Resolved(Settings):
     rollback_margin: int = 0
     loss_chunk_tokens: int = 0
 
-    @classmethod
-    def of(cls, settings: Settings) -> "Resolved":
+    @staticmethod
+    def of(settings: Settings) -> "Resolved":
         """Return completed settings with this type, whose fields are not optional."""
-        values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}
-        missing = [name for name in cls.__annotations__ if values[name] is None]
+        missing = [name for name in Resolved.__annotations__ if getattr(settings, name) is None]
         assert not missing, f"not resolved: {missing}"
-        return cls(**values)
+        return cast(Resolved, settings)

@@ -1,6 +1,6 @@
-"""The settings of a run: one field per flag, with its unit, bounds and help.
+"""The settings that every run has: one field per flag, with its unit, bounds and help.
 
-Those of a part that may be off are in its module of zerolm/features.
+Those of a part that may be off are in its module; `zerolm.parts.settings.RunSettings` has all.
 
 A setting that is not given is None here; resolving the settings replaces it by a default that
 suits the model. Values that belong in DeepSpeed's JSON have no flag. Must not depend on data, the
@@ -9,11 +9,11 @@ model or the DeepSpeed JSON. Standard library only, so that `--help` is instant.
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zerolm.common.values import parse_number
-from zerolm.features import FEATURES
-from zerolm.features.flag import count, flag, real, switch
+from zerolm.config.flag import count, flag, real, switch
+from zerolm.config.part import Part
 from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS
 
 COMMAND_LINE = "command line"
@@ -57,11 +57,16 @@ GROUPS = {
 
 
 @dataclass(frozen=True)
-class Core:
+class Settings:
     """The settings that every run has, as given by the user; None means not given.
 
     Each field is a flag of the same name; `--help` shows its unit and default.
+
+    Attributes:
+        parts: the parts of a run that may be off, whose flags a subclass adds.
     """
+
+    parts: ClassVar[tuple[type[Part], ...]] = ()
 
     data: tuple[str, ...] = flag(
         "data",
@@ -656,27 +661,30 @@ class Core:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings for run.json; `--settings` reads them back to equal settings."""
-        values = {name: getattr(self, name) for name, about in FLAGS.items() if about["saved"]}
+        saved = [name for name, about in flags_of(self).items() if about["saved"]]
+        values = {name: getattr(self, name) for name in saved}
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in values.items()
         }
 
+    def kept_bytes(self) -> int:
+        """Return the bytes that the optimizer keeps for parts, per parameter."""
+        return sum(part.state_bytes(self) for part in self.parts)
 
-_OF_FEATURES = dict.fromkeys(kind.Flags for kind in reversed(FEATURES))
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the value of a flag of a part."""
 
 
-@dataclass(frozen=True)
-class Settings(*_OF_FEATURES, Core):  # type: ignore[misc]
-    """The settings of a run: those of the core, and the flags of each feature."""
+def flags_of(settings: Settings | type[Settings]) -> dict[str, Any]:
+    """Return {name: metadata} of the fields that are flags."""
+    return {item.name: item.metadata for item in dataclasses.fields(settings) if item.metadata}
 
 
-FLAGS: dict[str, Any] = {
-    item.name: item.metadata for item in dataclasses.fields(Settings) if item.metadata
-}
-CURVE_SETTINGS = tuple(name for name, about in FLAGS.items() if about["changes_curve"])
 TRACKERS: dict[str, str] = {  # {name of a tracker and of its flag: its class}
-    name: about["tracker"] for name, about in FLAGS.items() if about["tracker"]
+    name: about["tracker"] for name, about in flags_of(Settings).items() if about["tracker"]
 }
 
 

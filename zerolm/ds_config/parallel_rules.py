@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.values import shown
-from zerolm.config.settings import FLAGS, OWN_TEXTS, SELECTIVE, Settings
+from zerolm.config.settings import OWN_TEXTS, SELECTIVE, Settings, flags_of
 from zerolm.ds_config.profile import Profile, is_degree
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _tensor_flags(settings: Settings, name: str) -> list[str]:
     return [
         f"{settings.where(flag)}: not supported together with {name}: {why}. Remove the flag"
         + (", or evaluate an export." if why == OWN_TEXTS else ".")
-        for flag, about in FLAGS.items()
+        for flag, about in flags_of(settings).items()
         if (why := about["no_tensor_parallel"]) and getattr(settings, flag)
     ]
 

@@ -57,11 +57,6 @@ def host_problems(plan: "Plan", environment: Mapping[str, str]) -> list[str]:
     return [line for kind in FEATURES for line in kind.host_problems(plan, environment)]
 
 
-def state_bytes(settings: Any) -> int:
-    """Return the bytes that the optimizer keeps for features, per parameter."""
-    return sum(kind.state_bytes(settings) for kind in FEATURES)
-
-
 def flops_per_token(settings: Any, config: Any) -> float:
     """Return the FLOPs that features take per token of training, besides those of the model."""
     return sum(kind.flops_per_token(settings, config) for kind in FEATURES)

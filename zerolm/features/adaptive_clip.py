@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerolm.common.metrics import GRADIENT_NORM, Metric
-from zerolm.features.feature import Case, Feature, Row, Step
-from zerolm.features.flag import real
+from zerolm.config.flag import real
+from zerolm.features.feature import Case, Feature, Row, RunParts, Step
 
 
 class AdaptiveClip(Feature):
@@ -50,7 +50,7 @@ class AdaptiveClip(Feature):
     def wanted(cls, plan: Any) -> bool:
         return bool(plan.settings.adaptive_clip)
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: RunParts) -> None:
         from zerolm.optim.adaptive_clip import Clipping
 
         max_norm = self.plan.profile.gradient_clipping or 0.0

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from zerolm.config.flag import count, flag
 from zerolm.features.feature import Case, Feature
-from zerolm.features.flag import count, flag
 
 STANDARD, COMPLETEP = "standard", "completep"
 BASES = ("base_hidden_size", "base_layers")

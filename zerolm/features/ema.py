@@ -7,8 +7,8 @@ from typing import Any
 
 from zerolm.common.metrics import BITS_PER_BYTE, LOSS, LOWER, Metric, Panel
 from zerolm.common.values import shown_bytes
-from zerolm.features.feature import Case, Feature, Step
-from zerolm.features.flag import count
+from zerolm.config.flag import count
+from zerolm.features.feature import Case, Feature, RunParts, Step
 
 BYTES = 4  # float32, per parameter
 
@@ -95,12 +95,12 @@ class Ema(Feature):
         return bool(plan.settings.ema_tokens)
 
     @classmethod
-    def absent(cls, run: Any) -> None:
+    def absent(cls, run: RunParts) -> None:
         from zerolm.optim import ema
 
         ema.drop(run.engine)
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: RunParts) -> None:
         from zerolm.optim import ema
 
         self.engine = run.engine

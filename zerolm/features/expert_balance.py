@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerolm.common.metrics import Z_LOSS, Metric, Panel
-from zerolm.features.feature import Batch, Case, Feature, Forward, Row, Step
-from zerolm.features.flag import real, switch
+from zerolm.config.flag import real, switch
+from zerolm.features.feature import Batch, Case, Feature, Forward, Row, RunParts, Step
 
 ROUTER_CHOICE = Panel(
     "Router choice",
@@ -167,7 +167,7 @@ class ExpertBalance(Feature):
         if self.settings.balance_rate:
             biased_routers.move_biases_to_buffers(model)
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: RunParts) -> None:
         from zerolm.routers.routing import Routing
 
         self.device, self.contributes = run.device, run.layout.contributes(run.rank)

@@ -10,28 +10,24 @@ top, and what its hooks need inside them.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from zerolm.common.metrics import Metric
+from zerolm.config.part import Part
 
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
     from zerolm.checkpoint.directory import Checkpoint
+    from zerolm.checkpoint.manifest import Progress
+    from zerolm.distributed.layout import Layout
     from zerolm.ds_config.profile import Profile
     from zerolm.plan.plan import Plan
-    from zerolm.train.run import Run
-    from zerolm.train.step import StepResult
 
 Batch = dict[str, "torch.Tensor"]
 Row = dict[str, float]
-
-
-@dataclass(frozen=True)
-class NoFlags:
-    """A feature that is on or off by flags which other code reads too."""
 
 
 class Case(NamedTuple):
@@ -80,24 +76,69 @@ class Forward(NamedTuple):
     targets: "torch.Tensor | int"
 
 
-class Feature:
+@dataclass
+class StepResult:
+    """The result of a step, reduced over ranks: the same on all of them.
+
+    Attributes:
+        loss: mean cross-entropy per target token of the global batch.
+        source_losses, source_tokens: (S,) sum of losses and number of targets per source.
+        text_losses, text_bytes: (S,) sum of the losses of targets that stand for text, and bytes of
+            that text; empty if the bytes of tokens are not known.
+        penalties: weighted losses that are minimized with the loss, by metric: the router loss of
+            a mixture of experts, and z-losses.
+        grad_norm: 2-norm of the gradient before clipping; infinite if it is not finite.
+        clipped_to: clipping norm of this step; 0 for no clipping.
+        applied: False if the optimizer step was refused, or skipped by DeepSpeed.
+        flags: sums over ranks of the flags that each passed in.
+        micro_losses: the mean loss of each micro-batch of this rank.
+    """
+
+    loss: float
+    source_losses: list[float]
+    source_tokens: list[float]
+    text_losses: list[float] = field(default_factory=list)
+    text_bytes: list[float] = field(default_factory=list)
+    penalties: dict[str, float] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    clipped_to: float = 0.0
+    learning_rate: float = 0.0
+    applied: bool = True
+    flags: list[float] = field(default_factory=list)
+    micro_losses: list["torch.Tensor"] = field(default_factory=list)
+
+
+class RunParts(Protocol):
+    """What features use of a run on one rank (`zerolm.train.run.Run`).
+
+    Attributes:
+        engine: the DeepSpeed engine.
+        gate: decides whether a step is applied, and discards gradients.
+        checkpointing, journal: save copies in memory; log.
+    """
+
+    engine: Any
+    device: Any
+    gate: Any
+    checkpointing: Any
+    journal: Any
+    layout: "Layout"
+    progress: "Progress"
+    rank: int
+    run_dir: Path
+
+
+class Feature(Part):
     """A part of training that may be off. Every rank makes the same calls.
 
     Contexts and wrappers are entered in the order of `FEATURES`, and what follows the update is
     called in the reverse order: the first feature is the outermost.
 
     Attributes:
-        name: key of its state in checkpoints.
-        Flags: dataclass with its flags.
-        METRICS, SECTION: its metrics, and their section in `zerolm.common.metrics.SECTIONS`.
         interval: steps between two times at which it waits for the device after a step; 0: never.
         state: the feature's state as JSON, for the next checkpoint: replaced, never mutated.
     """
 
-    name: ClassVar[str]
-    Flags: ClassVar[type] = NoFlags
-    SECTION: ClassVar[str] = ""
-    METRICS: ClassVar[tuple[Metric, ...]] = ()
     interval = 0
 
     # ---- Before the run: nothing is built
@@ -118,11 +159,6 @@ class Feature:
         return ()
 
     @classmethod
-    def state_bytes(cls, settings: Any) -> int:
-        """Return the bytes that the optimizer keeps for it, per parameter."""
-        return 0
-
-    @classmethod
     def flops_per_token(cls, settings: Any, config: "PretrainedConfig") -> float:
         """Return the FLOPs that it takes per token of training, besides those of the model."""
         return 0.0
@@ -138,7 +174,7 @@ class Feature:
         raise NotImplementedError
 
     @classmethod
-    def absent(cls, run: "Run") -> None:
+    def absent(cls, run: RunParts) -> None:
         """After each load in a run without the feature: remove what earlier starts have left."""
 
     # ---- The start of a run
@@ -162,7 +198,7 @@ class Feature:
         """Change or test the engine after `deepspeed.initialize`; return a line to print."""
         return ""
 
-    def attach(self, run: "Run") -> None:
+    def attach(self, run: RunParts) -> None:
         """Prepare for the engine and the other parts of the run."""
 
     def find_checkpoint(
@@ -177,7 +213,7 @@ class Feature:
 
     # ---- A step
 
-    def passes(self, compute: Callable[[], "StepResult"], step: Step) -> "StepResult":
+    def passes(self, compute: Callable[[], StepResult], step: Step) -> StepResult:
         """Make the passes over a batch; `compute` accumulates its gradient."""
         return compute()
 
@@ -206,16 +242,16 @@ class Feature:
     def summed(self, figures: Sequence[float]) -> None:
         """Receive the sums over ranks; empty if there were none."""
 
-    def update(self, result: "StepResult") -> AbstractContextManager[Any]:
+    def update(self, result: StepResult) -> AbstractContextManager[Any]:
         """Return a context for the optimizer step."""
         return nullcontext()
 
-    def after(self, step: Step, result: "StepResult") -> None:
+    def after(self, step: Step, result: StepResult) -> None:
         """Act after the optimizer step, whether it was applied or not."""
 
     # ---- Between two steps
 
-    def row(self, result: "StepResult") -> Row:
+    def row(self, result: StepResult) -> Row:
         """Return the metrics of the last step, which is reported."""
         return {}
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zerolm.config.flag import switch
 from zerolm.features.feature import Case, Feature
-from zerolm.features.flag import switch
 
 
 class Fp8(Feature):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zerolm.features.feature import Case, Feature, Step
-from zerolm.features.flag import count, switch
+from zerolm.config.flag import count, switch
+from zerolm.features.feature import Case, Feature, RunParts, Step
 
 MAX_PARAMETERS = 16  # in an event
 
@@ -53,7 +53,7 @@ class Integrity(Feature):
     def wanted(cls, plan: Any) -> bool:
         return bool(plan.settings.corruption_checks)
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: RunParts) -> None:
         from zerolm.integrity.checks import Checks
 
         self.journal, profile = run.journal, self.plan.profile

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from zerolm.common.metrics import CHECKPOINTS, Metric
 from zerolm.common.values import shown_bytes
-from zerolm.features.feature import Feature
-from zerolm.features.flag import count
+from zerolm.config.flag import count
+from zerolm.features.feature import Feature, RunParts
 
 if TYPE_CHECKING:
     from zerolm.checkpoint.directory import Checkpoint
@@ -97,12 +97,12 @@ class MemoryCopies(Feature):
         return bool(plan.settings.memory_checkpoint_interval)
 
     @classmethod
-    def absent(cls, run: Any) -> None:
+    def absent(cls, run: RunParts) -> None:
         from zerolm.checkpoint import memory
 
         memory.forget(run.run_dir, run.rank)
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: RunParts) -> None:
         from zerolm.checkpoint import memory
 
         self.run, self.interval = run, self.settings.memory_checkpoint_interval
@@ -134,11 +134,10 @@ def sizes(plan: Any) -> tuple[int, int]:
 
     All ranks of a host load the same weights, so one of them writes these.
     """
-    from zerolm.features import state_bytes
     from zerolm.plan import memory
 
     shapes, profile = plan.model.shapes, plan.profile
-    total = memory.checkpoint_bytes(shapes, profile, kept_bytes=state_bytes(plan.settings))
+    total = memory.checkpoint_bytes(shapes, profile, kept_bytes=plan.settings.kept_bytes())
     weights = memory.weight_file_bytes(shapes, profile)
     return -(-(total - weights) // (plan.world_size // plan.layout.copies)), weights
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from zerolm.common.metrics import Metric, Panel
 from zerolm.common.values import shown_bytes
-from zerolm.features.feature import Batch, Case, Feature, Row, Step
-from zerolm.features.flag import real
+from zerolm.config.flag import real
+from zerolm.features.feature import Batch, Case, Feature, Row, RunParts, Step
 
 LARGEST = "train/max_attention_logit"
 
@@ -121,7 +121,7 @@ class QkClip(Feature):
     def wanted(cls, plan: Any) -> bool:
         return bool(plan.settings.qk_clip)
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: RunParts) -> None:
         from zerolm.model.attention_logits import AttentionLogits, attention_layers
         from zerolm.optim import qk_clip
 
@@ -141,7 +141,7 @@ class QkClip(Feature):
         return self.clip.clipping(self.largest)
 
     def row(self, result: Any) -> Row:
-        from zerolm.train.norms import block_of
+        from zerolm.model.architecture import block_of
 
         of_blocks: dict[str, float] = {}
         for layer, logits in zip(self.layers, self.largest, strict=True):

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerolm.common.metrics import Z_LOSS, Metric
-from zerolm.features.feature import Feature, Forward
-from zerolm.features.flag import real
+from zerolm.config.flag import real
+from zerolm.features.feature import Feature, Forward, RunParts
 
 
 class ZLoss(Feature):
@@ -48,7 +48,7 @@ class ZLoss(Feature):
         if (head := find_chunked_head(model)) is not None:
             head.squares = True
 
-    def attach(self, run: Any) -> None:
+    def attach(self, run: RunParts) -> None:
         self.engine = run.engine
 
     def losses(self, forward: Forward) -> Mapping[str, Any]:

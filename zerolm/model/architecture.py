@@ -306,3 +306,16 @@ def _first_value(parts: Sequence[Any], keys: tuple[str, ...]) -> int | None:
     values = (getattr(part, key, None) for part in parts for key in keys)
     value = next((value for value in values if value), None)
     return max(value) if isinstance(value, list) else value
+
+
+def block_of(name: str) -> str:
+    """Return the block of a parameter: the layer of a stack, or its own module.
+
+    `model.layers.3.mlp.up_proj.weight` belongs to "layers.3", `model.embed_tokens.weight` to
+    "embed_tokens".
+    """
+    parts = name.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit() and index:
+            return ".".join(parts[index - 1 : index + 1])
+    return parts[-2] if len(parts) > 1 else name

@@ -16,7 +16,6 @@ from zerolm.ds_config.gathering import gathers_blocks
 from zerolm.ds_config.optimizers import beta_problems, takes_betas
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
-from zerolm.features import state_bytes
 from zerolm.model import loss_chunks
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
@@ -126,7 +125,7 @@ def _with_micro_batch(
             memory_bytes=memory_bytes,
             checkpointing=settings.gradient_checkpointing,
             loss_chunk_tokens=settings.loss_chunk_tokens or 0,
-            kept_bytes=state_bytes(settings),
+            kept_bytes=settings.kept_bytes(),
             compiled=settings.compile,
         )
     if accumulation and micro * accumulation * layout.replicas != batch:

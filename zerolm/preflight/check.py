@@ -13,10 +13,8 @@ from pathlib import Path
 
 from zerolm import features
 from zerolm.common.errors import ConfigError, Findings
-from zerolm.config.flags import parse_settings
-from zerolm.config.inheritance import with_no_forms
 from zerolm.config.resolved import Resolved
-from zerolm.config.settings import FLAGS, Settings
+from zerolm.config.settings import Settings
 from zerolm.data import epochs
 from zerolm.data.mixture import Mixture, group_size, resolve_mixture
 from zerolm.data.packing import data_fingerprint, num_rows
@@ -28,6 +26,9 @@ from zerolm.model.architecture import causal_lm_class
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
 from zerolm.optim.schedule import SCHEDULES
+from zerolm.parts.inheritance import with_no_forms
+from zerolm.parts.parse import parse_settings
+from zerolm.parts.settings import FLAGS
 from zerolm.plan import budget
 from zerolm.plan.plan import Plan
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings

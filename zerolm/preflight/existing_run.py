@@ -23,7 +23,6 @@ from zerolm.data.quotas import MAX_SEQUENCES
 from zerolm.ds_config import topology
 from zerolm.ds_config.precision import Begun
 from zerolm.ds_config.profile import Profile, block
-from zerolm.features import state_bytes
 from zerolm.plan import memory
 from zerolm.plan.plan import Plan
 from zerolm.preflight import branch, run_record
@@ -156,7 +155,7 @@ def _check_disk(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
             system.
     """
     settings = plan.settings
-    kept = state_bytes(settings)
+    kept = settings.kept_bytes()
     size = memory.checkpoint_bytes(plan.model.shapes, plan.profile, kept_bytes=kept)
     free, required = checkpoint_room(plan.run_dir, size, settings.checkpoint_keep)
     copied = linked is not None and not machine.same_file_system(linked.directory, plan.run_dir)

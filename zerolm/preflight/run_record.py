@@ -12,10 +12,9 @@ from typing import Any
 
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common.values import shown
-from zerolm.config.inheritance import STATIC_DEFAULTS
 from zerolm.config.resolved import Resolved
 from zerolm.config.run_records import OLD_VALUE
-from zerolm.config.settings import CURVE_SETTINGS, FLAGS, split_weight
+from zerolm.config.settings import split_weight
 from zerolm.data.mixture import (
     describe_stages,
     same_order_until,
@@ -27,6 +26,7 @@ from zerolm.data.skips import used_sequences_end
 from zerolm.ds_config.profile import Profile, block
 from zerolm.model.architecture import router_loss_coefficient
 from zerolm.optim.schedule import EXTENDABLE, SCHEDULES
+from zerolm.parts.settings import CURVE_SETTINGS, FLAGS, STATIC_DEFAULTS
 from zerolm.plan.plan import Plan
 
 MIXTURE_SETTINGS = ("data_stage", "max_epochs", "mixture_temperature", "over_max_epochs")

@@ -17,7 +17,7 @@ from zerolm.plan.rank_share import config_of_rank
 def figures(plan: Plan) -> dict[str, str]:
     """Return the derived figures of a plan by name."""
     settings, model, profile = plan.settings, plan.model, plan.profile
-    kept = features.state_bytes(settings)
+    kept = settings.kept_bytes()
     states = memory.model_states(model.shapes, profile, plan.world_size, kept_bytes=kept)
     chunk = settings.loss_chunk_tokens
     second = ""

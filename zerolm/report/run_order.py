@@ -15,7 +15,6 @@ import numpy as np
 from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.common.run_files import RunFiles
-from zerolm.config.flags import parse_settings
 from zerolm.config.run_records import read_rollbacks, read_run_json
 from zerolm.config.settings import BEST_FIT, Settings
 from zerolm.data.mixture import group_size, stages_from_record
@@ -24,6 +23,7 @@ from zerolm.data.packing import Packing, data_fingerprint, num_rows, open_intact
 from zerolm.data.skips import SkippedRanges, sequence_ids
 from zerolm.data.sources import open_sources, source_names
 from zerolm.data.window_text import DocumentSpan, read_row, read_window
+from zerolm.parts.parse import parse_settings
 from zerolm.plan.budget import batch_schedule, num_steps
 from zerolm.shards.reader import Source
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
 from zerolm.common.values import count, duration
+from zerolm.parts.metrics import bar_figures
 from zerolm.tracking import console_log
-from zerolm.tracking.shown_metrics import bar_figures
 
 DRAW_SECONDS = 0.2
 MIN_BAR_WIDTH = 8  # characters; figures that leave less room are dropped, the last ones first

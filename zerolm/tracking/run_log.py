@@ -19,7 +19,7 @@ from zerolm.common.run_files import RunFiles
 from zerolm.common.values import count, duration
 from zerolm.config.settings import Settings
 from zerolm.distributed.collectives import print_safely
-from zerolm.tracking.shown_metrics import line_figures
+from zerolm.parts.metrics import line_figures
 from zerolm.tracking.tracker import enabled_trackers
 from zerolm.tracking.tracker_processes import Trackers
 

@@ -1,6 +1,6 @@
 """`zerolm wandb-workspace RUN`: creates a W&B workspace with the panels of `report.html`.
 
-A metric that is not in the table of `zerolm.tracking.shown_metrics` gets a separate panel. Needs
+A metric that is not in the table of `zerolm.parts.metrics` gets a separate panel. Needs
 the package wandb-workspaces and, to save the workspace, a W&B account.
 """
 
@@ -11,7 +11,7 @@ from zerolm.common.errors import ConfigError, reason
 from zerolm.common.jsonl import MetricsRow
 from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import read_run_json
-from zerolm.tracking import shown_metrics as metrics
+from zerolm.parts import metrics
 from zerolm.tracking.mirror import Tail
 from zerolm.tracking.wandb_identity import has_key, identity
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from zerolm.features.feature import StepResult
 from zerolm.model.loss import IGNORED
 from zerolm.plan.plan import Plan
 from zerolm.train.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
 from zerolm.train.norms import Blocks, UpdateMeter, is_counted_here, parameter_norm, weight_squares
-from zerolm.train.step import AUXILIARY, StepResult
+from zerolm.train.step import AUXILIARY
 from zerolm.train.step_gate import StepGate
 
 Row = dict[str, Any]

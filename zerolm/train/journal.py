@@ -16,6 +16,7 @@ from zerolm.common.run_files import RunFiles
 from zerolm.config.run_records import Rollback
 from zerolm.data import mixture
 from zerolm.distributed.slow_hosts import SlowHosts
+from zerolm.features.feature import StepResult
 from zerolm.model import compile
 from zerolm.optim.spikes import COOL_DOWN, SpikeGuard
 from zerolm.plan import duration
@@ -25,7 +26,6 @@ from zerolm.tracking import console_log, run_log
 from zerolm.tracking.console import Console
 from zerolm.tracking.tracker_processes import Trackers
 from zerolm.train import stability, throughput
-from zerolm.train.step import StepResult
 from zerolm.watchdog import startup
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerolm.data import skips
+from zerolm.features.feature import StepResult
 from zerolm.model.loss import bits_per_byte
 from zerolm.tracking.run_log import Row
-from zerolm.train.step import StepResult
 
 
 def training_row(result: StepResult, source_names: Sequence[str]) -> Row:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zerolm.distributed.layout import Layout
+from zerolm.model.architecture import block_of
 
 # Larger tensors are split into pieces of this many values, whose squares are added in float64. On a
 # CPU torch adds sequentially in float32: the relative error of the square is 2e-4 over 2^22 values,
@@ -20,19 +21,6 @@ CPU_PIECE_VALUES, GPU_PIECE_VALUES = 1 << 16, 1 << 22
 # Master weights of a rank that are copied to measure an update: at most about 2^24 values, 64 MiB.
 # If a rank has more, they are sampled in windows at equal distances.
 SAMPLE_VALUES, WINDOW_VALUES = 1 << 24, 1024
-
-
-def block_of(name: str) -> str:
-    """Return the block of a parameter: the layer of a stack, or its own module.
-
-    `model.layers.3.mlp.up_proj.weight` belongs to "layers.3", `model.embed_tokens.weight` to
-    "embed_tokens".
-    """
-    parts = name.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit() and index:
-            return ".".join(parts[index - 1 : index + 1])
-    return parts[-2] if len(parts) > 1 else name
 
 
 class Blocks:

@@ -10,7 +10,6 @@ the accumulation boundary is set by hand, so that the batch size may change duri
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.profiler import record_function
 from zerolm.common.errors import GaveUp
 from zerolm.distributed.collectives import sum_over_ranks
 from zerolm.distributed.layout import Layout
-from zerolm.features.feature import Feature, Forward
+from zerolm.features.feature import Feature, Forward, StepResult
 from zerolm.model.loss import IGNORED, divided, sums_by_source, token_losses
 from zerolm.train.step_gate import RefusalRule, StepGate
 from zerolm.watchdog.progress import record_progress
@@ -28,38 +27,6 @@ from zerolm.watchdog.progress import record_progress
 Batch = dict[str, torch.Tensor]
 AUXILIARY = "train/auxiliary_loss"  # of routers
 DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # factor on a loss, by fault name
-
-
-@dataclass
-class StepResult:
-    """The result of a step, reduced over ranks: the same on all of them.
-
-    Attributes:
-        loss: mean cross-entropy per target token of the global batch.
-        source_losses, source_tokens: (S,) sum of losses and number of targets per source.
-        text_losses, text_bytes: (S,) sum of the losses of targets that stand for text, and bytes of
-            that text; empty if the bytes of tokens are not known.
-        penalties: weighted losses that are minimized with the loss, by metric: the router loss of
-            a mixture of experts, and z-losses.
-        grad_norm: 2-norm of the gradient before clipping; infinite if it is not finite.
-        clipped_to: clipping norm of this step; 0 for no clipping.
-        applied: False if the optimizer step was refused, or skipped by DeepSpeed.
-        flags: sums over ranks of the flags that each passed in.
-        micro_losses: the mean loss of each micro-batch of this rank.
-    """
-
-    loss: float
-    source_losses: list[float]
-    source_tokens: list[float]
-    text_losses: list[float] = field(default_factory=list)
-    text_bytes: list[float] = field(default_factory=list)
-    penalties: dict[str, float] = field(default_factory=dict)
-    grad_norm: float = 0.0
-    clipped_to: float = 0.0
-    learning_rate: float = 0.0
-    applied: bool = True
-    flags: list[float] = field(default_factory=list)
-    micro_losses: list[torch.Tensor] = field(default_factory=list)
 
 
 def seed_step(seed: int, position: int, rank: int) -> None:

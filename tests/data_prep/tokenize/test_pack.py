@@ -12,13 +12,14 @@ from data_prep.tokenize.pack import efficiency, pack
 from tests.launching import write_shards
 from tests.texts import write_tokenizer
 from zerolm.common.errors import ShardError, ShardReadError
-from zerolm.config.settings import BEST_FIT, Settings
+from zerolm.config.settings import BEST_FIT
 from zerolm.data.packing import index_file, open_packing, verify_packings
 from zerolm.data.sources import Sources, source_problems
+from zerolm.parts.settings import RunSettings
 from zerolm.shards.reader import open_source
 
 SEQ_LEN = 64
-SETTINGS = Settings(packing=BEST_FIT)
+SETTINGS = RunSettings(packing=BEST_FIT)
 
 
 @pytest.fixture

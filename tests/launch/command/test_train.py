@@ -19,7 +19,7 @@ from launch.command.train import (
 from tests import ROOT
 from tests.launching import LLAMA, environment, free_port, run_module, write_json, write_shards
 from zerolm.common.errors import ConfigError
-from zerolm.config.settings import FLAGS
+from zerolm.parts.settings import FLAGS
 
 NOT_OFFERED = {"module", "no_python", "no_local_rank", "autotuning"}  # they start something else
 ZERO1 = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}

@@ -22,7 +22,7 @@ from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, table
 from launch.doctor.requirements import Requirements
 from tests.launching import LLAMA, ROOT, environment, run_module, write_json, write_shards
 from zerolm.common.errors import ConfigError
-from zerolm.config.flags import parse_settings
+from zerolm.parts.parse import parse_settings
 
 FACTS = {
     "problems": [],

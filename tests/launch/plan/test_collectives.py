@@ -8,9 +8,9 @@ import pytest
 from launch.plan import collectives
 from launch.plan.planned_run import plan_run
 from tests import ROOT
-from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.model.model import Model
+from zerolm.parts.settings import RunSettings
 from zerolm.plan import hardware
 
 NO_LATENCY = {"LOCAL_STEP_SECONDS": 0.0, "NETWORK_STEP_SECONDS": 0.0, "HOP_SECONDS": 0.0}
@@ -27,7 +27,7 @@ def planned(model, stage=3, devices=16, accumulation=1, compiled=False, **zero):
     ds = json.loads((ROOT / f"ds_configs/zero{stage}.json").read_text())
     ds["zero_optimization"] |= zero
     batch = 1024 * accumulation * devices
-    settings = Settings(
+    settings = RunSettings(
         seq_len=1024,
         batch_tokens=batch,
         total_tokens=batch,

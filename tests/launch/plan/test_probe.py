@@ -7,8 +7,8 @@ import pytest
 
 from launch.plan.probe import _prepare
 from tests.launching import LLAMA, ROOT, run_module, write_json
-from zerolm.config.flags import parse_settings
 from zerolm.model.model import Model
+from zerolm.parts.parse import parse_settings
 
 DS = ROOT / "ds_configs" / "zero2.json"
 

@@ -7,7 +7,7 @@ import pytest
 
 from launch import __main__
 from tests.launching import ROOT, run_module, write_shards
-from zerolm.config.flags import parse_settings
+from zerolm.parts.parse import parse_settings
 
 LLAMA_7B = ROOT / "model_configs" / "llama-7b.json"
 LLAMA_13B = ROOT / "model_configs" / "llama-13b.json"

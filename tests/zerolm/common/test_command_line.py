@@ -20,7 +20,7 @@ from zerolm.common import command_line
 from zerolm.common.command_line import Command, Group, Parser, run_program
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import parse_real
-from zerolm.config.settings import FLAGS
+from zerolm.parts.settings import FLAGS
 
 
 def leaves(group, *before):

@@ -7,7 +7,7 @@ import pytest
 
 from zerolm.common.errors import ShardReadError
 from zerolm.common.files import make_private, privacy_problem, private_directory
-from zerolm.config.settings import Settings
+from zerolm.parts.settings import RunSettings
 from zerolm.shards import cache_budget, local_copies
 from zerolm.shards.block_cache import BlockCache, Cache, lock_cache
 
@@ -54,7 +54,7 @@ def test_what_somebody_else_has_planted_is_refused(monkeypatch, planted, name):
     with pytest.raises(PermissionError, match=r"symbolic link|other users|another user"):
         make_private(directory)
     if name == "data-cache":
-        found = cache_budget._directory_problems(Settings(), directory, 1 << 16, ())
+        found = cache_budget._directory_problems(RunSettings(), directory, 1 << 16, ())
         assert len(found) == 1 and "cannot be trusted" in found[0]
         return
     with pytest.raises(ShardReadError, match="no tokenizer can be copied there"):

@@ -20,9 +20,9 @@ from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.secrets import HIDDEN, has_credentials, masked
 from zerolm.common.store import StoreError
 from zerolm.common.url import url_problem
-from zerolm.config.settings import FLAGS
 from zerolm.evaluate import hellaswag
 from zerolm.export import hub as export_hub
+from zerolm.parts.settings import FLAGS
 from zerolm.pretrained import hub as pretrained_hub
 from zerolm.shards.tokenizer import load_auto_tokenizer
 

@@ -1,4 +1,4 @@
-"""Settings: how they are read, and that every mistake in them is named at once."""
+"""RunSettings: how they are read, and that every mistake in them is named at once."""
 
 import json
 import re
@@ -10,15 +10,16 @@ import pytest
 from launch.command.train import LAUNCHER_FLAGS
 from tests import ROOT
 from zerolm.common.values import parse_number
-from zerolm.config.flags import (
+from zerolm.config.settings import FIRST_FLAGS, split_weight
+from zerolm.parts.other_names import OTHER_NAMES
+from zerolm.parts.parse import (
     add_all_settings,
     convert,
     help_text,
     parse_settings,
     short_help_text,
 )
-from zerolm.config.other_names import OTHER_NAMES
-from zerolm.config.settings import FIRST_FLAGS, FLAGS, Settings, split_weight
+from zerolm.parts.settings import FLAGS, RunSettings
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_each_answer_names_flags_that_exist_for_names_that_do_not():
 @pytest.mark.parametrize("name", FLAGS)
 def test_the_help_of_a_flag_shows_the_default_that_it_has(name):
     shown = re.search(r"\(default: (\S+)\)$", FLAGS[name]["help"])
-    value = getattr(Settings(), name)
+    value = getattr(RunSettings(), name)
     if FLAGS[name]["kind"] == "switch":
         assert shown is not None and value == (shown[1] == "on")
     elif value is not None and value != () and name not in ("gradient_checkpointing", "local_rank"):
@@ -242,7 +243,7 @@ def test_run_json_replays_to_equal_settings(tmp_path):
     ],
 )
 def test_help_is_printed_and_exits_0(words, text):
-    code = f"from zerolm.config.flags import *; parse_settings({words})"
+    code = f"from zerolm.parts.parse import *; parse_settings({words})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )

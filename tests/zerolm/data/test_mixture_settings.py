@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from zerolm.common.values import count
-from zerolm.config.settings import Settings
 from zerolm.data.epochs import cap_problems, skipped_data_notices, table, times
 from zerolm.data.mixture import (
     describe_stages,
@@ -20,6 +19,7 @@ from zerolm.data.mixture import (
     stages_from_record,
 )
 from zerolm.data.order import Stage
+from zerolm.parts.settings import RunSettings
 
 NAMES = ("web", "code", "math")
 SIZES = [1000, 200, 50]  # sequences of 100 tokens
@@ -32,7 +32,7 @@ def find(name: str) -> int:
 
 
 def mixture(weights=(7, 3, 0), **given):
-    settings = Settings(data=NAMES, seq_len=100, **given)
+    settings = RunSettings(data=NAMES, seq_len=100, **given)
     problems: list[str] = []
     return settings, resolve_mixture(settings, weights, find, SIZES, problems), problems
 
@@ -168,7 +168,7 @@ def test_the_table_of_one_stage_has_one_share_and_no_tokens_of_its_start():
 def test_making_up_for_a_rollback_may_exceed_a_cap_and_is_noted():
     """After the supply nothing caps a source any more; counted here sequence by sequence."""
     sizes, names = [600, 300, 100], ["web", "code", "math"]
-    settings = Settings(over_max_epochs="redistribute")
+    settings = RunSettings(over_max_epochs="redistribute")
     resolved = redistribute([Stage(0, (5.0, 4.0, 1.0))], [Fraction(1)] * 3, sizes)
     assert resolved.supply is not None
     order = resolved.order(sizes, 0)

@@ -7,8 +7,8 @@ import sys
 import time
 
 from tests.launching import run_workers
-from zerolm.config.settings import Settings
 from zerolm.distributed import process_group
+from zerolm.parts.settings import RunSettings
 from zerolm.watchdog import liveness
 
 
@@ -71,5 +71,5 @@ def test_no_group_times_out_before_the_watchdog(tmp_path):
     script.write_text(GROUPS)
     output = run_workers(1, script, timeout=120)
     limits = [float(line) for line in output.splitlines()[-4:]]
-    longest = Settings().hang_timeout * liveness.START_FACTOR
+    longest = RunSettings().hang_timeout * liveness.START_FACTOR
     assert len(limits) == 4 and min(limits) >= 2 * longest, output

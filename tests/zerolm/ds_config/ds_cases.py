@@ -3,10 +3,10 @@
 import json
 
 from tests import ROOT
-from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
+from zerolm.parts.settings import RunSettings
 
 # A user's file that must work unchanged.
 USER = json.loads(
@@ -17,7 +17,7 @@ USER = json.loads(
     "bf16": {"enabled": true}, "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto", "steps_per_print": 100, "wall_clock_breakdown": false}"""
 )
-SETTINGS = Settings(
+SETTINGS = RunSettings(
     learning_rate=3e-4, min_learning_rate=3e-5, weight_decay=0.1, beta1=0.9, beta2=0.95
 )
 
@@ -36,7 +36,7 @@ def resolved(config, settings=SETTINGS, **more):
 
 def shipped(name, **more):
     """Return a file of ds_configs/, resolved with a rate at which a few steps change weights."""
-    settings = Settings(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
+    settings = RunSettings(learning_rate=1e-2, beta1=0.9, beta2=0.95, weight_decay=0.1)
     config = json.loads((ROOT / "ds_configs" / name).read_text())
     return resolved(config, settings, warmup_steps=1, total_steps=1, **more)
 

@@ -10,10 +10,10 @@ import pytest
 from tests import ROOT
 from tests.launching import environment, free_port
 from tests.zerolm.ds_config.ds_cases import found, resolved, zero
-from zerolm.config.settings import Settings
 from zerolm.ds_config.construction import ASSERTIONS
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.scheduler import description, rates
+from zerolm.parts.settings import RunSettings
 
 Json = dict[str, Any]
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3}
@@ -167,7 +167,7 @@ def test_rates_are_those_of_the_engine(built, key):
 
 
 def test_the_steps_at_rate_zero_are_named():
-    settings = Settings(learning_rate=2e-3, min_learning_rate=0.0)
+    settings = RunSettings(learning_rate=2e-3, min_learning_rate=0.0)
     block = resolved(scheduler("WarmupDecayLR", total_num_steps=100), settings)["scheduler"]
     text = description(block, 2e-3, 100)
     last = 2e-3 * (100 - 98) / (100 - 5)  # two steps before the end of its decay

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from tests import ROOT
-from zerolm.config.flags import parse_settings
 from zerolm.ds_config import host
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
+from zerolm.parts.parse import parse_settings
 
 PROFILES = ROOT / "ds_configs"
 

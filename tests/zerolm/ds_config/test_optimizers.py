@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.zerolm.model.initialization_families import COMMON, FAMILIES
-from zerolm.config.settings import Settings
 from zerolm.ds_config import muon, optimizers
 from zerolm.ds_config.profile import Profile
 from zerolm.features.adaptive_clip import AdaptiveClip
@@ -18,6 +17,7 @@ from zerolm.features.ema import Ema
 from zerolm.features.feature import Case
 from zerolm.features.qk_clip import QkClip
 from zerolm.optim import custom
+from zerolm.parts.settings import RunSettings
 
 OTHER_KINDS = {"LBFGS", "SparseAdam", "Muon"}  # they refuse flat shards, or dense gradients
 
@@ -142,7 +142,7 @@ def test_muon_leaves_what_has_no_weight_decay_to_adamw():
 
 def test_adaptive_clipping_is_refused_with_muon():
     config = {"optimizer": {"type": "Muon"}}
-    settings = Settings(adaptive_clip=2.5, origins={"adaptive_clip": "command line"})
+    settings = RunSettings(adaptive_clip=2.5, origins={"adaptive_clip": "command line"})
     [problem] = AdaptiveClip.problems(Case(settings, None, Profile.parse(config), 1, "cpu"))
     assert problem.startswith("command line: 2.5, but with Muon the gradient norm")
     assert not [*AdaptiveClip.problems(Case(settings, None, Profile.parse({}), 1, "cpu"))]
@@ -170,8 +170,8 @@ def test_changes_of_masters_are_refused_unless_these_are_float32_in_memory(more,
         case = Case(settings, AutoConfig.for_model("llama"), profile, 1, "cpu")
         return [*Ema.problems(case), *QkClip.problems(case)]
 
-    assert [why in problem for problem in found(Settings(**flag))] == [True] * bool(why)
-    assert not found(Settings())
+    assert [why in problem for problem in found(RunSettings(**flag))] == [True] * bool(why)
+    assert not found(RunSettings())
 
 
 def test_stacked_experts_are_refused_where_muon_supports_only_2d_tensors():

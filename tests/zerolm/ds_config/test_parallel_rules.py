@@ -6,7 +6,6 @@ import pytest
 from transformers import AutoConfig
 
 from tests.launching import LLAMA
-from zerolm.config.settings import Settings
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config import topology
 from zerolm.ds_config.parallel_rules import ds_problems, model_problems
@@ -14,6 +13,7 @@ from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.rules import rule_problems
 from zerolm.features.feature import Case
 from zerolm.features.qk_clip import QkClip
+from zerolm.parts.settings import RunSettings
 from zerolm.plan import memory
 from zerolm.plan.rank_share import shapes_of_rank
 
@@ -155,7 +155,7 @@ BAD_FLAGS = {
 def test_refusing_a_model_or_a_flag_takes_one_line(form, model, flags, part):
     settings = dict(model)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
-    given = dataclasses.replace(Settings(deepspeed_config="ds.json", seq_len=32), **flags)
+    given = dataclasses.replace(RunSettings(deepspeed_config="ds.json", seq_len=32), **flags)
 
     def found(profile):
         own = QkClip.problems(Case(given, config, profile, 4, "cpu"))

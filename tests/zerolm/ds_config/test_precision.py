@@ -5,10 +5,10 @@ python -m tests.zerolm.ds_config.test_precision    # prints the table of all com
 
 import pytest
 
-from zerolm.config.flags import parse_settings
 from zerolm.distributed.device import Device
 from zerolm.ds_config.precision import Begun, with_precision
 from zerolm.ds_config.profile import Profile
+from zerolm.parts.parse import parse_settings
 
 OFF, ON, AUTO = {"enabled": False}, {"enabled": True}, {"enabled": "auto"}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bf16"}}

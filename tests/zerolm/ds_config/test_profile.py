@@ -15,10 +15,10 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from tests.zerolm.ds_config.ds_cases import USER, found, resolved, zero
 from zerolm.common.errors import ConfigError
-from zerolm.config.flags import parse_settings
 from zerolm.ds_config.implied import contradictions, implied_settings, implied_token_counts
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.schema import inner_model, known_keys
+from zerolm.parts.parse import parse_settings
 
 
 @pytest.mark.parametrize("writer", [{"type": "fast", "decoupled": True}, {"type": "python"}])

@@ -5,10 +5,10 @@ import copy
 import pytest
 
 from tests.zerolm.ds_config.ds_cases import USER, found, notices, resolved, zero
-from zerolm.config.settings import Settings
 from zerolm.ds_config import precision
 from zerolm.ds_config.implied import implied_settings, implied_token_counts
 from zerolm.ds_config.profile import Profile, block
+from zerolm.parts.settings import RunSettings
 
 BAD = {
     "a typo at the top": ({"zero_optimisation": {}}, "zero_optimisation", '"zero_optimization"'),
@@ -281,7 +281,7 @@ def test_a_warmup_of_zero_steps_is_no_warmup():
     config = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}
     assert found(config) == []
     implied, problems = implied_token_counts(
-        Profile.parse(config), Settings(), lambda steps: steps * 100
+        Profile.parse(config), RunSettings(), lambda steps: steps * 100
     )
     assert problems == [] and implied["warmup_tokens"].value == 0
     # DeepSpeed's scheduler refuses 0.
@@ -373,7 +373,7 @@ def test_no_value_of_any_key_causes_a_traceback(value):
         found(odd, on_gpu=True)
         found(odd, on_gpu=False)
         implied_settings(Profile.parse(odd), seq_len=8, replicas=2)
-        implied_token_counts(Profile.parse(odd), Settings(), lambda steps: steps)
+        implied_token_counts(Profile.parse(odd), RunSettings(), lambda steps: steps)
 
 
 def leaves(config, before=()):

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from tests import ROOT
-from zerolm.config.settings import Settings
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config import topology
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.ds_config.shard_groups import with_shard_groups
+from zerolm.parts.settings import RunSettings
 from zerolm.plan import memory
 
 BF16 = {"bf16": {"enabled": True}}
@@ -19,7 +19,7 @@ ZERO1 = json.loads((ROOT / "ds_configs" / "zero1.json").read_text()) | BF16
 
 def grouped(config: dict, size: int | None, world_size: int = 4) -> tuple[Profile, list]:
     problems: list[str] = []
-    settings = Settings(shard_within=size)
+    settings = RunSettings(shard_within=size)
     profile = Profile.parse(config, "ds.json")
     return with_shard_groups(profile, settings, world_size, problems), problems
 
@@ -34,7 +34,7 @@ def test_groups_of_neighbours_have_a_copy_of_all_states_each():
     shapes = {"weight": (512, 64)}
     assert memory.model_states(shapes, profile, 8) == memory.model_states(shapes, profile, 2)
     resolved = resolve_profile(
-        profile, Settings(learning_rate=1e-3, beta1=0.9, beta2=0.95), hidden_size=64,
+        profile, RunSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95), hidden_size=64,
         micro_batch_size=1, accumulation=1, replicas=8, warmup_steps=1, total_steps=2,
     )  # fmt: skip
     assert resolved.layout(8) == layout

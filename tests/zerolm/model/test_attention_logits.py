@@ -10,7 +10,6 @@ from tests.feature_problems import problems_of
 from tests.launching import LLAMA
 from tests.model_families.sweep import FAMILIES
 from tests.model_families.toy_configs import toy_config
-from zerolm.config.settings import Settings
 from zerolm.model import attention_logits
 from zerolm.model.attention_logits import (
     AttentionLogits,
@@ -19,6 +18,7 @@ from zerolm.model.attention_logits import (
     largest_logits,
     unsupported_reason,
 )
+from zerolm.parts.settings import RunSettings
 
 # Queries and keys in one projection, of all heads or of each; latent attention; biases; ...
 USUAL = ("llama", "gpt2", "gpt_neox", "phi3", "deepseek_v3", "qwen2", "opt", "gemma2", "gpt_oss")
@@ -87,7 +87,7 @@ def test_models_whose_queries_and_keys_cannot_be_scaled_are_refused_with_the_rea
     ):
         assert reason in str(unsupported_reason(config_of(model_type))), model_type
     assert "clip_qkv" in str(unsupported_reason(config_of("olmo", clip_qkv=8.0)))
-    settings = Settings(
+    settings = RunSettings(
         qk_clip=100.0, compile=True, model_config="m.json", attn_implementation="flex_attention",
         origins={"qk_clip": "command line: --qk_clip"},
     )  # fmt: skip
@@ -95,7 +95,7 @@ def test_models_whose_queries_and_keys_cannot_be_scaled_are_refused_with_the_rea
     assert "--qk_clip: 100, but qwen3 normalizes queries and keys (q_norm)" in problems
     assert "--qk_clip: 100, not supported together with --compile" in problems
     assert "--qk_clip: 100, not supported together with --attn_implementation flex" in problems
-    assert not problems_of(Settings(qk_clip=100.0), config_of("qwen2"), "cpu")
+    assert not problems_of(RunSettings(qk_clip=100.0), config_of("qwen2"), "cpu")
 
 
 @pytest.mark.parametrize("block", [1, 100, 1 << 20])

@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.feature_problems import problems_of
 from zerolm.common import machine
-from zerolm.config.flags import parse_settings
 from zerolm.model import compile
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
+from zerolm.parts.parse import parse_settings
 from zerolm.preflight.model_rules import matmul_problems
 
 SIZES = {

@@ -5,9 +5,9 @@ from transformers import AutoConfig
 
 from tests.feature_problems import problems_of
 from tests.launching import write_json
-from zerolm.config.flags import parse_settings
 from zerolm.model import activation_memory, loss_chunks
 from zerolm.model.config_file import load_model_config
+from zerolm.parts.parse import parse_settings
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
 PLAIN = ("llama", "gpt2", "gpt_neox", "mistral", "qwen3", "mixtral", "olmoe", "gemma", "phi")

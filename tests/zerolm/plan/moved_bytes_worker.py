@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests import ROOT
-from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.optim.gradient_sums import spare_memory_traffic
 from zerolm.optim.parameter_groups import parameter_groups
+from zerolm.parts.settings import RunSettings
 from zerolm.train.step_gate import StepGate
 
 SIZE = 1024
@@ -81,7 +81,7 @@ def measure(stage: int) -> float:
     profile.json["optimizer"]["params"] |= {"torch_adam": True, "fused": True}
     resolved = resolve_profile(
         profile,
-        Settings(learning_rate=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1),
+        RunSettings(learning_rate=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1),
         hidden_size=SIZE,
         micro_batch_size=1,
         accumulation=ACCUMULATION,

@@ -9,14 +9,14 @@ from tokenizers.models import WordLevel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.model_families.toy_configs import toy_config
-from zerolm.config.flags import parse_settings
-from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
 from zerolm.features.expert_balance import ExpertBalance
 from zerolm.features.feature import Case
 from zerolm.features.fp8 import Fp8
 from zerolm.model.document_mask import chunks_restart_at_documents
 from zerolm.model.model import max_positions
+from zerolm.parts.parse import parse_settings
+from zerolm.parts.settings import RunSettings
 from zerolm.preflight.model_rules import (
     attention_problems,
     model_problems,
@@ -166,14 +166,14 @@ def test_a_class_that_gives_a_parameter_no_initial_value_is_refused(monkeypatch)
 def test_a_router_loss_is_noticed_only_where_the_model_computes_one(family, noticed):
     """deepseek_v3 and others have the config key, but no code that reads it."""
     config = CONFIG_MAPPING[family]()
-    case = Case(Settings(), config, Profile.parse({}), 1, "cpu")
+    case = Case(RunSettings(), config, Profile.parse({}), 1, "cpu")
     assert list(ExpertBalance.notices(case)) == []
     config.output_router_logits = True
     assert bool(list(ExpertBalance.notices(case))) == noticed
 
 
 def test_losses_of_routers_are_refused_for_models_without_router_logits():
-    settings = Settings(global_router_loss=True, router_z_loss=0.001, z_loss=1e-4)
+    settings = RunSettings(global_router_loss=True, router_z_loss=0.001, z_loss=1e-4)
 
     def found(config):
         return list(ExpertBalance.problems(Case(settings, config, Profile.parse({}), 1, "cpu")))

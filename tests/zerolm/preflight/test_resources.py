@@ -8,7 +8,7 @@ import sys
 
 from tests.launching import LLAMA, ROOT, run_ranks, write_json, write_shards
 from zerolm.common.errors import Findings
-from zerolm.config.settings import Settings
+from zerolm.parts.settings import RunSettings
 from zerolm.preflight import host
 
 
@@ -42,7 +42,7 @@ def test_a_rank_that_is_bound_to_one_core_of_several_is_told(tmp_path, monkeypat
     for bound in (1, 8):
         monkeypatch.setattr("os.sched_getaffinity", lambda pid, bound=bound: range(bound))
         found = Findings([])
-        host.detect(Settings(run_dir=str(tmp_path)), ["pretrain.py"], {"LOCAL_SIZE": "8"}, found)
+        host.detect(RunSettings(run_dir=str(tmp_path)), ["pretrain.py"], {"LOCAL_SIZE": "8"}, found)
         notices.append([line for line in found.notices if "cores" in line])
     told = "this rank may use 1 of the host's 64 cores, for its loader workers too. Start it with"
     assert notices == [[f"{told} `srun --cpus-per-task 8` or `mpirun --bind-to none`"], []]
@@ -74,7 +74,7 @@ def test_the_variables_of_a_launch_by_ssh_are_checked_as_its_launcher_read_them(
         ) as launcher:  # fmt: skip
             assert launcher.stdout.readline() and launcher.stdin
             found = Findings([])
-            host.detect(Settings(), flags, {**os.environ, **launched}, found)
+            host.detect(RunSettings(), flags, {**os.environ, **launched}, found)
             launcher.communicate(b"\n", timeout=20)
         problems = [line for line in found.problems if "other.env" in line]
         assert len(problems) == len(expected)

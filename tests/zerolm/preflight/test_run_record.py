@@ -3,7 +3,7 @@
 import dataclasses
 
 from zerolm.checkpoint.manifest import Progress
-from zerolm.config.settings import Settings
+from zerolm.parts.settings import RunSettings
 from zerolm.preflight.run_record import LEGACY_DEFAULTS, Difference, _same, _weights, carry_over
 
 ORDER = {"seq_len": 512, "seed": 1, "weights": [0.7, 0.3], "data_fingerprint": "a"}
@@ -31,7 +31,7 @@ def test_another_order_drops_skipped_windows_and_history() -> None:
 
 
 def test_settings_that_an_old_record_lacks_were_off_as_they_are_by_default() -> None:
-    defaults = {each.name: each.default for each in dataclasses.fields(Settings)}
+    defaults = {each.name: each.default for each in dataclasses.fields(RunSettings)}
     differing = {name for name, value in LEGACY_DEFAULTS.items() if defaults[name] != value}
     assert differing == set(), "an old run would train on otherwise"
 

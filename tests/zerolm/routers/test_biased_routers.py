@@ -10,8 +10,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tests.feature_problems import problems_of
 from tests.model_families.toy_configs import toy_config
-from zerolm.config.settings import Settings
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
+from zerolm.parts.settings import RunSettings
 from zerolm.routers.biased_routers import (
     BIASES,
     ExpertLoads,
@@ -78,14 +78,14 @@ def test_the_bias_chooses_the_experts_that_are_counted(model_type) -> None:
 
 def test_experts_without_weights_and_routers_without_a_bias_are_refused() -> None:
     assert "zero_expert_num" in str(unsupported_reason(config_of("longcat_flash")))
-    settings = Settings(
+    settings = RunSettings(
         balance_rate=0.001, compile=True, model_config="m.json",
         origins={"balance_rate": "command line: --balance_rate"},
     )  # fmt: skip
     problems = "\n".join(problems_of(settings, config_of("mixtral"), "cpu"))
     assert "--balance_rate: 0.001, but mixtral has no router with a bias" in problems
     assert "--balance_rate: 0.001, not supported together with --compile" in problems
-    assert not problems_of(Settings(balance_rate=0.001), config_of("deepseek_v3"), "cpu")
+    assert not problems_of(RunSettings(balance_rate=0.001), config_of("deepseek_v3"), "cpu")
 
 
 @pytest.mark.parametrize("recompute", [True, "selective"])

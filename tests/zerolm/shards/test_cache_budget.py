@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerolm.config.settings import Settings
+from zerolm.parts.settings import RunSettings
 from zerolm.shards import cache_budget
 
 MOUNTS = """\
@@ -27,7 +27,7 @@ def test_a_path_is_in_memory_if_its_mount_is(tmp_path):
 def test_a_cache_in_memory_must_be_named_explicitly(tmp_path, monkeypatch, given):
     monkeypatch.setattr(cache_budget, "_is_in_memory", lambda *_: True)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    settings = Settings(data_cache=given and str(tmp_path / given))
+    settings = RunSettings(data_cache=given and str(tmp_path / given))
     directory = cache_budget.cache_directory(settings)
     problems = cache_budget._directory_problems(settings, directory, 1 << 20, ())
     assert len(problems) == (given is None) and all("(tmpfs)" in line for line in problems)

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from zerolm.checkpoint.manifest import Progress
-from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
+from zerolm.parts.settings import RunSettings
 from zerolm.tracking.alerts import ERROR, INFO, WARN, Alert, LowMfuDetector, RateLimit, of_event
 from zerolm.train.stability import anomaly_fields, spike_guard
 
 # The fields that a run logs for a spike.
-GUARD = spike_guard(Settings(spike_threshold=4.0), Profile.parse({}))
+GUARD = spike_guard(RunSettings(spike_threshold=4.0), Profile.parse({}))
 RESULT = SimpleNamespace(loss=9.25, grad_norm=2.0)
 SEEN = json.loads(json.dumps(anomaly_fields(GUARD, Progress(position=8), RESULT, 8)))
 

@@ -11,7 +11,8 @@ import pytest
 from tests.zerolm.tracking.tracked_runs import unused_run
 from zerolm.cli import mirror
 from zerolm.common.command_line import Parser
-from zerolm.config.settings import FLAGS, TRACKERS, Settings
+from zerolm.config.settings import TRACKERS
+from zerolm.parts.settings import FLAGS, RunSettings
 from zerolm.tracking import tracker
 from zerolm.tracking.tracker import Tracker, tracker_class
 
@@ -28,7 +29,7 @@ def test_a_missing_package_is_reported_before_the_run(monkeypatch) -> None:
     class Wanting(Tracker):
         package = "tensorboard"
 
-    settings = Settings(tensorboard=True)
+    settings = RunSettings(tensorboard=True)
     assert Wanting.problems("tensorboard", settings, {}) == []
     monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
     (problem,) = Wanting.problems("tensorboard", settings, {})

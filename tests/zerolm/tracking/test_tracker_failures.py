@@ -19,7 +19,7 @@ from tests.wandb_reader import own_rows
 from tests.zerolm.tracking.tracked_runs import begin, end, publish, unused_run, write_steps
 from zerolm.common import locks
 from zerolm.common.errors import ConfigError, ZerolmError
-from zerolm.config.settings import Settings
+from zerolm.parts.settings import RunSettings
 from zerolm.tracking import mirror as mirror_module
 from zerolm.tracking import tracker_processes, wandb, wandb_identity
 from zerolm.tracking import wandb_sync as wandb_sync_module
@@ -174,7 +174,7 @@ def test_messages_of_a_tracker_process_are_received_after_a_rollback(run_dir, mo
     first = begin(run_dir, 0)
     first.close("rollback")
     second = RunLog(run_dir, 0, writes=True)
-    second.track(Settings(wandb="offline"), before=first.trackers)
+    second.track(RunSettings(wandb="offline"), before=first.trackers)
     end(second)
     errors = [event["error"] for event in own_rows(run_dir, "events.jsonl")]
     assert sum("may lack rows" in error for error in errors) == 2, "of both"
@@ -188,8 +188,8 @@ def test_the_wandb_mode_variable_sets_the_mode_or_disables_the_tracker(monkeypat
     ):  # fmt: skip
         monkeypatch.setenv("WANDB_MODE", variable)
         assert wandb_identity.resolve_mode("auto") == mode
-        assert enabled_trackers(Settings(wandb="auto")) == found
-        assert enabled_trackers(Settings(wandb="online")) == ["wandb"]
+        assert enabled_trackers(RunSettings(wandb="auto")) == found
+        assert enabled_trackers(RunSettings(wandb="online")) == ["wandb"]
 
 
 def without_locks(file: Any, operation: int) -> None:

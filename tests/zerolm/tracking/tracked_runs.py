@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zerolm.config.settings import Settings
+from zerolm.parts.settings import RunSettings
 from zerolm.tracking.run_log import RunLog
 
 
@@ -27,7 +27,7 @@ def begin(run_dir: Path, step: int, tensorboard: bool = False, mode: str = "offl
     record["settings"]["wandb"] = mode
     (run_dir / "run.json").write_text(json.dumps(record))
     log = RunLog(run_dir, step, writes=True)
-    log.track(Settings(wandb=mode, tensorboard=tensorboard))
+    log.track(RunSettings(wandb=mode, tensorboard=tensorboard))
     return log
 
 

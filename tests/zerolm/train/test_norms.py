@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from zerolm.train.norms import WINDOW_VALUES, Blocks, block_of, sum_of_squares, windows
+from zerolm.model.architecture import block_of
+from zerolm.train.norms import WINDOW_VALUES, Blocks, sum_of_squares, windows
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import pytest
 from tests.launching import ROOT
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common.errors import EXIT_GAVE_UP, GaveUp
-from zerolm.config.flags import parse_settings
-from zerolm.config.settings import Settings
 from zerolm.ds_config.profile import Profile
+from zerolm.features.feature import StepResult
 from zerolm.optim.spikes import History, Policy, SpikeGuard
+from zerolm.parts.parse import parse_settings
+from zerolm.parts.settings import RunSettings
 from zerolm.train import stability
-from zerolm.train.step import StepResult
 
 SCRIPT = """
 import os, signal, sys, time
@@ -96,7 +96,7 @@ def test_the_spike_policy_follows_the_settings() -> None:
     assert (policy.cooldown_after, policy.rollback_after, policy.max_skips) == (0, 9, 0)
     assert policy.watch_norm and not policy.overflows_are_normal
     policy = stability.spike_guard(
-        Settings(), Profile.parse({"optimizer": {"type": "Muon"}, "fp16": {"enabled": True}})
+        RunSettings(), Profile.parse({"optimizer": {"type": "Muon"}, "fp16": {"enabled": True}})
     ).policy
     assert policy == replace(Policy(), watch_norm=False, overflows_are_normal=True)
 

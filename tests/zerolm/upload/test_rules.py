@@ -5,14 +5,14 @@ from pathlib import Path
 
 from tests.zerolm.upload.published import publish
 from zerolm.common.store import StoreError
-from zerolm.config.flags import parse_settings
-from zerolm.config.settings import Settings
+from zerolm.parts.parse import parse_settings
+from zerolm.parts.settings import RunSettings
 from zerolm.upload import uploader
 from zerolm.upload.rules import is_lost, stored_record, upload_problems
 from zerolm.upload.run_store import Store
 
 
-def settings(*argv: object) -> Settings:
+def settings(*argv: object) -> RunSettings:
     parsed, problems = parse_settings([str(word) for word in argv])
     assert not problems
     return parsed

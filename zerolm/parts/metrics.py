@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from zerolm.common.metrics import SECTIONS, Metric, Panel
 from zerolm.common.values import count
-from zerolm.features import FEATURES
+from zerolm.parts.settings import PARTS
 
 OTHER = "Other"  # section of metrics that are not in the table
 METRICS: dict[str, tuple[Metric, ...]] = {
-    section: (*metrics, *(m for each in FEATURES if section == each.SECTION for m in each.METRICS))
+    section: (*metrics, *(m for each in PARTS if section == each.SECTION for m in each.METRICS))
     for section, metrics in SECTIONS.items()
 }
 ALL = tuple(metric for section in METRICS.values() for metric in section)

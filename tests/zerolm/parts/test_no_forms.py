@@ -4,22 +4,22 @@ import json
 
 import pytest
 
-from zerolm.config.flags import parse_settings
-from zerolm.config.inheritance import with_no_forms
-from zerolm.config.settings import FLAGS, Settings
+from zerolm.parts.inheritance import with_no_forms
+from zerolm.parts.parse import parse_settings
+from zerolm.parts.settings import FLAGS, RunSettings
 
 VALUES = {"fp8": True, "init_from": "model", "parametrization": "completep", "seq_len": 64}
 
 
 @pytest.fixture
-def settings(tmp_path) -> Settings:
+def settings(tmp_path) -> RunSettings:
     (tmp_path / "run.json").write_text(json.dumps({"settings": VALUES}))
     found, problems = parse_settings(["--settings", str(tmp_path / "run.json"), "--compile"])
     assert not problems
     return found
 
 
-def hint(settings: Settings, problem: str) -> str:
+def hint(settings: RunSettings, problem: str) -> str:
     (found,) = with_no_forms([problem], settings)
     assert found.startswith(problem)
     return found.removeprefix(problem).partition(" removes the value that ")[0].strip()

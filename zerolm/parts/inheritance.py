@@ -5,25 +5,20 @@ are derived again in a new run. A branch and a resume continue a curve that alre
 derived values, so they keep these, except for `FOLLOWING`. Standard library only.
 """
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from zerolm.config import defaults
-from zerolm.config.settings import COMMAND_LINE, FLAGS, Settings
+from zerolm.config.settings import COMMAND_LINE, Settings
 from zerolm.optim.schedule import SCHEDULES, BatchSchedule
+from zerolm.parts.settings import FLAGS, STATIC_DEFAULTS
 
 # Of a run alone: its directory, its store and its name in W&B. A branch does not take them over.
 OWN_SETTINGS = frozenset(name for name, about in FLAGS.items() if about["of_one_run"])
 # Follow from other settings or from the machine, so they are derived again in every run.
 FOLLOWING = frozenset(name for name, about in FLAGS.items() if about["follows"])
-STATIC_DEFAULTS: dict[str, Any] = {
-    field.name: list(field.default) if isinstance(field.default, tuple) else field.default
-    for field in dataclasses.fields(Settings)
-    if field.name in FLAGS
-}
 
 
 class Layer(NamedTuple):

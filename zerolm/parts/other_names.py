@@ -1,6 +1,6 @@
 """Our flags for the options of HF Trainer, nanoGPT, torchtitan, Megatron-LM and litgpt."""
 
-from zerolm.config.settings import FLAGS
+from zerolm.parts.settings import FLAGS
 
 TOKENIZE = "zerolm data tokenize"
 # (ours, what differs, the names elsewhere without their section: `training.steps` is `steps`)

@@ -1,8 +1,8 @@
 """Parse settings from flags and from the JSON file that `--settings` names.
 
 Runs first, and finds every problem of both before any other file is read. Converts values as users
-write them; which settings exist is defined in `Settings`. Standard library only, so that `--help`
-is instant. argparse, which stops at the first problem, only prints the help and serves the commands
+write them; `RunSettings` defines which settings exist. Standard library only, so that `--help` is
+instant. argparse, which stops at the first problem, only prints the help and serves the commands
 that share flags with a run.
 """
 
@@ -29,18 +29,18 @@ from zerolm.common.values import (
     shown_setting,
     within,
 )
-from zerolm.config.inheritance import OWN_SETTINGS, Layer, derived_names
-from zerolm.config.other_names import answer_for
+from zerolm.config.flag import with_default
 from zerolm.config.run_records import find_run_json
 from zerolm.config.settings import (
     COMMAND_LINE,
     FIRST_FLAGS,
-    FLAGS,
     GROUPS,
     RECOMPUTE_NAMES,
     Settings,
 )
-from zerolm.features.flag import with_default
+from zerolm.parts.inheritance import OWN_SETTINGS, Layer, derived_names
+from zerolm.parts.other_names import answer_for
+from zerolm.parts.settings import FLAGS, RunSettings
 
 USAGE = """\
 deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config FILE
@@ -95,7 +95,7 @@ def parse_settings(
     trunks = frozenset(base.values if is_trunk else ()) - file.values.keys() - flags.keys()
     inherited = trunks & given.keys()
     explicit = frozenset(given) - (derived - flags.keys()) - {"local_rank"}
-    settings = Settings(**given, explicit=explicit, inherited=inherited, origins=origins)
+    settings = RunSettings(**given, explicit=explicit, inherited=inherited, origins=origins)
     problems += [
         f"{settings.where(name)}: {given[name]}, only for --check. Add --check; a real run gets "
         f"its ranks from the deepspeed launcher."

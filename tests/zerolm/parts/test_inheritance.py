@@ -11,9 +11,8 @@ from tests.test_tables import inherited
 from tests.zerolm.preflight.preflight_inputs import command, write_record
 from tests.zerolm.preflight.test_branch import STEP_TOKENS, begin, make_run, plan_of, refused
 from zerolm.common.errors import ConfigError
-from zerolm.config.flags import parse_settings
-from zerolm.config.inheritance import STATIC_DEFAULTS
-from zerolm.config.settings import FLAGS
+from zerolm.parts.parse import parse_settings
+from zerolm.parts.settings import FLAGS, STATIC_DEFAULTS
 from zerolm.preflight import check, run_record
 from zerolm.train import run_directory
 

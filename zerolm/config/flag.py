@@ -35,7 +35,7 @@ def flag(
 
     Args:
         group: a key of `zerolm.config.settings.GROUPS`.
-        kind: how its value is converted, a key of `zerolm.config.flags.CONVERTERS`.
+        kind: how its value is converted, a key of `zerolm.parts.parse.CONVERTERS`.
         shows: placeholder of its value in the help.
         minimum, above, maximum, below: bounds, as for `values.within`.
         saved: it is saved in run.json.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerolm.tracking.shown_metrics import ALL, OTHER, bar_figures, charts, line_figures, metric_of
+from zerolm.parts.metrics import ALL, OTHER, bar_figures, charts, line_figures, metric_of
 
 ROW = {
     "step": 7, "tokens": 8192, "train/loss": 3.25, "train/learning_rate": 1e-3,
