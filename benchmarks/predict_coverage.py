@@ -12,8 +12,8 @@ import numpy as np
 
 from benchmarks.machine import processor
 from benchmarks.tables import parser, show, table
+from launch.estimate.scaling import BESIROGLU, LossFit
 from launch.experiments.law import Fitted, Observed
-from launch.plan.scaling import BESIROGLU, LossFit
 
 LADDERS, NOISES, FARTHER = 200, (0.001, 0.005, 0.02), 4.0
 SMALL = LossFit("small models", 1.5, 60.0, 200.0, 0.4, 0.4)

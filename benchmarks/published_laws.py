@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.tables import table
+from launch.estimate.scaling import BESIROGLU, LossFit
 from launch.experiments.law import Fitted, Observed, fit
-from launch.plan.scaling import BESIROGLU, LossFit
 
 OUTLIERS = 5  # those with the fewest tokens per parameter, as Besiroglu et al. leave them out
 SMALL_FLOPS, LARGE_FLOPS, RUNGS, LADDERS = 1e20, 1e21, 12, 20

@@ -1,7 +1,7 @@
 """Entry point of `python -m data_prep COMMAND` and `zerolm data COMMAND`.
 
 Lists the commands, from cleaning raw text to inspecting token shards. Each is a module of
-`data_prep.cli` or `data_prep.shard_commands`, imported when the command runs.
+`data_prep.cli`, imported when the command runs.
 """
 
 import gc
@@ -125,13 +125,6 @@ COMMANDS = Group(
             },
             "token shards": {
                 "tokenize": "encode documents into token shards",
-            },
-        },
-    )
-    | commands_in(
-        "data_prep.shard_commands",
-        {
-            "token shards": {
                 "pack": "build the index that packs complete documents into sequences",
                 "verify": "compare every file of token shards with its checksum",
                 "split": "divide the documents of token shards, such as for validation",
@@ -140,11 +133,6 @@ COMMANDS = Group(
                 "inspect": "print training sequences as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },
-        },
-    )
-    | commands_in(
-        "data_prep.cli",
-        {
             "pipelines": {
                 "run": "run a recipe: clean, dedup, repeats, decontaminate, tokenize, pack",
                 "progress": "print the progress of a pipeline's tasks",

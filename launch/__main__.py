@@ -17,7 +17,8 @@ COMMANDS = Group(
     description="Plan, check, start and supervise runs of pretrain.py.",
     commands={
         "plan": Command(
-            "estimate memory, time and price of a run before it starts", "launch.plan.command", PLAN
+            "estimate memory, time and price of a run before it starts",
+            "launch.estimate.command", PLAN,
         ),
         "predict": Command(
             "predict the loss of a larger run from finished smaller ones",

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests import hanging_ranks
 from tests.hanging_ranks import Case
-from zerolm.common import jsonl
+from zerolm.run_dir import jsonl
 
 HANG_TIMEOUT = 3.0
 CASE_SECONDS = 150.0

@@ -72,7 +72,7 @@ VERSION_TESTS = (  # with the oldest and the newest: what changes with torch, tr
         "tests/zerolm/report/test_plot.py",
     ),
     *("tests/zerolm/preflight/test_plausibility.py", "tests/data_prep/cli/test_train_tokenizer.py"),
-    *("tests/launch/plan/test_command.py", "tests/test_ladder.py", "tests/test_tables.py"),
+    *("tests/launch/estimate/test_command.py", "tests/test_ladder.py", "tests/test_tables.py"),
 )
 COMMANDS = (
     "python -c IMPORT_ALL",

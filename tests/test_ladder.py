@@ -24,55 +24,52 @@ from tests import ROOT, tracked
 LADDER = {
     "zerolm.common": 0,
     "zerolm.optim": 0,
-    "zerolm.config": 1,
-    "zerolm.distributed": 2,
-    "zerolm.ds_config": 3,
-    "zerolm.integrity": 3,
-    "zerolm.model": 3,
-    "zerolm.shards": 3,
-    "zerolm.watchdog": 3,
-    "zerolm.attention": 4,
-    "zerolm.data": 4,
-    "zerolm.fp8": 4,
-    "zerolm.pretrained": 4,
-    "zerolm.routers": 4,
-    "zerolm.plan": 5,
-    "zerolm.checkpoint": 6,
-    "zerolm.features": 7,
-    "zerolm.evaluate": 8,
-    "zerolm.parts": 9,
-    "zerolm.export": 10,
-    "zerolm.tracking": 10,
-    "zerolm.report": 11,
-    "zerolm.upload": 11,
-    "zerolm.preflight": 12,
-    "zerolm.train": 13,
-    "zerolm.cli": 14,
+    "zerolm.run_dir": 1,
+    "zerolm.config": 2,
+    "zerolm.distributed": 3,
+    "zerolm.ds_config": 4,
+    "zerolm.integrity": 4,
+    "zerolm.model": 4,
+    "zerolm.shards": 4,
+    "zerolm.watchdog": 4,
+    "zerolm.attention": 5,
+    "zerolm.data": 5,
+    "zerolm.fp8": 5,
+    "zerolm.pretrained": 5,
+    "zerolm.routers": 5,
+    "zerolm.plan": 6,
+    "zerolm.checkpoint": 7,
+    "zerolm.features": 8,
+    "zerolm.evaluate": 9,
+    "zerolm.parts": 10,
+    "zerolm.export": 11,
+    "zerolm.tracking": 11,
+    "zerolm.report": 12,
+    "zerolm.upload": 12,
+    "zerolm.preflight": 13,
+    "zerolm.train": 14,
+    "zerolm.cli": 15,
     "data_prep.read": 0,
     "data_prep.tasks": 0,
     "data_prep.stages": 1,
     "data_prep.tokenizer": 1,
     "data_prep.dedup": 2,
+    "data_prep.encode": 2,
     "data_prep.filters": 2,
-    "data_prep.shards": 2,
-    "data_prep.tokenize": 2,
-    "data_prep.convert": 3,
-    "data_prep.inspect": 3,
+    "data_prep.finished_shards": 3,
     "data_prep.pipeline": 3,
     "data_prep.cli": 4,
-    "data_prep.shard_commands": 5,
     "launch.command": 0,
     "launch.demo": 0,
-    "launch.plan": 1,
+    "launch.estimate": 1,
     "launch.supervise": 1,
     "launch.doctor": 2,
     "launch.render": 2,
     "launch.experiments": 3,
 }
-ENTRY_POINTS = 15  # pretrain.py and the modules directly in a package
+ENTRY_POINTS = 16  # pretrain.py and the modules directly in a package
 ALL = ("pretrain", "zerolm.__main__")  # entry points of all three packages
-SHARED = 12  # the highest rung of zerolm that data_prep and launch may import
-MAX_MODULES = 18  # in one folder
+SHARED = 13  # the highest rung of zerolm that data_prep and launch may import
 PACKAGES = ("zerolm", "data_prep", "launch")
 HEAVY = {"torch", "deepspeed", "transformers", "datasets"}
 
@@ -225,10 +222,8 @@ def test_there_is_no_import_cycle():
 
 
 @pytest.mark.parametrize("name", sorted(LADDER))
-def test_a_subpackage_is_small_and_documented(name):
+def test_a_subpackage_is_documented(name):
     """Its docstring states its purpose, and what it must not depend on."""
-    count = sum(room(module) == name != module for module in MODULES)
-    assert count <= MAX_MODULES, f"{name} has {count} modules: split it"
     text = (ROOT / name.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
     docstring = ast.get_docstring(ast.parse(text)) or ""
     assert len(docstring.splitlines()) >= 2, f"{name}/__init__.py: state its purpose and limits"

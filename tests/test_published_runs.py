@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.published_runs import document, fit
 from benchmarks.published_runs import rows as benchmark_rows
-from launch.plan import estimate, step_time
+from launch.estimate import estimate, step_time
 from tests.launching import ROOT
 from zerolm.plan import hardware
 from zerolm.plan.peak_flops import datasheet_flops

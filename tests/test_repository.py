@@ -217,7 +217,7 @@ STRAY = {
 # Everything that goes through the files of the checkout.
 THOROUGH = (
     "tests/test_ladder.py", "tests/test_repository.py", "tests/test_tables.py",
-    "tests/test_wheel.py", "tests/launch/test_scripts.py", "tests/launch/plan/test_command.py",
+    "tests/test_wheel.py", "tests/launch/test_scripts.py", "tests/launch/estimate/test_command.py",
     "tests/zerolm/common/test_run_files.py", "tests/zerolm/ds_config/test_resolve.py",
     "tests/zerolm/model/test_architecture.py", "tests/data_prep/pipeline/test_recipe.py",
 )  # fmt: skip

@@ -23,7 +23,7 @@ from benchmarks import ROOT, tables
 from benchmarks.gpu.run_case import device_state
 from benchmarks.gpu.short_runs import SEQ_LEN, STEPS, Failed, Runs, reason
 from zerolm.common.errors import EXIT_BUG
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 
 CURVES = ROOT / "benchmarks/results/gpu_parity.json"
 SAVED_AT = STEPS // 2

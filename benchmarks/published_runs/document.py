@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.published_runs import rows as benchmark_rows
 from benchmarks.published_runs.rows import FILE, Benchmark
-from launch.plan.step_time import COSTS, MANY_DEVICES
+from launch.estimate.step_time import COSTS, MANY_DEVICES
 from zerolm.common.records import read_json
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model

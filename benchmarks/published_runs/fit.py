@@ -4,9 +4,9 @@
 
 It prints the errors, and the fitted numbers as lines of runs.json.
 
-Fitted are `COSTS` of launch/plan/step_time.py and the attained share of the peak of each group of
-devices and years, to the logarithm of tokens per second. Sources that are not `fitted` only judge
-the result (docs/published_runs.md). Every other source has the same weight, however
+Fitted are `COSTS` of launch/estimate/step_time.py and the attained share of the peak of each group
+of devices and years, to the logarithm of tokens per second. Sources that are not `fitted` only
+judge the result (docs/published_runs.md). Every other source has the same weight, however
 many rows it has, and large errors count less (soft L1). Mixtures of experts are predicted, but not
 fitted: two rows of one implementation say little about others. Two errors are printed:
 
@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 
 from benchmarks import tables
 from benchmarks.published_runs.rows import Benchmark, read
-from launch.plan.step_time import COSTS, Costs
+from launch.estimate.step_time import COSTS, Costs
 
 FOLDS, SEED = 10, 0
 ERROR_SCALE = 0.05  # errors below count quadratically

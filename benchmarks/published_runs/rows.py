@@ -11,11 +11,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.plan.collectives import Calls
-from launch.plan.estimate import device_memory
-from launch.plan.planned_run import PlannedRun, plan_run
-from launch.plan.search import profile_of
-from launch.plan.step_time import COSTS, MANY_DEVICES, Costs, step_time
+from launch.estimate.collectives import Calls
+from launch.estimate.estimate import device_memory
+from launch.estimate.planned_run import PlannedRun, plan_run
+from launch.estimate.search import profile_of
+from launch.estimate.step_time import COSTS, MANY_DEVICES, Costs, step_time
 from zerolm.common.records import read_json
 from zerolm.config.settings import Recompute
 from zerolm.ds_config.profile import Profile

@@ -45,10 +45,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
+    from data_prep.encode.options import TokenizeOptions
+    from data_prep.encode.run import run_tokenization
     from data_prep.stages.output_rules import overlap_problems
     from data_prep.tasks.phases import LocalExecutor
-    from data_prep.tokenize.options import TokenizeOptions
-    from data_prep.tokenize.run import run_tokenization
     from data_prep.tokenizer import load
 
     problems = Problems()

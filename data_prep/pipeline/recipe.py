@@ -17,6 +17,7 @@ from typing import Any
 from data_prep.dedup.dedup import open_against
 from data_prep.dedup.evaluation_items import read_all_items
 from data_prep.dedup.options import DecontaminateOptions, RepeatsOptions
+from data_prep.encode.held_out import held_out_problem
 from data_prep.filters.clean import CleanOptions
 from data_prep.filters.parameters import filter_problems, resolve_model_paths
 from data_prep.pipeline.recipe_options import (
@@ -32,7 +33,6 @@ from data_prep.read.discovery import HUB_ID, find_inputs
 from data_prep.read.readers import Input
 from data_prep.stages.options import option, parse_options
 from data_prep.stages.output_rules import Outputs
-from data_prep.tokenize.held_out import held_out_problem
 from data_prep.tokenizer.load import Tokenizer, load_tokenizer
 from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.records import read_json

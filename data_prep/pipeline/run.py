@@ -17,6 +17,9 @@ from data_prep.dedup.dedup import run_dedup
 from data_prep.dedup.options import DedupOptions
 from data_prep.dedup.repeats import run_repeats
 from data_prep.dedup.signatures import signatures_manifest
+from data_prep.encode.options import TokenizeOptions
+from data_prep.encode.pack import pack
+from data_prep.encode.run import run_tokenization
 from data_prep.filters.clean import CleanOptions, run_clean
 from data_prep.pipeline.plan import (
     dedup_fingerprints,
@@ -31,9 +34,6 @@ from data_prep.read.bad_input import describe_changes
 from data_prep.read.discovery import find_inputs
 from data_prep.read.stage_files import provenance_of, read_stage
 from data_prep.stages.documents import StageInput, stage_documents
-from data_prep.tokenize.options import TokenizeOptions
-from data_prep.tokenize.pack import pack
-from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.load import load_tokenizer
 from data_prep.tokenizer.train import train_on_stages
 from zerolm.common.errors import ConfigError

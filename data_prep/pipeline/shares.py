@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from data_prep.dedup.arrays import array_path, load_array, save_array, task_record
+from data_prep.encode.held_out import is_held_out
 from data_prep.filters.score_filters import value_at
 from data_prep.read.parse import find_text
 from data_prep.read.stage_files import read_stage, read_stage_lines
 from data_prep.tasks.phases import Executor, Phase, fingerprint, run_phase
-from data_prep.tokenize.held_out import is_held_out
 from zerolm.common.files import sha256_file, write_atomically, write_json
 from zerolm.common.records import read_record
 from zerolm.shards.reader import open_source

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 
 MIN_FALL_NATS = 2.5
 MAX_GAP_NATS = 0.5  # between the validation loss and the training loss

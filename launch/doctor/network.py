@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from launch.doctor.findings import ALL, NOTE, OK, RED, Finding, merge_hosts
-from launch.plan.this_machine import NETWORK
+from launch.estimate.this_machine import NETWORK
 from zerolm.common.values import shown_bytes
 from zerolm.plan.hardware import recognize
 

@@ -15,12 +15,12 @@ from launch.experiments.comparable import differences, law_differences, meanings
 from launch.experiments.law import Observed
 from launch.experiments.results import final_loss
 from zerolm.common.errors import ConfigError
-from zerolm.common.events import DONE
-from zerolm.common.run_files import RunFiles
 from zerolm.model.flops import LOOKUP
 from zerolm.model.model import Model
 from zerolm.optim.schedule import SCHEDULES
 from zerolm.report.run_history import RunHistory, read_run
+from zerolm.run_dir.events import DONE
+from zerolm.run_dir.files import RunFiles
 
 TOTAL, NON_EMBEDDING = KINDS = ("total", "non_embedding")  # --parameters
 DECAYS = ("WarmupDecayLR", "WarmupCosineLR", "OneCycle")  # DeepSpeed's schedulers that end low

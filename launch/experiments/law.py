@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from launch.estimate.scaling import LossFit
 from launch.experiments.quantiles import student_quantile
-from launch.plan.scaling import LossFit
 
 HUBER = 1e-3  # Hoffmann et al. 2022, appendix D.3: the residual of a log loss where it turns linear
 ITERATIONS, PATIENCE = 300, 30  # most, and those after which the best start must have improved

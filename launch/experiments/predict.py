@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch.plan.flags import add_devices, budget_of
+from launch.estimate.flags import add_devices, budget_of
 from zerolm.common.command_line import count, number
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import count as shown_count

@@ -9,11 +9,11 @@ from launch.experiments import comparable
 from launch.experiments.grid import Point
 from launch.experiments.optimum import Optimum, find_optimum
 from zerolm.common.errors import ConfigError
-from zerolm.common.events import DONE, FAILED, GAVE_UP
-from zerolm.common.run_files import RunFiles
 from zerolm.common.values import count, parse_number
 from zerolm.report.run_history import RunHistory, read_run
 from zerolm.report.summary import last_training_loss
+from zerolm.run_dir.events import DONE, FAILED, GAVE_UP
+from zerolm.run_dir.files import RunFiles
 
 SEED, LEARNING_RATE = "seed", "learning_rate"
 # More tokens are always better, and losses of differently cut data cannot be compared.

@@ -23,11 +23,11 @@ from launch.supervise.attempt import end_with_parent
 from zerolm.common import machine, processes
 from zerolm.common.command_line import count
 from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_STOPPED, ConfigError
-from zerolm.common.events import DONE, GAVE_UP
 from zerolm.common.shipped import module_command
 from zerolm.common.values import duration
 from zerolm.config.settings import COMMAND_LINE
 from zerolm.parts.parse import parse_settings
+from zerolm.run_dir.events import DONE, GAVE_UP
 
 LOG = "console.log"  # in each run directory: what `zerolm train` has printed
 PLACES = ("hostfile", "num_nodes", "include", "exclude", "node_rank")  # of the launcher

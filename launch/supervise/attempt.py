@@ -29,9 +29,10 @@ from launch.supervise.outcome import (
     classify,
     shown_code,
 )
-from zerolm.common import jsonl, machine, processes
-from zerolm.common.jsonl import EventRow
-from zerolm.common.run_files import RunFiles
+from zerolm.common import machine, processes
+from zerolm.run_dir import jsonl
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.jsonl import EventRow
 from zerolm.watchdog import progress
 from zerolm.watchdog.heartbeats import HEARTBEATS_PER_SECOND, interval_seconds
 from zerolm.watchdog.progress import Heartbeat, read_heartbeat

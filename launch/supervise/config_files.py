@@ -8,9 +8,9 @@ from pathlib import Path
 
 from launch.command.deepspeed_command import pretrain_flags
 from zerolm.common.files import write_atomically
-from zerolm.common.run_files import RunFiles
 from zerolm.common.shipped import find_config
 from zerolm.parts.parse import parse_settings
+from zerolm.run_dir.files import RunFiles
 
 NAMES = ("settings", "deepspeed_config", "model_config")
 

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog.progress import Heartbeat
 
 

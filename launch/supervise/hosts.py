@@ -29,8 +29,8 @@ from launch.command.hosts import (
     ssh_problems,
 )
 from zerolm.common.errors import ConfigError
-from zerolm.common.run_files import RunFiles
 from zerolm.common.shipped import code_command
+from zerolm.run_dir.files import RunFiles
 
 MAX_CONCURRENT_CHECKS = 64
 MPI_ADDRESS = re.compile(r"\bMASTER_ADDR=(\S+)")  # in the arguments of mpirun

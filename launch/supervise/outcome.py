@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
 from zerolm.common.records import Count, mismatch
-from zerolm.config.run_records import OLD_VALUE
+from zerolm.run_dir.records import OLD_VALUE
 from zerolm.watchdog.progress import Heartbeat
 
 RUNNER_GONE = "deepspeed has ended"  # reason of a stop, as zerolm/watchdog/watchdog.py logs it

@@ -10,7 +10,7 @@ from launch.supervise.outcome import Outcome
 from zerolm.checkpoint import memory
 from zerolm.checkpoint.directory import published_checkpoints
 from zerolm.common.errors import EXIT_REFUSED
-from zerolm.common.run_files import RunFiles, checkpoint_step
+from zerolm.run_dir.files import RunFiles, checkpoint_step
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from launch.supervise.hosts import (
 from launch.supervise.outcome import Outcome
 from launch.supervise.restarts import Policy, Restarts
 from zerolm.checkpoint import memory
-from zerolm.common import jsonl, processes
+from zerolm.common import processes
+from zerolm.common.child import Child
 from zerolm.common.errors import (
     EXIT_BUG,
     EXIT_DONE,
@@ -42,12 +43,12 @@ from zerolm.common.errors import (
     ShardError,
 )
 from zerolm.common.locks import FileLock, LockTaken
-from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked
-from zerolm.config.run_records import find_run_json
+from zerolm.run_dir import events
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.records import find_run_json
 from zerolm.tracking import report_process
 from zerolm.watchdog import limits
-from zerolm.watchdog.child import Child
 
 IN_USE = "another run is writing to it now"  # part of the refusal of zerolm/train/run_directory.py
 EARLIER_RUN_SECONDS = 1800.0  # for a save of ranks that a killed supervisor has left behind
@@ -281,7 +282,7 @@ class Supervisor:
         def append() -> None:
             if RunFiles(self.run_dir).events.exists():
                 step = outcome.step or 0
-                jsonl.append_event(self.run_dir, event, step, attempt=self.attempts, **values)
+                events.append_event(self.run_dir, event, step, attempt=self.attempts, **values)
 
         self._guarded(f"log the event {event}", append)
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.tokenize.pack import pack
+from data_prep.encode.pack import pack
 from tests.combinations.draws import EXPERTS, FACTORS, ON, Draw
 from tests.end_to_end.recipe import MINIMUM, PEAK, SEED, SEQ_LEN, STEP_TOKENS
 from tests.launching import LLAMA, VOCABULARY, run_module, write_json

@@ -24,8 +24,8 @@ from tests.fuzz.readers import accepted, resume, run_reading_commands, shown
 from tests.fuzz.targets import in_the_checkout
 from tests.launching import one_rank
 from zerolm.checkpoint.manifest import manifest_digest
-from zerolm.common.run_files import MANIFEST
 from zerolm.report.run_history import read_run
+from zerolm.run_dir.files import MANIFEST
 
 HANG_SECONDS = 60
 METRICS = "run/metrics.jsonl"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from data_prep.tokenize.pack import pack
+from data_prep.encode.pack import pack
 from tests.end_to_end import plain_pytorch
 from tests.end_to_end.recipe import BATCH, CLIPPING, PEAK, SEED, SEQ_LEN, profile, recipe
 from tests.launching import EOS, LLAMA, events, rows, run_ranks, write_shards

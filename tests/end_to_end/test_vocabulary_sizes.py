@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.data_prep.tokenize.tokenized import run_here
+from tests.data_prep.encode.tokenized import run_here
 from tests.end_to_end.recipe import profile, recipe
 from tests.launching import LLAMA, rows, run_ranks, write_json
 

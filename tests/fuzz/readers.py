@@ -10,14 +10,14 @@ from tests.fuzz.guard import call, snapshot, unprintable
 from tests.fuzz.mutations import Damage
 from zerolm.checkpoint import load, rollback
 from zerolm.common.errors import EXIT_REFUSED, ZerolmError
-from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow
-from zerolm.common.run_files import RunFiles
-from zerolm.config.run_records import read_rollbacks
 from zerolm.evaluate.attempts import EvaluationAttempts
 from zerolm.preflight import check
 from zerolm.report.html import render
 from zerolm.report.report_data import report_data
 from zerolm.report.run_history import read_run
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow
+from zerolm.run_dir.records import read_rollbacks
 from zerolm.tracking.mirror import Tail
 from zerolm.tracking.report_process import start_for
 from zerolm.tracking.run_log import RunLog, archive

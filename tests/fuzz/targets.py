@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import strategies as st
 
-from data_prep.inspect import stats
+from data_prep.finished_shards import stats
 from tests import ROOT
 from tests.damaged_runs import command, make_run
 from tests.fuzz import readers
 from tests.fuzz.guard import call, guarded
 from tests.fuzz.mutations import TEXTS, Damage, damages
 from tests.launching import one_rank, write_json, write_shards
-from zerolm.common.run_files import MANIFEST
 from zerolm.parts.settings import FLAGS
+from zerolm.run_dir.files import MANIFEST
 
 MODELS = ("tiny", "mixtral-tiny", "gpt2", "pythia-160m", "qwen3-0.6b", "olmoe-1b-7b", "llama-70b")
 WORDS = [

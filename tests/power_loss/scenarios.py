@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from tests import ROOT
-from tests.data_prep.tokenize.golden_corpus import golden_texts, write_golden_tokenizer
+from tests.data_prep.encode.golden_corpus import golden_texts, write_golden_tokenizer
 from tests.end_to_end.recipe import profile, recipe
 from tests.fuzz.guard import call
 from tests.launching import LLAMA, environment, launch, write_json, write_shards
 from tests.power_loss.disk import Disk, Tree, read_directory, tree_of, write_tree
 from tests.power_loss.recording import Operation, Recorder
 from zerolm.checkpoint import load
-from zerolm.common.jsonl import EventRow, MetricsRow, parse_row, read_rows
-from zerolm.common.run_files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
-from zerolm.config.run_records import find_run_json, read_rollbacks
 from zerolm.preflight import check
+from zerolm.run_dir.files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
+from zerolm.run_dir.jsonl import EventRow, MetricsRow, parse_row, read_rows
+from zerolm.run_dir.records import find_run_json, read_rollbacks
 from zerolm.tracking.run_log import RunLog
 
 STEPS, SAVE, KILLED = 12, 2, 7

@@ -17,8 +17,9 @@ from tests.soak.kills import KINDS, SAVE_INTERVAL, Kill, named
 from tests.soak.strike import FULL, POLL_SECONDS, kill_marked, strike, strike_the_start, words
 from tests.supervised import Supervised
 from zerolm.checkpoint import memory
-from zerolm.common import jsonl, processes
-from zerolm.common.jsonl import EventRow
+from zerolm.common import processes
+from zerolm.run_dir import jsonl
+from zerolm.run_dir.jsonl import EventRow
 
 START_SECONDS = 600.0  # until a start has done its first step: --compile on a loaded machine
 REPORT_SECONDS = 300.0  # a hang is reported after its timeout

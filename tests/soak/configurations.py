@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.tokenize.pack import pack
+from data_prep.encode.pack import pack
 from tests import ROOT, tracked
 from tests.end_to_end.recipe import BATCH, CLIPPING, SEQ_LEN, STEP_TOKENS, recipe
 from tests.launching import EOS, LLAMA, VOCABULARY, write_json, write_shards

@@ -15,12 +15,12 @@ from typing import Any, BinaryIO
 
 from zerolm.checkpoint.directory import Checkpoint, publish, read, verify_files
 from zerolm.checkpoint.rotation import point_to, remove_unfinished
-from zerolm.common import jsonl
 from zerolm.common.errors import CheckpointError
 from zerolm.common.files import sync_directory, sync_file, write_atomically, write_json
-from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow
-from zerolm.common.run_files import TEMPORARY, RunFiles, traces_of_checkpoints
 from zerolm.plan.plan import Plan
+from zerolm.run_dir import events, jsonl
+from zerolm.run_dir.files import TEMPORARY, RunFiles, traces_of_checkpoints
+from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow
 
 THREADS = 8  # that read or copy files
 
@@ -48,7 +48,7 @@ def begin(plan: Plan, record: Callable[[], dict[str, Any]], log: Callable[[str],
     if trunk.samples.is_file():
         _copy_rows(trunk.samples, files.samples, step, SampleRow)
     if not any(row["event"] == "branched" for row in jsonl.read_rows(files.events, EventRow)):
-        jsonl.append_event(plan.run_dir, "branched", **plan.branch)
+        events.append_event(plan.run_dir, "branched", **plan.branch)
     write_json(files.record, record())
     point_to(publish(temporary, source.manifest))
     how = f"{num_copied} files copied, the others linked" if num_copied else "files linked"

@@ -27,7 +27,7 @@ from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, write_json
 from zerolm.common.records import read_file, why, with_digest
-from zerolm.common.run_files import (
+from zerolm.run_dir.files import (
     CHECKPOINT_NAME,
     DAMAGED,
     FOREIGN,

@@ -24,7 +24,6 @@ from zerolm.checkpoint.memory import MemoryCopies
 from zerolm.checkpoint.safe_load import interpreted, pickle_problems, safe_loading
 from zerolm.common.errors import CheckpointError
 from zerolm.common.files import wait_until_visible
-from zerolm.common.run_files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
 from zerolm.distributed.collectives import (
     barrier,
     broadcast_object,
@@ -33,6 +32,7 @@ from zerolm.distributed.collectives import (
 )
 from zerolm.ds_config import topology
 from zerolm.plan.plan import Plan
+from zerolm.run_dir.files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
 
 
 @dataclass(frozen=True)

@@ -27,13 +27,13 @@ from zerolm.common import processes
 from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.files import encode_json, make_private, write_atomically, write_json
 from zerolm.common.records import read_record, with_digest
-from zerolm.common.run_files import (
+from zerolm.distributed import collectives
+from zerolm.run_dir.files import (
     RunFiles,
     checkpoint_directories,
     checkpoint_name,
     checkpoint_step,
 )
-from zerolm.distributed import collectives
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "run_dir"  # the file with the path of the run directory

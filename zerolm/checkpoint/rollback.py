@@ -19,9 +19,9 @@ from zerolm.checkpoint.rotation import point_to
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import write_json
-from zerolm.common.run_files import ROLLED_BACK, RunFiles, rolled_back_checkpoints
-from zerolm.config.run_records import Rollback, read_rollbacks
 from zerolm.data.skips import merge_ranges, sequence_range
+from zerolm.run_dir.files import ROLLED_BACK, RunFiles, rolled_back_checkpoints
+from zerolm.run_dir.records import Rollback, read_rollbacks
 
 
 def target(run_dir: Path, first_anomaly: int, margin: int) -> Checkpoint | None:

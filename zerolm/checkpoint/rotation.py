@@ -16,7 +16,7 @@ from zerolm.checkpoint.directory import make_way, published_checkpoints, read
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, write_atomically
-from zerolm.common.run_files import (
+from zerolm.run_dir.files import (
     MANIFEST,
     TEMPORARY,
     RunFiles,

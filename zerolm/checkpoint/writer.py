@@ -33,9 +33,9 @@ from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished,
 from zerolm.checkpoint.save_job import Job, Outcome, write_files, write_to_memory
 from zerolm.checkpoint.snapshot import CapturingEngine, HostCopy
 from zerolm.common.faults import fault_point
-from zerolm.common.run_files import TEMPORARY, RunFiles, checkpoint_name
 from zerolm.common.values import shown_bytes
 from zerolm.distributed.collectives import broadcast_object, gather_objects, gather_on_rank0
+from zerolm.run_dir.files import TEMPORARY, RunFiles, checkpoint_name
 
 # If all cores are busy, a thread of this niceness gets about 5% of one (CFS weights).
 WRITER_NICENESS = 13

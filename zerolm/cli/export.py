@@ -10,7 +10,7 @@ from zerolm.checkpoint.directory import Checkpoint
 from zerolm.cli.verify_checkpoint import CHECKPOINT_HELP, verified_checkpoint
 from zerolm.common.command_line import size_bytes
 from zerolm.common.errors import ConfigError, ZerolmError
-from zerolm.config.run_records import find_run_json
+from zerolm.run_dir.records import find_run_json
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -25,8 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from zerolm.common import child
     from zerolm.report.html import write_report
-    from zerolm.watchdog import child
 
     if arguments.of_process is not None:
         child.serve(arguments.of_process)

@@ -22,9 +22,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from zerolm.common import child
     from zerolm.common.store import StoreError
     from zerolm.upload import uploader
-    from zerolm.watchdog import child
 
     refuse_bad_url(arguments.url)
     if arguments.of_process is not None:

@@ -6,7 +6,7 @@ The base of `Feature` and of `Evaluation`. Standard library only, so that `--hel
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from zerolm.common.metrics import Metric
+from zerolm.run_dir.metrics import Metric
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Part:
     Attributes:
         name: its key in checkpoints, or the name of its scores.
         Flags: dataclass with its flags.
-        METRICS, SECTION: its metrics, and their section in `zerolm.common.metrics.SECTIONS`.
+        METRICS, SECTION: its metrics, and their section in `zerolm.run_dir.metrics.SECTIONS`.
     """
 
     name: ClassVar[str]

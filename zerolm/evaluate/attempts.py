@@ -16,8 +16,8 @@ from typing import TypedDict
 from zerolm.common.errors import RecordError
 from zerolm.common.files import write_json
 from zerolm.common.records import Count, read_record
-from zerolm.common.run_files import RunFiles
 from zerolm.distributed.collectives import print_safely
+from zerolm.run_dir.files import RunFiles
 
 MAX_CRASHES = 2  # at one step
 

@@ -16,7 +16,6 @@ import torch
 from zerolm.common.errors import ConfigError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import write_json
-from zerolm.common.run_files import RunFiles
 from zerolm.data import loader as data
 from zerolm.distributed.collectives import broadcast_object, gather_objects
 from zerolm.evaluate import core, hellaswag, lm_eval, needle, rules, sampling, validation
@@ -26,6 +25,7 @@ from zerolm.evaluate.likelihood import Ranks, Row, max_batch_tokens
 from zerolm.evaluate.text_coder import TextCoder, prompt_ids
 from zerolm.features.feature import Feature
 from zerolm.plan.plan import Plan
+from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog.progress import record_progress, with_progress
 
 # What is evaluated, besides tasks, which go by their names.

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.common import jsonl
-from zerolm.common.jsonl import MetricsRow
-from zerolm.common.run_files import RunFiles
 from zerolm.common.values import printable
-from zerolm.config.run_records import find_run_json, lineage
+from zerolm.run_dir import jsonl
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.jsonl import MetricsRow
+from zerolm.run_dir.records import find_run_json, lineage
 
 PICTURE = RunFiles("").plot.name
 PRIVATE_KEYS = ("tensorboard", "wandb", "csv_monitor", "comet")  # of ds configs: have paths, names

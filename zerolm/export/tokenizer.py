@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.run_files import RunFiles
 from zerolm.common.url import is_url
-from zerolm.config.run_records import find_run_json
 from zerolm.config.settings import split_weight
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.records import find_run_json
 from zerolm.shards.manifest import MANIFEST
 from zerolm.shards.reader import Source, open_source
 

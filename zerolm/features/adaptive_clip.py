@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from zerolm.common.metrics import GRADIENT_NORM, Metric
 from zerolm.config.flag import real
 from zerolm.features.feature import Case, Feature, Row, RunParts, Step
+from zerolm.run_dir.metrics import GRADIENT_NORM, Metric
 
 
 class AdaptiveClip(Feature):

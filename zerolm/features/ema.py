@@ -5,10 +5,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from zerolm.common.metrics import BITS_PER_BYTE, LOSS, LOWER, Metric, Panel
 from zerolm.common.values import shown_bytes
 from zerolm.config.flag import count
 from zerolm.features.feature import Case, Feature, RunParts, Step
+from zerolm.run_dir.metrics import BITS_PER_BYTE, LOSS, LOWER, Metric, Panel
 
 BYTES = 4  # float32, per parameter
 

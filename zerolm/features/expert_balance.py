@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from zerolm.common.metrics import Z_LOSS, Metric, Panel
 from zerolm.config.flag import real, switch
 from zerolm.features.feature import Batch, Case, Feature, Forward, Row, RunParts, Step
+from zerolm.run_dir.metrics import Z_LOSS, Metric, Panel
 
 ROUTER_CHOICE = Panel(
     "Router choice",

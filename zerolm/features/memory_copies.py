@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zerolm.common.metrics import CHECKPOINTS, Metric
 from zerolm.common.values import shown_bytes
 from zerolm.config.flag import count
 from zerolm.features.feature import Feature, RunParts
+from zerolm.run_dir.metrics import CHECKPOINTS, Metric
 
 if TYPE_CHECKING:
     from zerolm.checkpoint.directory import Checkpoint

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from zerolm.common.metrics import Metric, Panel
 from zerolm.common.values import shown_bytes
 from zerolm.config.flag import real
 from zerolm.features.feature import Batch, Case, Feature, Row, RunParts, Step
+from zerolm.run_dir.metrics import Metric, Panel
 
 LARGEST = "train/max_attention_logit"
 

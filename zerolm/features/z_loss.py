@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zerolm.common.metrics import Z_LOSS, Metric
 from zerolm.config.flag import real
 from zerolm.features.feature import Feature, Forward, RunParts
+from zerolm.run_dir.metrics import Z_LOSS, Metric
 
 
 class ZLoss(Feature):

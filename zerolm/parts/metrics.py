@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from zerolm.common.metrics import SECTIONS, Metric, Panel
 from zerolm.common.values import count
 from zerolm.parts.settings import PARTS
+from zerolm.run_dir.metrics import SECTIONS, Metric, Panel
 
 OTHER = "Other"  # section of metrics that are not in the table
 METRICS: dict[str, tuple[Metric, ...]] = {

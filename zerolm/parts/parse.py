@@ -18,7 +18,6 @@ from zerolm.common.command_line import Parser, flush_output
 from zerolm.common.errors import ConfigError, RecordError, did_you_mean
 from zerolm.common.provenance import version_text
 from zerolm.common.records import read_json
-from zerolm.common.run_files import RunFiles, run_of
 from zerolm.common.values import (
     parse_bytes,
     parse_count,
@@ -30,7 +29,6 @@ from zerolm.common.values import (
     within,
 )
 from zerolm.config.flag import with_default
-from zerolm.config.run_records import find_run_json
 from zerolm.config.settings import (
     COMMAND_LINE,
     FIRST_FLAGS,
@@ -41,6 +39,8 @@ from zerolm.config.settings import (
 from zerolm.parts.inheritance import OWN_SETTINGS, Layer, derived_names
 from zerolm.parts.other_names import answer_for
 from zerolm.parts.settings import FLAGS, RunSettings
+from zerolm.run_dir.files import RunFiles, run_of
+from zerolm.run_dir.records import find_run_json
 
 USAGE = """\
 deepspeed [--num_nodes N --hostfile FILE] pretrain.py --deepspeed_config FILE

@@ -13,7 +13,6 @@ from typing import Any
 
 from zerolm.common.provenance import versions
 from zerolm.config.resolved import Resolved
-from zerolm.config.run_records import BranchRecord
 from zerolm.config.settings import HIGH
 from zerolm.data import epochs
 from zerolm.data.mixture import Mixture
@@ -27,6 +26,7 @@ from zerolm.model.model import Model
 from zerolm.optim.schedule import BatchSchedule, LearningRate
 from zerolm.plan.peak_flops import TF32
 from zerolm.pretrained.initial_source import InitialSource
+from zerolm.run_dir.records import BranchRecord
 from zerolm.shards.reader import Source
 from zerolm.shards.token_bytes import TokenBytes
 

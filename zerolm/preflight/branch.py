@@ -13,15 +13,8 @@ from typing import Any
 
 from zerolm.checkpoint.directory import Checkpoint, locate
 from zerolm.common.errors import CheckpointError, ConfigError, Findings, RecordError
-from zerolm.common.run_files import RunFiles, run_of, traces_of_checkpoints
 from zerolm.common.url import is_url
 from zerolm.common.values import parse_number
-from zerolm.config.run_records import (
-    BranchRecord,
-    find_run_json,
-    read_rollbacks,
-    read_run_json,
-)
 from zerolm.config.settings import BEST_FIT, Settings, split_weight
 from zerolm.data.mixture import stages_from_record
 from zerolm.data.order import Order, num_windows
@@ -34,6 +27,13 @@ from zerolm.plan.plan import Plan
 from zerolm.preflight import initial_weights
 from zerolm.preflight.run_record import Difference
 from zerolm.pretrained import source_config
+from zerolm.run_dir.files import RunFiles, run_of, traces_of_checkpoints
+from zerolm.run_dir.records import (
+    BranchRecord,
+    find_run_json,
+    read_rollbacks,
+    read_run_json,
+)
 from zerolm.shards.reader import Source
 
 ORDER_SETTINGS = frozenset({"seed", "packing", "later_seq_len", "data_stage"})

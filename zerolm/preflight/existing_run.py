@@ -13,10 +13,8 @@ from zerolm.checkpoint.directory import Checkpoint
 from zerolm.common import machine
 from zerolm.common.errors import CheckpointError, Findings, RecordError
 from zerolm.common.records import open_regular, why
-from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_directories
 from zerolm.common.values import shown_bytes
 from zerolm.config.resolved import Resolved
-from zerolm.config.run_records import find_run_json, read_rollbacks
 from zerolm.config.settings import Settings
 from zerolm.data import skips
 from zerolm.data.quotas import MAX_SEQUENCES
@@ -27,6 +25,8 @@ from zerolm.plan import memory
 from zerolm.plan.plan import Plan
 from zerolm.preflight import branch, run_record
 from zerolm.preflight.host import checkpoint_room
+from zerolm.run_dir.files import MANIFEST, RunFiles, checkpoint_directories
+from zerolm.run_dir.records import find_run_json, read_rollbacks
 from zerolm.upload.rules import stored_record, upload_problems
 
 Changed = dict[str, tuple[Any, Any]]

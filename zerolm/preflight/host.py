@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from zerolm.common import machine
 from zerolm.common.errors import ConfigError, Findings
-from zerolm.common.run_files import RunFiles, checkpoint_directories
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
 from zerolm.distributed import ranks
 from zerolm.distributed.deepspeed_env import deepspeed_env_files
 from zerolm.distributed.device import CPU, NO_DEVICE, Device, local_device, this_cpu
 from zerolm.plan import hardware
+from zerolm.run_dir.files import RunFiles, checkpoint_directories
 from zerolm.tracking.tracker import enabled_trackers, tracker_class
 from zerolm.watchdog import limits
 from zerolm.watchdog.limits import SHARED_MEMORY

@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zerolm.checkpoint import directory as checkpoints
 from zerolm.common.errors import CheckpointError, ConfigError, Findings, RecordError, reason
 from zerolm.common.records import read_json
-from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_directories, run_of
 from zerolm.common.values import shown_bytes
-from zerolm.config.run_records import find_run_json, read_run_json
 from zerolm.config.settings import Settings
 from zerolm.ds_config import topology
 from zerolm.export.generation import id_list
@@ -27,6 +25,8 @@ from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
 from zerolm.pretrained import hub, source_config
 from zerolm.pretrained.initial_source import InitialSource
+from zerolm.run_dir.files import MANIFEST, RunFiles, checkpoint_directories, run_of
+from zerolm.run_dir.records import find_run_json, read_run_json
 from zerolm.shards.reader import Source
 from zerolm.upload.rules import stored_record
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.common.records import read_json
-from zerolm.common.run_files import RunFiles
 from zerolm.common.shipped import find_config, shipped_notice
 from zerolm.common.values import shown
 from zerolm.config.settings import Settings
@@ -23,6 +22,7 @@ from zerolm.model.model import Model
 from zerolm.preflight import initial_weights
 from zerolm.preflight.host import Host
 from zerolm.pretrained.initial_source import InitialSource
+from zerolm.run_dir.files import RunFiles
 from zerolm.shards import cache_budget
 
 DEEPSPEED_KEYS = {  # some of which every DeepSpeed JSON has, and no model config

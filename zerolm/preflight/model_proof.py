@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from zerolm.common.errors import ConfigError, Findings, RecordError, reason
 from zerolm.common.provenance import installed_version
 from zerolm.common.values import shown
-from zerolm.config.run_records import find_run_json
 from zerolm.model.architecture import (
     ConfigKey,
     causal_lm_class,
@@ -28,6 +27,7 @@ from zerolm.model.architecture import (
 from zerolm.model.model import Model, max_positions
 from zerolm.preflight.remedies import Remedy, remedies
 from zerolm.preflight.small_copy import shallow_config, small_copies
+from zerolm.run_dir.records import find_run_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,7 +13,6 @@ from typing import Any
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common.values import shown
 from zerolm.config.resolved import Resolved
-from zerolm.config.run_records import OLD_VALUE
 from zerolm.config.settings import split_weight
 from zerolm.data.mixture import (
     describe_stages,
@@ -28,6 +27,7 @@ from zerolm.model.architecture import router_loss_coefficient
 from zerolm.optim.schedule import EXTENDABLE, SCHEDULES
 from zerolm.parts.settings import CURVE_SETTINGS, FLAGS, STATIC_DEFAULTS
 from zerolm.plan.plan import Plan
+from zerolm.run_dir.records import OLD_VALUE
 
 MIXTURE_SETTINGS = ("data_stage", "max_epochs", "mixture_temperature", "over_max_epochs")
 # Values of settings that did not exist when an old run started.

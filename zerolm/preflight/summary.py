@@ -2,7 +2,6 @@
 
 from zerolm import features
 from zerolm.common.values import shown_bytes
-from zerolm.config.run_records import lineage
 from zerolm.data.epochs import times
 from zerolm.distributed.device import ABSENT
 from zerolm.ds_config import scheduler
@@ -12,6 +11,7 @@ from zerolm.plan import memory
 from zerolm.plan.peak_flops import TF32
 from zerolm.plan.plan import Plan
 from zerolm.plan.rank_share import config_of_rank
+from zerolm.run_dir.records import lineage
 
 
 def figures(plan: Plan) -> dict[str, str]:

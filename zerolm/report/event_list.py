@@ -4,9 +4,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zerolm.common import events
 from zerolm.report.curves import Curves, rounded
 from zerolm.report.run_history import RunHistory
+from zerolm.run_dir import events
 
 MAX_EVENTS, MAX_MESSAGE_CHARACTERS = 600, 600
 STALL_SECONDS, STALL_STEPS = 1.0, 10  # a checkpoint that takes longer than both is listed

@@ -11,10 +11,10 @@ from typing import Any
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import write_atomically
-from zerolm.common.run_files import RunFiles
 from zerolm.report.page import ASSETS, page
 from zerolm.report.report_data import report_data
 from zerolm.report.run_history import read_runs
+from zerolm.run_dir.files import RunFiles
 
 SCRIPTS = ("format.js", "axis.js", "view.js", "elements.js", "chart.js", "sections.js", "page.js")
 

@@ -18,9 +18,9 @@ from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import Bbox
 
 from zerolm.common.errors import ConfigError
-from zerolm.common.events import level
-from zerolm.common.jsonl import EventRow, MetricsRow, read_rows
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.events import level
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.jsonl import EventRow, MetricsRow, read_rows
 
 UNMARKED_EVENTS = {"start", "done"}
 SMOOTHING_SHARE = 0.02  # of the points, to either side

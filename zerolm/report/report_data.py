@@ -9,14 +9,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zerolm.common.metrics import BATCH, NOISE_SCALE
-from zerolm.config.run_records import lineage
 from zerolm.parts.metrics import charts, metric_of
 from zerolm.report.curves import Curves, rounded, thinned
 from zerolm.report.event_list import event_list
 from zerolm.report.run_history import RunHistory
 from zerolm.report.settings import differences, flatten
 from zerolm.report.summary import facts, figures, findings
+from zerolm.run_dir.metrics import BATCH, NOISE_SCALE
+from zerolm.run_dir.records import lineage
 
 TRAIN_LOSS = "train/loss"
 MAX_POINTS = 60_000  # of all curves; at 15 to 25 bytes each they are most of the file

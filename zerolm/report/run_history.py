@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.checkpoint.directory import published_checkpoints
-from zerolm.common import events, processes
+from zerolm.common import processes
 from zerolm.common.errors import ConfigError, RecordError
-from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow, read_rows
-from zerolm.common.run_files import RunFiles
-from zerolm.config.run_records import find_run_json
 from zerolm.report.curves import Curves
+from zerolm.run_dir import events
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow, read_rows
+from zerolm.run_dir.records import find_run_json
 from zerolm.watchdog import progress
 
 SILENT_SECONDS = 60.0  # heartbeats are written every two seconds
@@ -109,7 +110,7 @@ class RunHistory:
     def state(self) -> tuple[str, str]:
         """Return the state of the run, and its reason in a few words.
 
-        The state is that of the last event that has one (`zerolm.common.events`). A `running` run
+        The state is that of the last event that has one (`zerolm.run_dir.events`). A `running` run
         without recent heartbeats is `silent`; one that has not started is `new`.
         """
         for event in reversed(self.events):

@@ -14,8 +14,6 @@ import numpy as np
 
 from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.common.errors import CheckpointError, ConfigError
-from zerolm.common.run_files import RunFiles
-from zerolm.config.run_records import read_rollbacks, read_run_json
 from zerolm.config.settings import BEST_FIT, Settings
 from zerolm.data.mixture import group_size, stages_from_record
 from zerolm.data.order import Order
@@ -25,6 +23,8 @@ from zerolm.data.sources import open_sources, source_names
 from zerolm.data.window_text import DocumentSpan, read_row, read_window
 from zerolm.parts.parse import parse_settings
 from zerolm.plan.budget import batch_schedule, num_steps
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.records import read_rollbacks, read_run_json
 from zerolm.shards.reader import Source
 
 

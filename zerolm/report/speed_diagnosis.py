@@ -6,7 +6,6 @@ Used by `zerolm.report.diagnosis`.
 import statistics
 from collections.abc import Sequence
 
-from zerolm.common.events import shown_slow_host
 from zerolm.report.findings import (
     RECENT_ROWS,
     Finding,
@@ -16,6 +15,7 @@ from zerolm.report.findings import (
     points_of,
     recent_of,
 )
+from zerolm.run_dir.events import shown_slow_host
 
 DATA_SHARE = 0.1
 LOW_MFU, FALLEN_MFU = 0.1, 0.75

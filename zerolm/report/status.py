@@ -14,12 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from zerolm.common import events
 from zerolm.common.values import count, duration, printable, strict_json
-from zerolm.config.run_records import lineage
 from zerolm.report.event_list import merged
 from zerolm.report.run_history import RunHistory, read_runs, seconds_of
 from zerolm.report.summary import findings, lost_time
+from zerolm.run_dir import events
+from zerolm.run_dir.records import lineage
 
 WATCH_SECONDS = 2.0
 LAST_EVENTS = 5

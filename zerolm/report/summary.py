@@ -4,14 +4,14 @@ import contextlib
 import time
 from typing import Any
 
-from zerolm.common.events import RUNNING, state_after
-from zerolm.common.run_files import checkpoint_step
 from zerolm.common.values import count, duration, shown_bytes
-from zerolm.config.run_records import lineage
 from zerolm.plan.lost_time import Lost, measured
 from zerolm.report import diagnosis
 from zerolm.report.curves import Curves
 from zerolm.report.run_history import RunHistory, seconds_of
+from zerolm.run_dir.events import RUNNING, state_after
+from zerolm.run_dir.files import checkpoint_step
+from zerolm.run_dir.records import lineage
 from zerolm.tracking.wandb_identity import page_of
 
 LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # last lines over which the shown training loss is averaged

@@ -8,7 +8,7 @@ import statistics
 from collections import deque
 from typing import Any, NamedTuple
 
-from zerolm.common.events import EVENTS
+from zerolm.run_dir.events import EVENTS
 
 Row = dict[str, Any]
 

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked
 from zerolm.common.values import printable
+from zerolm.run_dir.files import RunFiles
 
 MAX_BYTES = 8 << 20  # of a file; an older one is kept beside it
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from zerolm.common import processes
 from zerolm.common.errors import reason
-from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow, parse_row
 from zerolm.common.locks import FileLock, LockTaken, wait_for_lock
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow, parse_row
 from zerolm.tracking.tracker import Row, Tracker, tracker_class
 
 POLL_SECONDS = 0.5

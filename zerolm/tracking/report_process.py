@@ -6,14 +6,16 @@ slow or broken there affects training. A supervisor uses `start_for` after a fai
 
 import os
 import time
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
+from zerolm.common.child import Child
 from zerolm.common.errors import RecordError
-from zerolm.common.run_files import RunFiles
-from zerolm.config.run_records import find_run_json
 from zerolm.distributed.collectives import print_safely
-from zerolm.watchdog.child import Child
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.records import find_run_json
+from zerolm.watchdog.progress import record_progress
 
 FIRST_SECONDS = 30.0  # from the start of a run to its first report
 # How long the end of a run waits for its report: a run of a million lines takes a minute.
@@ -81,7 +83,7 @@ class HtmlReport:
             self._warn(f"exit code {code}")
 
     def _end(self, deadline: float) -> None:
-        self._check(self._child.wait(deadline))
+        self._check(self._child.wait(deadline, waiting=partial(record_progress, "end")))
         if self._child.running:
             self._child.kill()
             self._warn("its process did not end in time")

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.common import jsonl
 from zerolm.common.files import write_atomically
-from zerolm.common.jsonl import LineFile, MetricsRow, SampleRow
-from zerolm.common.run_files import RunFiles
 from zerolm.common.values import count, duration
 from zerolm.config.settings import Settings
 from zerolm.distributed.collectives import print_safely
 from zerolm.parts.metrics import line_figures
+from zerolm.run_dir import events, jsonl
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.jsonl import LineFile, MetricsRow, SampleRow
 from zerolm.tracking.tracker import enabled_trackers
 from zerolm.tracking.tracker_processes import Trackers
 
@@ -121,7 +121,7 @@ class RunLog:
     def event(self, event: str, step: int, **values: Any) -> None:
         """Append an event to events.jsonl."""
         if self._events is not None:
-            self._events.write(jsonl.event_line(event, step, **values))
+            self._events.write(events.event_line(event, step, **values))
 
     def sync(self) -> None:
         """Sync the lines to disk, so that no checkpoint is ahead of its metrics after a power cut.
@@ -145,7 +145,7 @@ class RunLog:
     def _tracker_event(self, event: str, **values: Any) -> None:
         step = self._newest[0]
         if self._events is None or self._events.closed:
-            jsonl.append_event(self.run_dir, event, step, **values)
+            events.append_event(self.run_dir, event, step, **values)
         else:
             self.event(event, step, **values)
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from zerolm.common.files import host_name
-from zerolm.common.jsonl import MetricsRow, read_rows
-from zerolm.common.run_files import rollback_name
+from zerolm.run_dir.files import rollback_name
+from zerolm.run_dir.jsonl import MetricsRow, read_rows
 from zerolm.tracking.tracker import Row, Tracker
 
 Scalars = dict[str, np.float32]

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.run_files import RunFiles
 from zerolm.common.values import shown_setting
 from zerolm.config.settings import TRACKERS, Settings
+from zerolm.run_dir.files import RunFiles
 
 Row = dict[str, Any]
 

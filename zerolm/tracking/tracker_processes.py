@@ -12,13 +12,15 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.run_files import RunFiles
+from zerolm.common.child import Child
 from zerolm.distributed.collectives import print_safely
+from zerolm.run_dir.files import RunFiles
 from zerolm.tracking.tracker import tracker_class
-from zerolm.watchdog.child import Child
+from zerolm.watchdog.progress import record_progress
 
 POLL_SECONDS = 2.0
 READ_SECONDS = 5.0  # a process that is alive polls the files more often than this
@@ -146,7 +148,7 @@ class TrackerProcess:
 
     def finish(self, deadline: float) -> None:
         """Wait for the process, kill it at the deadline, and report if its tracker lacks rows."""
-        code = self.child.wait(deadline)
+        code = self.child.wait(deadline, waiting=partial(record_progress, "end"))
         late = self.child.running
         self.child.kill()
         self._receive()

@@ -18,9 +18,9 @@ from typing import Any, TypedDict
 from zerolm.common.errors import RecordError
 from zerolm.common.files import write_json
 from zerolm.common.records import read_record
-from zerolm.common.run_files import MANIFEST, TRACKER_STATE
-from zerolm.config.run_records import read_rollbacks, read_run_json
 from zerolm.config.settings import Settings
+from zerolm.run_dir.files import MANIFEST, TRACKER_STATE
+from zerolm.run_dir.records import read_rollbacks, read_run_json
 from zerolm.tracking import alerts, wandb_files
 from zerolm.tracking.tracker import Row, Tracker
 from zerolm.tracking.wandb_identity import (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 
 BLOCK_BYTES, HEADER_BYTES = 32768, 7
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4  # types of fragments

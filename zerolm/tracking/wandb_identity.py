@@ -11,8 +11,8 @@ from typing import Any, TypedDict
 
 from zerolm.common.errors import RecordError
 from zerolm.common.records import Count, Name, read_record
-from zerolm.common.run_files import TRACKER_STATE, RunFiles
-from zerolm.config.run_records import ancestors
+from zerolm.run_dir.files import TRACKER_STATE, RunFiles
+from zerolm.run_dir.records import ancestors
 
 MAX_TAG_CHARACTERS = 64  # W&B refuses longer ones
 

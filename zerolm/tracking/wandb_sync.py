@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from zerolm.common.errors import ConfigError, ZerolmError, reason
-from zerolm.common.jsonl import EventRow, MetricsRow, SampleRow
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.records import read_record
-from zerolm.common.run_files import TRACKER_STATE, RunFiles, rollback_name
-from zerolm.config.run_records import read_run_json
+from zerolm.run_dir.files import TRACKER_STATE, RunFiles, rollback_name
+from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow
+from zerolm.run_dir.records import read_run_json
 from zerolm.tracking.mirror import Tail
 from zerolm.tracking.wandb import WandbTracker, close, new_id
 from zerolm.tracking.wandb_identity import (

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ConfigError, reason
-from zerolm.common.jsonl import MetricsRow
-from zerolm.common.run_files import RunFiles
-from zerolm.config.run_records import read_run_json
 from zerolm.parts import metrics
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.jsonl import MetricsRow
+from zerolm.run_dir.records import read_run_json
 from zerolm.tracking.mirror import Tail
 from zerolm.tracking.wandb_identity import has_key, identity
 

@@ -14,10 +14,10 @@ from zerolm.checkpoint.rotation import Retention
 from zerolm.checkpoint.save_job import Outcome
 from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common.errors import CheckpointWriteError
-from zerolm.common.run_files import checkpoint_name
 from zerolm.ds_config import topology
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
+from zerolm.run_dir.files import checkpoint_name
 from zerolm.train.stability import StopRequest
 from zerolm.watchdog.progress import record_progress
 

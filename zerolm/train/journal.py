@@ -11,9 +11,6 @@ from typing import Any
 from zerolm.checkpoint.load import DamagedCheckpoint
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common import processes
-from zerolm.common.events import shown_slow_host
-from zerolm.common.run_files import RunFiles
-from zerolm.config.run_records import Rollback
 from zerolm.data import mixture
 from zerolm.distributed.slow_hosts import SlowHosts
 from zerolm.features.feature import StepResult
@@ -22,6 +19,9 @@ from zerolm.optim.spikes import COOL_DOWN, SpikeGuard
 from zerolm.plan import duration
 from zerolm.plan.peak_flops import device_peak_flops
 from zerolm.plan.plan import Plan
+from zerolm.run_dir.events import shown_slow_host
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.records import Rollback
 from zerolm.tracking import console_log, run_log
 from zerolm.tracking.console import Console
 from zerolm.tracking.tracker_processes import Trackers

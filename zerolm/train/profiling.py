@@ -18,8 +18,8 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from zerolm.common.files import sync_directory
-from zerolm.common.run_files import RunFiles, checkpoint_name
 from zerolm.distributed import process_group
+from zerolm.run_dir.files import RunFiles, checkpoint_name
 from zerolm.train.journal import Journal
 from zerolm.watchdog.progress import record_progress
 

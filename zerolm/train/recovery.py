@@ -10,10 +10,10 @@ from typing import Any
 from zerolm.checkpoint import rollback
 from zerolm.common.errors import GaveUp
 from zerolm.common.faults import fault_point
-from zerolm.config.run_records import Rollback
 from zerolm.distributed import collectives
 from zerolm.optim.spikes import GIVE_UP, MAX_CONSECUTIVE_OVERFLOWS, ROLL_BACK, SKIP_WINDOW_STEPS
 from zerolm.preflight import run_record
+from zerolm.run_dir.records import Rollback
 from zerolm.train import resume
 from zerolm.train.run import Run
 from zerolm.train.stability import advice

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 from zerolm.checkpoint import load, probe, reshard, rollback
 from zerolm.checkpoint.directory import Checkpoint, published_checkpoints, read
 from zerolm.checkpoint.manifest import Progress
-from zerolm.common.run_files import MANIFEST, RunFiles
-from zerolm.config.run_records import Rollback, read_rollbacks
 from zerolm.distributed import collectives
 from zerolm.features import FEATURES
 from zerolm.optim import parameter_groups
 from zerolm.optim.spikes import History
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
+from zerolm.run_dir.files import MANIFEST, RunFiles
+from zerolm.run_dir.records import Rollback, read_rollbacks
 from zerolm.tracking import run_log
 from zerolm.train import run_directory
 from zerolm.train.run import Run

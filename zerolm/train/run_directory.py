@@ -12,7 +12,6 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.files import make_directories, wait_until_visible, write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.provenance import git_commit, versions
-from zerolm.common.run_files import RunFiles, foreign_entries
 from zerolm.data import mixture
 from zerolm.distributed import collectives
 from zerolm.distributed.collectives import print_safely
@@ -20,6 +19,7 @@ from zerolm.distributed.device import driver_version, gpu_library_versions
 from zerolm.parts.inheritance import derived_settings
 from zerolm.plan.plan import Plan
 from zerolm.preflight import model_proof
+from zerolm.run_dir.files import RunFiles, foreign_entries
 
 
 def claim(run_dir: str | Path) -> FileLock:

@@ -6,15 +6,17 @@ sends what is missing and ends. That process logs its own events; its failures n
 
 import contextlib
 import time
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
 from zerolm.checkpoint.directory import published_checkpoints
-from zerolm.common import jsonl
-from zerolm.common.run_files import MANIFEST, RunFiles
+from zerolm.common.child import Child
 from zerolm.common.store import OFF
 from zerolm.distributed.collectives import print_safely
-from zerolm.watchdog.child import Child
+from zerolm.run_dir import events
+from zerolm.run_dir.files import MANIFEST, RunFiles
+from zerolm.watchdog.progress import record_progress
 
 POLL_SECONDS = 1.0
 FIRST_PAUSE_SECONDS = 10.0  # after a failed upload
@@ -61,14 +63,14 @@ class Uploads:
         deadline = time.monotonic() + seconds
         if not self._child.running:
             self._start()
-        while self._check(self._child.wait(deadline)):
+        while self._check(self._child.wait(deadline, waiting=partial(record_progress, "end"))):
             self._start()  # a checkpoint may have been published while it was sending
         self._child.kill()  # the next upload sends only the files that are missing
         missing = sorted(name for name, _ in self._published() - self._sent)
         if missing:
             step = int(missing[-1].rpartition("-")[2])
             with contextlib.suppress(OSError):
-                jsonl.append_event(
+                events.append_event(
                     self.run_dir, "upload_unfinished", step, url=self.url, checkpoints=missing
                 )
             print_safely(

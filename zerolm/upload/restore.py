@@ -19,12 +19,12 @@ from zerolm.checkpoint.checksums import checksum_of
 from zerolm.checkpoint.directory import Checkpoint, publish, read
 from zerolm.checkpoint.manifest import ListedFile, files_problem, parse_manifest
 from zerolm.checkpoint.rotation import point_to, remove_unfinished
-from zerolm.common import jsonl
 from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.files import make_directories, sync_directory, sync_tree
 from zerolm.common.records import parse_record
-from zerolm.common.run_files import MANIFEST, TEMPORARY, RunFiles, checkpoint_name
 from zerolm.common.store import OFF, Mismatch, Missing, StoreError
+from zerolm.run_dir import events
+from zerolm.run_dir.files import MANIFEST, TEMPORARY, RunFiles, checkpoint_name
 from zerolm.upload.rules import is_lost
 from zerolm.upload.run_store import CHECKSUMS, RECORD_DIRECTORY, Store, record_files
 
@@ -129,8 +129,8 @@ def _log_restored(
     checkpoint = read(RunFiles(run_dir).checkpoint(name))
     step = checkpoint.progress.step
     for problem in problems:
-        jsonl.append_event(run_dir, "checkpoint_damaged", step, problem=problem)
-    jsonl.append_event(run_dir, "restored", step, checkpoint=name, **values)
+        events.append_event(run_dir, "checkpoint_damaged", step, problem=problem)
+    events.append_event(run_dir, "restored", step, checkpoint=name, **values)
     return checkpoint
 
 

@@ -12,8 +12,8 @@ from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.records import parse_record, read_json
 from zerolm.common.store import OFF, Missing, StoreError, call_within
 from zerolm.common.url import url_problem
-from zerolm.config.run_records import RunJson
 from zerolm.config.settings import COMMAND_LINE, Settings
+from zerolm.run_dir.records import RunJson
 from zerolm.upload.run_store import RECORD_DIRECTORY, Store
 
 REACH_SECONDS = 90.0  # limit for reaching the store when a run starts

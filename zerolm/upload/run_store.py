@@ -16,7 +16,6 @@ from typing import Any, TypedDict
 from zerolm.checkpoint.checksums import HASHERS, Checksum
 from zerolm.common.errors import RecordError
 from zerolm.common.records import Count, parse_record
-from zerolm.common.run_files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
 from zerolm.common.store import (
     ATTEMPTS,
     CHUNK_BYTES,
@@ -29,6 +28,7 @@ from zerolm.common.store import (
     store_options,
 )
 from zerolm.config.settings import TRACKERS
+from zerolm.run_dir.files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
 from zerolm.tracking.tracker import tracker_class
 
 RECORD_DIRECTORY = "record"  # run.json and the logs as they were when the checkpoint was sent

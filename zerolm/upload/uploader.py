@@ -19,14 +19,14 @@ from pathlib import Path
 
 from zerolm.checkpoint.checksums import SHA256, Checksum, checksum_file, checksum_of
 from zerolm.checkpoint.directory import published_checkpoints, read
-from zerolm.common import jsonl
 from zerolm.common.errors import CheckpointError, ConfigError, RecordError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import write_json
 from zerolm.common.locks import FileLock, LockTaken, wait_for_lock
 from zerolm.common.records import parse_record
-from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_directories, checkpoint_step
 from zerolm.common.store import Mismatch, StoreError
+from zerolm.run_dir import events, jsonl
+from zerolm.run_dir.files import MANIFEST, RunFiles, checkpoint_directories, checkpoint_step
 from zerolm.upload.run_store import CHECKSUMS, RECORD_DIRECTORY, Store, record_files
 
 SENT_SUFFIX = ".sent"  # of the list of a checkpoint's files that were sent
@@ -63,7 +63,7 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
         step = checkpoint_step(sending) if sending else -1
         print(f"upload: failed: {error}", flush=True)
         with contextlib.suppress(OSError):  # a full disk is reported by the run
-            jsonl.append_event(run_dir, "upload_failed", step, url=url, error=str(error))
+            events.append_event(run_dir, "upload_failed", step, url=url, error=str(error))
 
     with _lock(paths.uploads_lock):
         _remove_links(run_dir)
@@ -200,7 +200,7 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
     sent_list.unlink(missing_ok=True)
     shutil.rmtree(staging, ignore_errors=True)
     seconds = round(time.monotonic() - start, 3)
-    jsonl.append_event(
+    events.append_event(
         run_dir, "upload", step, checkpoint=name, url=store.url, bytes=sent_bytes, seconds=seconds
     )
     print(f"upload: {name} to {store.url}, {sent_bytes / 1e6:.1f} MB in {seconds} s", flush=True)

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog.progress import Group
 
 MAX_CALLS = 512  # in a heartbeat

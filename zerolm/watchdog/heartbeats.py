@@ -14,7 +14,7 @@ from typing import Any
 
 from zerolm.common import processes
 from zerolm.common.files import write_atomically
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog import flight_recorder, liveness, progress
 
 HEARTBEATS_PER_SECOND = 32  # of all ranks, while that allows one in `MAX_SECONDS` to each

@@ -12,7 +12,7 @@ from typing import TypedDict, TypeVar
 
 from zerolm.common.errors import RecordError
 from zerolm.common.records import Count, Name, read_record
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 
 # Phases of the main thread, and whether reading and writing files counts as progress in them.
 PHASES = {

@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple, TypedDict
 
-from zerolm.common import events, jsonl, processes
-from zerolm.common.jsonl import EventRow
+from zerolm.common import processes
 from zerolm.common.records import Count, mismatch
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir import events, jsonl
+from zerolm.run_dir.files import RunFiles
+from zerolm.run_dir.jsonl import EventRow
 
 TICKS = os.sysconf("SC_CLK_TCK")
 TAIL_BYTES = 1 << 20  # of the events, in which the last failure is

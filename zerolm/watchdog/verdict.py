@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from zerolm.common import jsonl
 from zerolm.common.errors import RecordError
 from zerolm.common.records import Count, read_record
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir import events
+from zerolm.run_dir.files import RunFiles
 
 
 def write_once(path: Path, value: Mapping[str, Any]) -> bool:
@@ -102,7 +102,7 @@ def publish(
 def log_event(run_dir: Path, event: str, step: int, **fields: Any) -> None:
     """Append an event to the run's log; on a full disk do nothing."""
     with contextlib.suppress(OSError):
-        jsonl.append_event(run_dir, event, step, **fields)
+        events.append_event(run_dir, event, step, **fields)
 
 
 def mute_broken_output() -> None:

@@ -21,9 +21,9 @@ from typing import Any
 
 from zerolm.common import machine, processes
 from zerolm.common.errors import EXIT_BUG
-from zerolm.common.run_files import RunFiles
 from zerolm.common.secrets import masked
 from zerolm.distributed import collectives
+from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog import (
     flight_recorder,
     hang_detection,

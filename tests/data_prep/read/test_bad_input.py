@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from data_prep.encode.options import TokenizeOptions
+from data_prep.encode.run import run_tokenization
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
 from data_prep.tasks.phases import LocalExecutor
-from data_prep.tokenize.options import TokenizeOptions
-from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.load import load_tokenizer
 from tests import ROOT
 from tests.data_prep.read.bad_input_cases import CASES, GOOD, HARMLESS, LIMIT, odd_files, zst

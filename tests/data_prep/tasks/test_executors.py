@@ -8,6 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from data_prep.encode.options import TokenizeOptions
+from data_prep.encode.run import run_tokenization
 from data_prep.read.discovery import find_inputs
 from data_prep.tasks import slurm as slurm_tasks
 from data_prep.tasks.executors import RayExecutor, make_executor
@@ -20,8 +22,6 @@ from data_prep.tasks.phases import (
     valid_records,
 )
 from data_prep.tasks.slurm import SlurmExecutor
-from data_prep.tokenize.options import TokenizeOptions
-from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.load import load_tokenizer
 from tests.data_prep.tasks.pipeline_tasks import Cubes
 from zerolm.common.errors import ConfigError, ZerolmError

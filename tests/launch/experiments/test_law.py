@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.predict_coverage import coverage
+from launch.estimate.scaling import BESIROGLU, HOFFMANN, LossFit
 from launch.experiments.law import Fitted, Observed, fit, fit_without
-from launch.plan.scaling import BESIROGLU, HOFFMANN, LossFit
 
 SIZES, TOKENS = (5e7, 2e8, 8e8), (1e9, 4e9, 1.6e10)
 # Cerebras-GPT (arXiv 2304.03208): parameters, tokens (20 per parameter), loss on the Pile's test

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launch.__main__ import main
-from launch.plan.scaling import LossFit
+from launch.estimate.scaling import LossFit
 from tests.launching import LLAMA, write_json, write_shards
 from zerolm.model.model import Model
 from zerolm.shards.reader import open_source

@@ -1,7 +1,7 @@
 """Config files that are edited or deleted while a run trains: its restarts read what they were."""
 
 from launch.supervise.config_files import ConfigFiles
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 
 
 def test_files_that_change_are_replaced_by_copies_until_they_are_as_before(tmp_path) -> None:

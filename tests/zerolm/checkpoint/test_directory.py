@@ -10,9 +10,9 @@ from zerolm.checkpoint import directory as checkpoint_directory
 from zerolm.checkpoint import rollback
 from zerolm.checkpoint.directory import candidates, locate, locate_several
 from zerolm.checkpoint.rotation import Retention
-from zerolm.common import run_files
 from zerolm.common.errors import CheckpointError
-from zerolm.common.run_files import MANIFEST
+from zerolm.run_dir import files as run_files
+from zerolm.run_dir.files import MANIFEST
 
 
 def test_what_is_set_aside_again_gets_the_next_number(tmp_path) -> None:

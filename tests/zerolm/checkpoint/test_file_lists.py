@@ -13,7 +13,7 @@ from zerolm.checkpoint.directory import publish, read, verify_files
 from zerolm.checkpoint.file_lists import LISTED_RANKS, pieces
 from zerolm.checkpoint.manifest import FILES, FORMAT, VERSION, Progress
 from zerolm.common.errors import CheckpointError
-from zerolm.common.run_files import MANIFEST
+from zerolm.run_dir.files import MANIFEST
 from zerolm.upload import restore, uploader
 
 COMMON = "mp_rank_00_model_states.pt"

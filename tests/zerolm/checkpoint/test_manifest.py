@@ -15,7 +15,7 @@ from zerolm.checkpoint.manifest import (
     manifest_digest,
 )
 from zerolm.common.errors import CheckpointError
-from zerolm.common.run_files import MANIFEST
+from zerolm.run_dir.files import MANIFEST
 
 
 @pytest.mark.parametrize("version", [1, 2, 3, 4, 5])

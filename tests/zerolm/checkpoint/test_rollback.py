@@ -11,8 +11,8 @@ from zerolm.checkpoint import directory, rollback, rotation
 from zerolm.checkpoint.directory import published_checkpoints, read
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
 from zerolm.common.errors import ConfigError
-from zerolm.config.run_records import read_rollbacks
 from zerolm.optim.schedule import BatchSchedule
+from zerolm.run_dir.records import read_rollbacks
 
 BATCH = BatchSchedule(8)
 

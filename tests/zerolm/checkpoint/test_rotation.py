@@ -15,7 +15,7 @@ from zerolm.checkpoint import directory as checkpoint_directory
 from zerolm.checkpoint.directory import candidates, publish
 from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished, rotate
 from zerolm.common.faults import POINTS
-from zerolm.common.run_files import checkpoint_name
+from zerolm.run_dir.files import checkpoint_name
 
 PUBLISHER_POINTS = ("manifest", "rename", "pointer", "rotate", "rotated")
 PUBLISHING = """

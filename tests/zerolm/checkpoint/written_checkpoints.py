@@ -13,9 +13,9 @@ from zerolm.checkpoint.manifest import (
 )
 from zerolm.checkpoint.rotation import Retention, delete_own, rotate
 from zerolm.common.files import sha256_file
-from zerolm.common.run_files import checkpoint_name
 from zerolm.ds_config import topology
 from zerolm.ds_config.profile import Profile
+from zerolm.run_dir.files import checkpoint_name
 
 FILES = ("model.pt", "optimizer.pt")
 ADAMW = Profile.parse({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 2}})

@@ -15,7 +15,6 @@ from tests import tracked
 from tests.documents import name_of, text_of
 from tests.launching import environment, run_ranks, write_json
 from tests.zerolm.preflight.preflight_inputs import command, write_inputs
-from zerolm.common import jsonl
 from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.secrets import HIDDEN, has_credentials, masked
 from zerolm.common.store import StoreError
@@ -24,6 +23,7 @@ from zerolm.evaluate import hellaswag
 from zerolm.export import hub as export_hub
 from zerolm.parts.settings import FLAGS
 from zerolm.pretrained import hub as pretrained_hub
+from zerolm.run_dir import events
 from zerolm.shards.tokenizer import load_auto_tokenizer
 
 PLANTED = "Wjalr/XUtnFEMI+K7MDENG"  # as the keys of S3, it may contain a slash
@@ -86,7 +86,7 @@ def test_a_url_with_credentials_is_refused(url):
 
 
 def test_events_and_tracebacks_are_masked(tmp_path):
-    jsonl.append_event(tmp_path, "resume", 1, reason=f"at {URL}", ranks=[{"reason": URL}])
+    events.append_event(tmp_path, "resume", 1, reason=f"at {URL}", ranks=[{"reason": URL}])
     assert PLANTED not in (tmp_path / "events.jsonl").read_text()
     script = f"from zerolm.common.secrets import mask_tracebacks as m; m(); open({URL!r})"
     done = subprocess.run(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.tokenize.pack import pack
+from data_prep.encode.pack import pack
 from tests.launching import EOS, write_shards
 from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.data.loader import TokenStream, ValidationStream, make_loader

@@ -9,9 +9,9 @@ import pytest
 
 from tests.zerolm.checkpoint.written_checkpoints import write
 from zerolm.__main__ import main
-from zerolm.common.run_files import MANIFEST
 from zerolm.export.merge import ema_coefficients, mean_coefficients, wsm_coefficients
 from zerolm.optim.schedule import DECAY_SHAPES, LearningRate
+from zerolm.run_dir.files import MANIFEST
 
 EVEN = [1000, 1100, 1200, 1300, 1400]
 UNEVEN = [1000, 1010, 1300, 1310, 1400]

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from launch.plan.reliability import interruptions
+from launch.estimate.reliability import interruptions
 from zerolm.plan.lost_time import HOUR, Lost, expected, measured
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan import step_time
+from launch.estimate import step_time
 from tests.launching import run_workers
 
 ACCUMULATION = 4  # in the worker

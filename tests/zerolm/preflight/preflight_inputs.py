@@ -10,8 +10,8 @@ import pytest
 
 from tests.launching import LLAMA, ROOT, write_json
 from zerolm.common.errors import ConfigError
-from zerolm.common.run_files import RunFiles
 from zerolm.preflight import check
+from zerolm.run_dir.files import RunFiles
 from zerolm.shards.writer import ShardWriter
 from zerolm.train import run_directory
 

@@ -18,9 +18,9 @@ from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.common import machine
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
-from zerolm.common.run_files import MANIFEST, RunFiles, checkpoint_name
 from zerolm.ds_config import topology
 from zerolm.preflight import check, run_record
+from zerolm.run_dir.files import MANIFEST, RunFiles, checkpoint_name
 from zerolm.tracking.wandb_identity import identity
 from zerolm.train import run_directory
 

@@ -19,9 +19,9 @@ from tests.zerolm.preflight.test_branch import (
 )
 from zerolm.checkpoint import directory
 from zerolm.common.errors import ConfigError
-from zerolm.common.run_files import MANIFEST
 from zerolm.preflight import check
 from zerolm.report.run_order import open_run
+from zerolm.run_dir.files import MANIFEST
 from zerolm.train import resume
 
 LATER = f"{WSD} --later_seq_len 128"

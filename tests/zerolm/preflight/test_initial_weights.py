@@ -12,10 +12,10 @@ from tests.launching import ROOT, write_json
 from tests.zerolm.preflight.preflight_inputs import shards
 from tests.zerolm.pretrained.small_models import change_tensors, save_model
 from zerolm.common.errors import ConfigError
-from zerolm.common.run_files import RunFiles
 from zerolm.export.tokenizer import generation_of
 from zerolm.preflight import check
 from zerolm.pretrained.initial_source import InitialSource
+from zerolm.run_dir.files import RunFiles
 from zerolm.train import run_directory
 
 

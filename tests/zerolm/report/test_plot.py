@@ -7,8 +7,8 @@ import pytest
 from matplotlib.image import imread
 
 from zerolm.common.errors import ConfigError
-from zerolm.common.jsonl import MetricsRow, read_rows
 from zerolm.report import plot
+from zerolm.run_dir.jsonl import MetricsRow, read_rows
 
 
 def write_run(run_dir, num_steps, half_line=False):

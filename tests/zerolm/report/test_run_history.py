@@ -15,8 +15,8 @@ from tests.zerolm.report.run_directories import (
 )
 from zerolm.common import processes
 from zerolm.common.errors import ConfigError
-from zerolm.common.run_files import RunFiles
 from zerolm.report import run_history
+from zerolm.run_dir.files import RunFiles
 
 
 def test_a_written_run_is_read_back(tmp_path) -> None:

@@ -12,10 +12,10 @@ from rich.console import Console
 
 from tests import ROOT
 from tests.zerolm.report.run_directories import write_branch, write_heartbeats, write_run
-from zerolm.common.events import message
 from zerolm.report.run_history import read_run
 from zerolm.report.status import panel, plain_lines, sparkline, status_of
 from zerolm.report.summary import facts
+from zerolm.run_dir.events import message
 
 COMMAND = [sys.executable, "-m", "zerolm", "status"]
 

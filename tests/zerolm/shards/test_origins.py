@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
+from data_prep.encode.options import TokenizeOptions
+from data_prep.encode.run import run_tokenization
 from data_prep.read.discovery import find_inputs
 from data_prep.tasks.phases import LocalExecutor
-from data_prep.tokenize.options import TokenizeOptions
-from data_prep.tokenize.run import run_tokenization
 from data_prep.tokenizer.bpe import BpeOptions, train_bpe
 from data_prep.tokenizer.load import load_tokenizer
 from zerolm.common.errors import ShardError

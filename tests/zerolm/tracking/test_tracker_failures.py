@@ -17,7 +17,7 @@ import wandb as wandb_package
 from tests.launching import free_port
 from tests.wandb_reader import own_rows
 from tests.zerolm.tracking.tracked_runs import begin, end, publish, unused_run, write_steps
-from zerolm.common import locks
+from zerolm.common import child, locks
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.parts.settings import RunSettings
 from zerolm.tracking import mirror as mirror_module
@@ -28,7 +28,6 @@ from zerolm.tracking.run_log import RunLog
 from zerolm.tracking.tracker import Tracker, enabled_trackers
 from zerolm.tracking.tracker_processes import MAX_FAILURES
 from zerolm.tracking.wandb_sync import wandb_sync
-from zerolm.watchdog import child
 
 
 @pytest.fixture

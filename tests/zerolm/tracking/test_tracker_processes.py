@@ -27,7 +27,7 @@ from tests.zerolm.tracking.tracked_runs import (
     wait_for_start,
     write_steps,
 )
-from zerolm.common import jsonl
+from zerolm.run_dir import events
 from zerolm.tracking import run_log, tensorboard, wandb
 from zerolm.tracking.wandb_sync import wandb_sync
 
@@ -115,7 +115,7 @@ def test_the_tracker_of_a_killed_run_sends_why_it_ended(run_dir) -> None:
     wait_for(lambda: list(run_dir.glob("wandb/offline-run-*/*.wandb")))
     rank.kill()
     rank.wait()
-    jsonl.append_event(run_dir, "rank_lost", 1, ended="signal 9")
+    events.append_event(run_dir, "rank_lost", 1, ended="signal 9")
     with open(run_dir / "wandb" / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it has ended
     ((_, records),) = wandb_runs(run_dir).items()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.tokenize.pack import pack
+from data_prep.encode.pack import pack
 from tests import ROOT
 from tests.launching import LLAMA, run_workers, write_json, write_shards
 from zerolm.shards.reader import open_source

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from zerolm.checkpoint.directory import Checkpoint
 from zerolm.checkpoint.manifest import Progress
-from zerolm.config.run_records import Rollback
+from zerolm.run_dir.records import Rollback
 from zerolm.train.resume import continued
 
 OLD = {"seq_len": 32, "seed": 1, "weights": [1.0], "data_fingerprint": "a"}

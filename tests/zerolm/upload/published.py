@@ -8,7 +8,7 @@ from tests.manifests import WRITTEN
 from zerolm.checkpoint import directory as checkpoint_directory
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.common.files import sha256_file
-from zerolm.common.run_files import checkpoint_name
+from zerolm.run_dir.files import checkpoint_name
 
 
 def publish(run_dir: Path, step: int, size: int = 1000, **progress: int) -> Path:

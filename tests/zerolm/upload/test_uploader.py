@@ -15,8 +15,8 @@ from tests.zerolm.upload.published import contents, events, publish
 from zerolm.checkpoint.directory import newest, verify_files
 from zerolm.checkpoint.manifest import manifest_digest
 from zerolm.common.errors import CheckpointError, reason
-from zerolm.common.run_files import MANIFEST
 from zerolm.common.store import StoreError, call_within
+from zerolm.run_dir.files import MANIFEST
 from zerolm.upload import uploader
 from zerolm.upload.process import Uploads
 from zerolm.upload.restore import if_lost, restore

@@ -19,7 +19,7 @@ RANKS = """
 import json, os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog import flight_recorder
 
 folder, rank = Path(sys.argv[1]), 0 if os.fork() else 1

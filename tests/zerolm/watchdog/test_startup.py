@@ -11,7 +11,7 @@ import pytest
 from launch.supervise.downtime import downtime
 from tests.zerolm.report.run_directories import heartbeat
 from zerolm.common import processes
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog import startup
 
 FAILED = {"parts": {"noticed": 0.5, "ended": 1.5}, "ended_at": 1000.0}

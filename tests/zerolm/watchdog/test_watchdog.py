@@ -14,7 +14,7 @@ import pytest
 
 from tests.launching import ROOT, environment
 from zerolm.common import processes
-from zerolm.common.run_files import RunFiles
+from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog import liveness, progress, watchdog
 from zerolm.watchdog.heartbeats import Heartbeats, interval_seconds
 from zerolm.watchdog.verdict import write_once

@@ -1,0 +1,92 @@
+"""Encodes documents into batches of token ids for the training and the validation split.
+
+The result depends only on the documents and the tokenizer. Independent of files and tasks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import NamedTuple
+
+import numpy as np
+
+from data_prep.encode.held_out import is_held_out
+from data_prep.encode.parts import Batch
+from data_prep.read.documents import Document
+from data_prep.tokenizer.encoders import Encoder
+from zerolm.common.errors import ShardError
+from zerolm.shards.manifest import token_dtype
+from zerolm.shards.origins import pack_origins
+
+
+class IdCounts(NamedTuple):
+    """Numbers of ids that a tokenizer should not give often."""
+
+    inner_eos_ids: int = 0  # EOS ids inside documents
+    unknown_ids: int = 0
+
+
+@dataclass(frozen=True)
+class DocumentEncoder:
+    """Encodes documents, appends EOS ids, and divides the documents into splits.
+
+    Args:
+        vocab_size: size of the tokenizer's vocabulary; larger ids are an error.
+        val_fraction: share of the documents held out for validation; None for a single split.
+        unknown_id: the id of text that is not in the vocabulary, if there is one.
+    """
+
+    eos_id: int
+    vocab_size: int
+    val_fraction: float | None
+    unknown_id: int | None = None
+
+    @property
+    def num_splits(self) -> int:
+        """1, or 2 with a validation split."""
+        return 1 if self.val_fraction is None else 2
+
+    def encode(
+        self, encoder: Encoder, documents: Sequence[Document]
+    ) -> tuple[list[Batch], IdCounts]:
+        """Encode documents.
+
+        Returns:
+            A batch for each split (only the first if no document is held out), and counts.
+        """
+        texts, inputs, starts, _ = zip(*documents, strict=True)
+        ids, text_bytes = encoder.encode(texts)
+        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
+        origins = pack_origins(np.array(inputs, np.uint64), np.array(starts, np.uint64))
+        # A document may have no ids, such as only spaces with a tokenizer that drops them.
+        kept = lengths > 0
+        members = [kept]
+        if self.val_fraction is not None:
+            held_out = [is_held_out(text.encode(), self.val_fraction) for text in texts]
+            if any(held_out):
+                members = [kept & ~np.array(held_out), kept & held_out]
+        batches, num_inner_eos, num_unknown = [], 0, 0
+        for chosen in members:
+            tokens = self._with_eos(ids if chosen.all() else list(compress(ids, chosen)))
+            batches.append(
+                Batch(tokens, lengths[chosen] + 1, origins[chosen], int(text_bytes[chosen].sum()))
+            )
+            num_inner_eos += np.count_nonzero(tokens == self.eos_id) - np.count_nonzero(chosen)
+            if self.unknown_id is not None:
+                num_unknown += np.count_nonzero(tokens == self.unknown_id)
+        if self.unknown_id == self.eos_id:
+            num_unknown = num_inner_eos
+        return batches, IdCounts(int(num_inner_eos), int(num_unknown))
+
+    def _with_eos(self, ids: Sequence[np.ndarray]) -> np.ndarray:
+        """Concatenate the ids of documents, each followed by the EOS id, in the dtype of shards."""
+        eos = np.array([self.eos_id], np.uint32)
+        joined = [np.empty(0, np.uint32)] * (2 * len(ids))
+        joined[::2], joined[1::2] = ids, [eos] * len(ids)
+        tokens = np.concatenate(joined) if joined else np.empty(0, np.uint32)
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
+            raise ShardError(
+                f"token id {largest} is outside the vocabulary of {self.vocab_size}: the "
+                f"tokenizer's ids do not match its declared size. Correct the tokenizer."
+            )
+        return tokens.astype(token_dtype(self.vocab_size))

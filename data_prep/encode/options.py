@@ -1,0 +1,30 @@
+"""Options of a tokenization."""
+
+from dataclasses import dataclass, field
+
+from data_prep.encode.encode_units import PART_SECONDS
+from data_prep.read.documents import InputRules
+from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
+
+MAX_UNKNOWN = 0.01  # of the tokens
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """Options of a tokenization, in addition to its inputs and tokenizer.
+
+    Attributes:
+        encoder: a backend, or "auto" for the fastest one equivalent to the reference.
+        val_fraction: share of the documents for the second output; None for a single output.
+        shard_tokens: maximum size of a shard.
+        unit_bytes: size of a unit of the input; None derives it from the size of the input.
+        max_unknown: largest share of the tokens that may be the tokenizer's unknown token.
+    """
+
+    rules: InputRules = field(default_factory=InputRules)
+    encoder: str = "auto"
+    val_fraction: float | None = None
+    shard_tokens: int = DEFAULT_SHARD_TOKENS
+    unit_bytes: int | None = None
+    part_seconds: float = PART_SECONDS
+    max_unknown: float = MAX_UNKNOWN

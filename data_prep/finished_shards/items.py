@@ -1,0 +1,190 @@
+"""`InputFile` and `Items`: what the reader of every format gives, and helpers to make them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from data_prep.finished_shards.documents import PIECE_TOKENS, Documents
+from zerolm.common.errors import ConfigError, RecordError
+from zerolm.common.files import pointer_problem_of
+from zerolm.common.records import read_record
+
+T = TypeVar("T")
+
+
+class Items(NamedTuple):
+    """Consecutive items of a file; an item is a document, unless boundaries are ignored.
+
+    Attributes:
+        ids: (N,) of any integer dtype.
+        ends: (D,) int64, ascending, the last one N; an empty item repeats the end before it.
+    """
+
+    ids: np.ndarray
+    ends: np.ndarray
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One file of token ids, whose header has been checked.
+
+    Attributes:
+        path: the file with the ids, for origins and messages.
+        unit: what a position in it counts: "document", "sample" or "row".
+        size_bytes: size of all files that belong to it.
+        num_ids: None if only reading tells.
+        read: yields its items; raises a ConfigError for damage that the header does not show.
+        has_ends: whether `ends` are those of items; otherwise only EOS ids tell where one ends.
+    """
+
+    path: Path
+    unit: str
+    size_bytes: int
+    num_ids: int | None
+    read: Callable[[], Iterator[Items]]
+    has_ends: bool = True
+
+
+class ReadOptions(NamedTuple):
+    """Options of readers; a format refuses those that it does not take.
+
+    Attributes:
+        column: name of the column of ids; None for the usual names.
+        dtype: integer type of ids that are stored as bytes; None for the format's own.
+    """
+
+    column: str | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a writer writes.
+
+    Attributes:
+        documents: yields all documents in order; may be called once.
+        ends: yields the ends of documents, counted from the start of each shard; any number of
+            times.
+        dtype: type of the ids, uint16 or uint32.
+        is_validation: whether these are held-out documents.
+    """
+
+    documents: Callable[[], Iterator[Documents]]
+    ends: Callable[[], Iterator[np.ndarray]]
+    num_documents: int
+    num_tokens: int
+    dtype: np.dtype
+    is_validation: bool
+
+
+def grouped(arrays: Iterable[np.ndarray]) -> Iterator[Items]:
+    """Join items to groups of about `PIECE_TOKENS` ids."""
+    group: list[np.ndarray] = []
+    size = 0
+    for array in arrays:
+        if group and size + len(array) > PIECE_TOKENS:
+            yield _join(group)
+            group, size = [], 0
+        group.append(array)
+        size += len(array)
+    if group:
+        yield _join(group)
+
+
+def _join(group: list[np.ndarray]) -> Items:
+    return Items(np.concatenate(group), np.cumsum([len(array) for array in group]))
+
+
+def read_index(path: Path, kind: type[T]) -> T:
+    """Read a JSON file of another program as a `TypedDict`."""
+    check_no_pointer(path)
+    try:
+        content = read_record(path, kind)
+    except RecordError as error:
+        raise ConfigError(f"{error} Check --from, if it is of another format.") from None
+    if content is None:
+        inner = sorted(each.parent for each in path.parent.glob("*/index.json"))
+        raise ConfigError(
+            f"{path}: no such file. Give the directory with it"
+            + (f", such as {inner[0]}." if inner else ".")
+        )
+    return content
+
+
+def check_no_pointer(path: Path) -> Path:
+    """Return a file, which must not be a pointer to one that is not here."""
+    if problem := pointer_problem_of(path):
+        raise ConfigError(f"{path}: {problem}")
+    return path
+
+
+def files_of(path: Path, suffix: str) -> list[Path]:
+    """Return a file, or those of a directory with a suffix, in the order of their names."""
+    if not path.is_dir():
+        if not path.is_file():
+            raise ConfigError(f"{path}: no such file or directory. Check the path.")
+        return [check_no_pointer(path)]
+    files = sorted(each for each in path.glob(f"*{suffix}") if not each.name.startswith("."))
+    if not files:
+        raise ConfigError(f"{path}: holds no {suffix} file. Give a file, or another directory.")
+    return [check_no_pointer(file) for file in files]
+
+
+def listed_file(path: Path, size: int | None) -> Path:
+    """Return a file that index.json lists, after comparing its size if that is known."""
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
+    check_no_pointer(path)
+    if size is not None and path.stat().st_size != size:
+        raise damaged(path, f"has {path.stat().st_size} bytes, index.json says {size}")
+    return path
+
+
+def damaged(path: Path, what: str) -> ConfigError:
+    """Return the error of a damaged input file."""
+    return ConfigError(f"{path}: {what}. The file is damaged or truncated: restore it.")
+
+
+def read_whole(path: Path, compression: str | None) -> np.ndarray:
+    """Return the content of a file as (N,) uint8, mapped or decompressed.
+
+    Args:
+        compression: None, or "zstd" with or without a level.
+    """
+    if compression is None:
+        return np.memmap(path, np.uint8, "r")
+    if compression.partition(":")[0] != "zstd":
+        raise ConfigError(
+            f"{path}: is compressed with {compression}, and only zstd is read. Decompress it."
+        )
+    import pyarrow as pa
+
+    try:
+        with pa.input_stream(str(path), compression="zstd") as stream:
+            return np.frombuffer(stream.read(), np.uint8)
+    except (OSError, ValueError) as error:
+        raise damaged(path, f"cannot be decompressed ({error})") from None
+
+
+def offsets_of(path: Path, content: np.ndarray, expected: Any, header: int = 0) -> np.ndarray:
+    """Return the (N + 1,) int64 offsets of a file's items, from its first bytes.
+
+    MDS shards and litdata chunks begin alike: uint32 N, then N + 1 uint32 offsets in the file.
+
+    Args:
+        expected: N in the index.
+        header: bytes between the offsets and the first item, at least.
+    """
+    count = int(content[:4].view("<u4")[0]) if len(content) >= 4 else -1
+    if count != expected:
+        raise damaged(path, f"holds {count} items, but its index.json says {expected}")
+    if len(content) < 4 * (count + 2):
+        raise damaged(path, f"ends after {len(content)} bytes")
+    offsets = content[4 : 4 * (count + 2)].view("<u4").astype(np.int64)
+    is_ascending = bool((np.diff(offsets) >= 0).all())
+    if not is_ascending or offsets[0] < 4 * (count + 2) + header or offsets[-1] != len(content):
+        raise damaged(path, f"has {len(content)} bytes, to which its offsets do not fit")
+    return offsets

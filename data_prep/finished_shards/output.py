@@ -1,0 +1,161 @@
+"""`Outputs`: shard directories that are written together, with their counts and provenance.
+
+All files of all outputs are complete on disk before the first manifest is published. Independent of
+where documents come from.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.finished_shards.documents import Documents
+from data_prep.tokenizer.vocabulary import unknown_id
+from zerolm.common.errors import ConfigError, ZerolmError
+from zerolm.common.files import file_entry, write_json
+from zerolm.shards.manifest import MANIFEST, TOKENIZER_DIRECTORY
+from zerolm.shards.origins import INPUTS
+from zerolm.shards.reader import Source
+from zerolm.shards.token_bytes import TokenBytes, read_token_bytes
+from zerolm.shards.writer import ShardWriter
+
+SPARE_BYTES = 16 << 20  # for the file system and small files
+NOT_PROVENANCE = {"format", "version", "shards", "tokenizer", "input_files", "digest"}
+
+
+class Output:
+    """One shard directory, while it is written.
+
+    Args:
+        copy_tokenizer: writes the tokenizer to a new directory; returns its manifest entry.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        vocab_size: int,
+        eos_id: int,
+        copy_tokenizer: Callable[[Path], dict[str, Any]],
+        shard_tokens: int,
+    ):
+        self.writer = ShardWriter(
+            directory, vocab_size=vocab_size, eos_id=eos_id, tokenizer={}, shard_tokens=shard_tokens
+        )
+        try:
+            copy = directory / TOKENIZER_DIRECTORY
+            self.writer.tokenizer = copy_tokenizer(copy)
+            self.unknown = unknown_id(copy)
+            self.table = _token_bytes(copy, vocab_size)
+        except BaseException:
+            self.writer.abort()
+            raise
+        self.unknown_ids = self.eos_ids = self.text_bytes = 0
+
+    def add(self, documents: Documents) -> None:
+        """Append documents."""
+        ids, ends, origins = documents
+        self.writer.add(ids, ends, origins)
+        self.eos_ids += int((ids == self.writer.eos_id).sum())
+        if self.unknown is not None:
+            self.unknown_ids += int((ids == self.unknown).sum())
+        if self.table is not None:
+            firsts = ids[np.concatenate([[0], ends[:-1]])]
+            self.text_bytes += int(self.table.counts[ids].sum())
+            self.text_bytes += int((self.table.first - self.table.counts)[firsts].sum())
+
+    def counted(self) -> dict[str, Any]:
+        """Return the manifest keys of what was counted; `text_bytes` only where it is exact."""
+        keys: dict[str, Any] = {"text_bytes": self.text_bytes} if self.table is not None else {}
+        keys["inner_eos_ids"] = self.eos_ids - self.writer.num_documents
+        return {**keys, "unknown_ids": self.unknown_ids}
+
+
+def write_outputs(
+    outputs: Sequence[Callable[[], Output]],
+    write: Callable[[Sequence[Output]], None],
+    input_entries: Sequence[dict[str, Any]],
+    keys: Callable[[int, Output], dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Write shard directories, publish their manifests, and return these.
+
+    Args:
+        input_entries: the inputs that origins refer to.
+        keys: returns the further keys of an output's manifest, by its number.
+    """
+    directory: Any = ""
+    with ExitStack() as stack:
+        started: list[Output] = []
+        try:
+            for start in outputs:
+                started.append(start())
+                stack.callback(started[-1].writer.abort)
+            directory = started[0].writer.directory
+            write(started)
+            empty = [each.writer.directory for each in started if not each.writer.num_documents]
+            if empty:
+                raise ConfigError(
+                    f"{output}: would have no documents. Choose more documents, or a larger part."
+                    for output in empty
+                )
+            manifests = [_finish(each, input_entries) for each in started]
+            for number in reversed(range(len(started))):  # held-out documents before the others
+                directory = started[number].writer.directory
+                manifests[number] = started[number].writer.close(
+                    **manifests[number], **keys(number, started[number])
+                )
+        except OSError as error:
+            done = [str(each.writer.directory) for each in started if each.writer.published]
+            published = f"Published already: {', '.join(done)}" if done else "Nothing was published"
+            raise ZerolmError(
+                f"{error.filename or directory}: cannot be written ({error.strerror or error}). "
+                f"{published}; correct that and start again."
+            ) from error
+    return manifests
+
+
+def _finish(output: Output, input_entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Make all files of an output durable; return the manifest entry of its list of inputs."""
+    output.writer.finish_shard()
+    directory = output.writer.directory
+    path = directory / INPUTS
+    write_json(path, {"inputs": list(input_entries)})
+    return {"input_files": file_entry(path, directory)}
+
+
+def parent_entry(source: Source) -> dict[str, Any]:
+    """Return the manifest entry of a source that documents came from."""
+    content = source.files.read_bytes(MANIFEST)
+    own = {key: value for key, value in source.head.items() if key not in NOT_PROVENANCE}
+    return {
+        "directory": str(source.directory),
+        "fingerprint": source.fingerprint,
+        "manifest_sha256": hashlib.sha256(content).hexdigest(),
+        **own,
+    }
+
+
+def space_problems(directory: Path, size_bytes: int) -> list[str]:
+    """Return a problem if the disk of a directory has fewer free bytes; it need not exist."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free >= size_bytes + SPARE_BYTES:
+        return []
+    return [
+        f"{directory}: needs {size_bytes / 1e6:,.0f} MB of disk space and {SPARE_BYTES >> 20} MiB "
+        f"to spare; {free / 1e6:,.0f} MB are free. Free space, or choose another disk."
+    ]
+
+
+def _token_bytes(copy: Path, vocab_size: int) -> TokenBytes | None:
+    """Return the bytes of each token; None if their sum is not the size of the text."""
+    try:
+        table = read_token_bytes(copy, vocab_size)
+    except ConfigError:
+        return None
+    return None if table.notice else table

@@ -1,0 +1,221 @@
+"""Writes token shards from files of another format, without changing an id.
+
+Every id is compared with the vocabulary, and every document must end in the EOS id, before anything
+is published. Independent of the formats.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep.finished_shards.documents import Documents
+from data_prep.finished_shards.items import InputFile, Items
+from data_prep.finished_shards.output import Output, write_outputs
+from data_prep.read.inputs import state_of
+from data_prep.tasks.progress import Progress
+from data_prep.tokenizer.load import Tokenizer
+from zerolm.common.errors import ConfigError
+from zerolm.common.files import sha256_file
+from zerolm.shards.manifest import token_dtype
+from zerolm.shards.origins import POSITION_BITS, pack_origins
+from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
+
+ITEMS, EOS = "items", "eos"
+BOUNDARIES = (ITEMS, EOS)
+MAX_DOCUMENT_IDS = 1 << 28  # of a document that only an EOS id would end
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How documents are made of items.
+
+    Attributes:
+        boundaries: `items`: an item is a document; `eos`: documents end at EOS ids, and run over
+            the ends of items and of files.
+        append_eos: give an EOS id to documents without one; otherwise they are refused.
+    """
+
+    boundaries: str = ITEMS
+    append_eos: bool = False
+    shard_tokens: int = DEFAULT_SHARD_TOKENS
+
+
+def _state(file: InputFile) -> tuple[Any, ...]:
+    status = file.path.stat()
+    return file.path, status.st_size, status.st_mtime_ns, state_of(status)
+
+
+class _Reader:
+    """Reads the documents of input files, and counts what differs from the files.
+
+    Attributes:
+        appended, dropped: EOS ids that were added, and left out as those of an empty document.
+        empty: documents without text, which are left out.
+    """
+
+    def __init__(self, files: Sequence[InputFile], tokenizer: Tokenizer, rules: Rules):
+        self.files, self.rules = files, rules
+        self.vocab_size, self.eos_id = tokenizer.vocab_size, tokenizer.eos_id
+        self.dtype = token_dtype(tokenizer.vocab_size)
+        self.num_ids = self.appended = self.dropped = self.empty = 0
+        self.states = {_state(file) for file in files}
+
+    def documents(self) -> Iterator[Documents]:
+        """Yield the documents of all files, each with the file and place where it begins."""
+        by_items = self.rules.boundaries == ITEMS and all(file.has_ends for file in self.files)
+        for ids, ends, origins in self._by_item() if by_items else self._by_eos():
+            lengths = np.diff(ends, prepend=0)
+            kept = np.flatnonzero(lengths)
+            self.empty += len(ends) - len(kept)
+            if len(kept):
+                ids, ends = self._with_eos(ids, ends[kept], origins[kept])
+                yield Documents(ids, ends, origins[kept])
+
+    def _by_item(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        for number, file in enumerate(self.files):
+            first = 0
+            for ids, ends in self._pieces(file):
+                yield ids, ends, pack_origins(number, np.arange(first, first + len(ends)))
+                first += len(ends)
+
+    def _pieces(self, file: InputFile) -> Iterator[Items]:
+        """Yield the items of a file with ids of our dtype, none outside of the vocabulary."""
+        start = 0
+        for ids, ends in file.read():
+            low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+            if low < 0 or high >= self.vocab_size:
+                place = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
+                raise ConfigError(
+                    f"{file.path}: id {ids[place]} at place {start + place} is outside of the "
+                    f"tokenizer's vocabulary of {self.vocab_size} ids. Give the --tokenizer (and "
+                    f"--dtype) with which the file was made."
+                )
+            start += len(ids)
+            self.num_ids += len(ids)
+            yield Items(ids.astype(self.dtype, copy=False), ends)
+        if _state(file) not in self.states:
+            raise ConfigError(
+                f"{file.path}: was written to or replaced since the command started. Run the "
+                f"command again when no process writes to the input."
+            )
+
+    def _with_eos(self, ids: np.ndarray, ends: np.ndarray, origins: np.ndarray) -> Items:
+        """Add the EOS id to documents that do not end in it, or refuse them."""
+        missing = np.flatnonzero(ids[ends - 1] != self.eos_id)
+        if not len(missing):
+            return Items(ids, ends)
+        if not self.rules.append_eos:
+            number, place = divmod(int(origins[missing[0]]), 1 << POSITION_BITS)
+            file = self.files[number]
+            raise ConfigError(
+                f"{file.path}: {file.unit} {place} ends in id {ids[ends[missing[0]] - 1]}, not "
+                f"in the tokenizer's EOS id {self.eos_id}. Give the --tokenizer with which the "
+                f"file was made; if documents have no EOS there, --append_eos adds it; if one "
+                f"runs over several, use --boundaries eos."
+            )
+        self.appended += len(missing)
+        ids = np.insert(ids, ends[missing], self.eos_id)
+        added = np.zeros(len(ends), np.int64)
+        added[missing] = 1
+        return Items(ids, ends + np.cumsum(added))
+
+    def _by_eos(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield the documents between EOS ids; they run over the ends of items and files.
+
+        In a file that begins with an EOS id, each document has its EOS at the start, not at the
+        end.
+        """
+        left: list[np.ndarray] = []  # of a document that has begun
+        num_left, begun = 0, 0  # its length and origin
+        for number, file in enumerate(self.files):
+            first, is_start = 0, True  # documents that have begun in this file
+            for ids, _ in self._pieces(file):
+                ends = np.flatnonzero(ids == self.eos_id) + 1
+                if is_start and not num_left and len(ends) and ends[0] == 1:
+                    self.empty += 1
+                    self.dropped += 1
+                    ids, ends = ids[1:], ends[1:] - 1
+                is_start = False
+                if not num_left:
+                    begun = int(pack_origins(number, np.array([first]))[0])
+                    first += 1
+                stop = int(ends[-1]) if len(ends) else 0
+                if stop:
+                    more = pack_origins(number, np.arange(first, first + len(ends) - 1))
+                    origins = np.concatenate([np.array([begun], np.uint64), more])
+                    yield np.concatenate([*left, ids[:stop]]), ends + num_left, origins
+                    first += len(ends) - 1
+                    left, num_left = [], 0
+                    begun = int(pack_origins(number, np.array([first]))[0])
+                    first += stop < len(ids)
+                left.append(ids[stop:].copy())
+                num_left += len(ids) - stop
+                if num_left > MAX_DOCUMENT_IDS:
+                    raise ConfigError(
+                        f"{file.path}: the tokenizer's EOS id {self.eos_id} is not among "
+                        f"{num_left:,} consecutive ids. Give the --tokenizer (and --dtype) with "
+                        f"which the file was made."
+                    )
+        if num_left:  # not ended by an EOS id
+            yield np.concatenate(left), np.array([num_left]), np.array([begun], np.uint64)
+
+
+def convert(
+    files: Sequence[InputFile],
+    arguments: Sequence[str],
+    tokenizer: Tokenizer,
+    output: Path,
+    rules: Rules,
+    provenance: dict[str, Any],
+) -> dict[str, Any]:
+    """Write shards of all documents of the files; return the manifest.
+
+    Args:
+        arguments: what the user gave, for the manifest.
+    """
+    reader = _Reader(files, tokenizer, rules)
+    total = sum(file.size_bytes for file in files)
+    entries = [
+        {"name": str(file.path), "size_bytes": file.size_bytes, "unit": file.unit} for file in files
+    ]
+    progress = Progress("convert", total)
+
+    def start() -> Output:
+        return Output(
+            output,
+            tokenizer.vocab_size,
+            tokenizer.eos_id,
+            tokenizer.write_copy,
+            rules.shard_tokens,
+        )
+
+    def write(outputs: Sequence[Output]) -> None:
+        for documents in reader.documents():
+            outputs[0].add(documents)
+            progress.add(documents.ids.nbytes, len(documents.ends), len(documents.ids))
+        written = outputs[0].writer.num_tokens
+        assert written == reader.num_ids + reader.appended - reader.dropped, "ids were lost"
+        for entry, file in zip(entries, files, strict=True):
+            entry["sha256"] = sha256_file(file.path)
+
+    def keys(number: int, written: Output) -> dict[str, Any]:
+        return {
+            **written.counted(),
+            "skipped_documents": {"empty": reader.empty} if reader.empty else {},
+            "inputs": [{"input": each} for each in arguments],
+            "convert": {
+                "boundaries": rules.boundaries,
+                "read_ids": reader.num_ids,
+                "appended_eos": reader.appended,
+                "dropped_eos": reader.dropped,
+            },
+            **provenance,
+        }
+
+    try:
+        return write_outputs([start], write, entries, keys)[0]
+    finally:
+        progress.close()

@@ -1,0 +1,276 @@
+"""The `launch plan` command: which module handles each of its flags.
+
+`plan_run` resolves the run, and `estimate` computes its figures. `--search` compares profiles,
+`--budget` model sizes, and `--probe` predictions with a few steps on this machine. Heavy imports
+are inside functions, so that `--help` is fast.
+"""
+
+import argparse
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from launch.estimate.flags import DEFAULT_DS_CONFIG, add_flags, budget_of, hardware_of
+from zerolm.common.errors import ConfigError
+from zerolm.parts.parse import settings_of
+
+if TYPE_CHECKING:
+    from launch.estimate.estimate import Assumptions
+
+__all__ = ["add_flags", "run"]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command, and return its exit code."""
+    if arguments.write and not arguments.search:
+        raise ConfigError("command line: --write, needs --search. Add it, or remove --write.")
+    if arguments.budget:
+        return _budget(arguments)
+    if not (arguments.model_config or arguments.init_from or arguments.branch):
+        raise ConfigError("command line: --model_config: missing. Name a config.json.")
+    if arguments.probe and (arguments.init_from or arguments.branch):
+        raise ConfigError("command line: --probe: needs --model_config alone. Name a config.json.")
+    logging.disable(logging.WARNING)  # DeepSpeed warns that it finds no accelerator
+    try:
+        if arguments.search:
+            return _search(arguments)
+        return _probe(arguments) if arguments.probe else _plan(arguments)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+# -------------------------------------------------------------------------------------------------
+# One plan
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from launch.estimate import search
+    from launch.estimate.estimate import estimate, to_json
+
+    run, profile, settings = _planned_run(arguments)
+    found = estimate(run, assumptions(arguments), arguments.mfu)
+    if arguments.json:
+        print(json.dumps(to_json(found), indent=2))
+    else:
+        from launch.estimate.text import as_text
+
+        _print_notices(arguments)
+        for notice in run.model.notices:
+            print(f"note: {notice}")
+        print(as_text(found, arguments.mfu))
+        others = search.faster(profile, settings, found, assumptions(arguments))
+        if others and arguments.mfu is None:
+            print(search.instead(found, others))
+    return 0
+
+
+def _print_notices(arguments: argparse.Namespace) -> None:
+    """Print which of the config files are zerolm's own because the directory has none."""
+    from zerolm.common.shipped import shipped_notice
+
+    for name in (arguments.model_config, arguments.deepspeed_config or DEFAULT_DS_CONFIG):
+        if name and (notice := shipped_notice(name)):
+            print(f"note: {notice}")
+
+
+def _planned_run(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Return the run, and its profile and settings before they were resolved."""
+    from launch.estimate.planned_run import plan_run
+    from zerolm.ds_config.precision import with_precision
+    from zerolm.ds_config.profile import Profile
+
+    settings, model, begun = _settings_and_model(arguments)
+    profile = Profile.read(settings.deepspeed_config or DEFAULT_DS_CONFIG)
+    problems = list(profile.problems)
+    hardware = hardware_of(arguments)
+    profile, notices = with_precision(profile, settings, hardware.device, problems)
+    for notice in [] if arguments.json else notices:
+        print(f"note: {notice}")
+    if problems:
+        raise ConfigError(problems)
+    run = plan_run(
+        model,
+        profile,
+        settings,
+        hardware,
+        arguments.devices,
+        per_node(arguments),
+        begun_tokens=begun,
+    )
+    return run, profile, settings
+
+
+def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
+    """Return the settings, the model, and the tokens of a trunk before its branch.
+
+    Reads the configs of other runs and of existing weights, but no weights.
+    """
+    from dataclasses import replace
+
+    from transformers import AutoConfig
+
+    from zerolm.common.errors import Findings
+    from zerolm.model.model import Model
+    from zerolm.preflight import branch, initial_weights, inputs
+
+    settings = settings_of(arguments)
+    found = Findings(inputs.exchanged_problems(settings))
+    if found.problems:
+        raise ConfigError(found.problems)
+    if arguments.branch:
+        settings, start = branch.find(settings, found)
+        if start is None or start.trunk is None or found.problems:
+            raise ConfigError(found.problems)
+        if "micro_batch_size" in settings.inherited:  # chosen for the devices of the trunk
+            settings = replace(settings, micro_batch_size=None)
+        values = dict(start.trunk["model_config"])
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        return settings, Model.from_config(config, start.trunk_record), start.record["tokens"]
+    given = Model.load(arguments.model_config) if arguments.model_config else None
+    if arguments.init_from:
+        opened = initial_weights.open_source(settings, found)
+        given = initial_weights.model_of(opened, given, found) if opened is not None else None
+    if found.problems or given is None:
+        raise ConfigError(found.problems)
+    return settings, given, 0
+
+
+def per_node(arguments: argparse.Namespace) -> int:
+    """Return the devices per node."""
+    devices, local = arguments.devices, min(arguments.devices, arguments.devices_per_node)
+    if devices % local:
+        raise ConfigError(
+            f"command line: --devices: {devices}, must be a multiple of --devices_per_node "
+            f"{local}. Use {devices // local * local} or {-(-devices // local) * local}."
+        )
+    return local
+
+
+def assumptions(arguments: argparse.Namespace) -> "Assumptions":
+    from launch.estimate.estimate import Assumptions
+    from zerolm.plan import hardware
+
+    defaults = hardware.assumed()
+
+    def flag_or_default(flag: str, key: str) -> float:
+        given = getattr(arguments, flag)
+        return defaults[key] if given is None else given
+
+    restart_seconds = flag_or_default("restart_seconds", "restart_seconds")
+    if arguments.restarts_of is not None:
+        restart_seconds = _measured_restart(arguments.restarts_of)
+    return Assumptions(
+        flag_or_default("failures_per_device_hour", "failures_per_device_hour"),
+        restart_seconds,
+        flag_or_default("storage_bandwidth", "storage_write_bytes_per_second"),
+    )
+
+
+def _measured_restart(run_dir: str) -> float:
+    """Return the median seconds of a run's recoveries, without repeated steps."""
+    from statistics import median
+
+    from zerolm.plan.lost_time import measured
+    from zerolm.run_dir.files import RunFiles
+    from zerolm.run_dir.jsonl import EventRow, read_rows
+
+    path = RunFiles(run_dir).events
+    seconds = measured(read_rows(path, EventRow)).restart_seconds
+    if not seconds:
+        raise ConfigError(
+            f"command line: --restarts_of: {path}, has no event `recovered`. Give a run that "
+            f"launch supervise has restarted, or --restart_seconds."
+        )
+    return float(median(seconds))
+
+
+# -------------------------------------------------------------------------------------------------
+# --probe
+
+
+def _probe(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from launch.estimate import probe
+    from launch.estimate.estimate import estimate, to_json
+    from launch.estimate.text import as_text
+    from zerolm.plan import hardware
+
+    planned_run, _, _ = _planned_run(arguments)  # raises before anything runs
+    settings = settings_of(arguments)
+    name = settings.deepspeed_config or DEFAULT_DS_CONFIG
+    on_cpu = planned_run.hardware.is_cpu
+    ranks = arguments.probe_ranks or (arguments.devices if on_cpu else probe.local_ranks())
+    found = probe.probe(planned_run.model, settings, name, ranks, arguments.probe_timeout)
+    local = hardware.recognize(found.device)
+    same = local is not None and local.name == planned_run.hardware.name
+    measured = found.mfu if same else None
+    if on_cpu and found.device == "cpu":
+        same, peak = True, planned_run.hardware.peak(planned_run.profile.compute_precision)
+        measured = found.mfu_of(peak or 0.0)
+    mfu = arguments.mfu or measured
+    planned = estimate(planned_run, assumptions(arguments), mfu, found.memory_ratio)
+    days = planned_run.settings.total_tokens / found.tokens_per_second / 86400
+    if arguments.json:
+        ratio = {"memory_ratio": found.memory_ratio, "mfu": found.mfu, "days_here": days}
+        print(json.dumps({"probe": asdict(found) | ratio, "plan": to_json(planned)}, indent=2))
+        return 0
+    print(probe.as_text(found))
+    tokens = f"{planned_run.settings.total_tokens:,} tokens"
+    print(f"these {ranks} device(s) would train on {tokens} in {days:,.3g} days")
+    time = f"the measured MFU, {mfu:.1%}" if mfu and same else (
+        f"the estimated step time, since {planned_run.hardware.name} is not the device here"
+    )  # fmt: skip
+    print(f"\nPlan with {found.memory_ratio:.4f} x the predicted memory and {time}\n")
+    print(as_text(planned, mfu))
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------
+# --search
+
+
+def _search(arguments: argparse.Namespace) -> int:
+    from launch.estimate import search
+
+    settings, model, _ = _settings_and_model(arguments)
+    candidates = search.search(
+        model,
+        settings,
+        hardware_of(arguments),
+        arguments.devices,
+        per_node(arguments),
+        assumptions(arguments),
+    )
+    print(json.dumps(search.to_json(candidates), indent=2) if arguments.json
+          else search.as_text(candidates))  # fmt: skip
+    best = next((one for one in candidates if one.rejected is None), None)
+    if best is None:
+        return 2
+    if arguments.write:
+        from pathlib import Path
+
+        from zerolm.common.files import write_json
+
+        write_json(Path(arguments.write), best.profile.json)
+        if not arguments.json:
+            print(search.usage(best, arguments.write))
+    return 0
+
+
+# -------------------------------------------------------------------------------------------------
+# --budget
+
+
+def _budget(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from launch.estimate import scaling
+
+    flops, derivation = budget_of(arguments)
+    found = scaling.choices(flops)
+    if arguments.json:
+        print(json.dumps({"flops": flops, "choices": [asdict(one) for one in found]}, indent=2))
+    else:
+        print(f"{derivation}{scaling.as_text(flops, found)}")
+    return 0

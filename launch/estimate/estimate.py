@@ -1,0 +1,257 @@
+"""Compute the figures of a plan: memory per device, time, price, data rate and checkpoints.
+
+Takes a resolved `PlannedRun`; `text` and `to_json` print the result. Reads no file.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from launch.estimate.planned_run import PlannedRun
+from launch.estimate.reliability import Interruptions, interruptions
+from launch.estimate.step_time import StepTime, step_time
+from zerolm.config import defaults
+from zerolm.model.activation_memory import Activations
+from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
+from zerolm.plan import memory
+from zerolm.plan.rank_share import config_of_rank
+
+# Memory that others reported over the tensors that a plan counts: the median, the least and
+# the most of benchmarks/published_runs.
+RESERVED_RATIO, RESERVED_RATIOS = 1.31, (1.21, 1.41)
+UINT16_TOKENS = 1 << 16  # larger vocabularies take four bytes per token (docs/formats.md)
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Properties of the cluster that the devices do not decide; `assumed` in hardware.json."""
+
+    failures_per_device_hour: float
+    restart_seconds: float
+    storage_write_bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Peak bytes of one device by component; `host` is on its host. Fields are JSON keys."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    master: int
+    secondary: int
+    buckets: int
+    gathered: int
+    activations: int
+    loss: int
+    margin: int
+    capacity: int
+    host: int
+    host_capacity: int
+
+    @property
+    def used(self) -> int:
+        states = self.weights + self.gradients + self.optimizer + self.master
+        states += self.secondary + self.buckets + self.gathered
+        return states + self.activations + self.loss
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the device will report as used, with blocks that the allocator keeps."""
+        return round(RESERVED_RATIO * self.used)
+
+    @property
+    def fits(self) -> bool:
+        """Whether live tensors fit: the allocator frees what it only keeps before it fails."""
+        return self.used + self.margin <= self.capacity and self.host <= self.host_capacity
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """All figures of a plan.
+
+    Attributes:
+        hardware_flops_per_token: FLOPs of a token, including recomputation.
+        activations: peak bytes of a micro-batch, with and without gradient checkpointing.
+        mfu: model FLOP/s utilization, without recomputation.
+        days: training only; `calendar_days` includes interruptions and checkpoints.
+        checkpoint_seconds: time until a checkpoint is completely written.
+        stall_seconds: time that training waits for a checkpoint.
+        interval_steps: steps between checkpoints with the least expected loss.
+    """
+
+    run: PlannedRun
+    hardware_flops_per_token: float
+    memory: DeviceMemory
+    activations: dict[str, int]
+    step: StepTime
+    steps: int
+    tokens_per_second: float
+    mfu: float
+    days: float
+    calendar_days: float
+    device_hours: float
+    price: float | None
+    data_bytes_per_second: float
+    checkpoint_bytes: int
+    checkpoint_seconds: float
+    stall_seconds: float
+    interruptions: Interruptions
+    interval_steps: int
+
+
+def estimate(
+    run: PlannedRun, assumed: Assumptions, mfu: float | None = None, memory_ratio: float = 1.0
+) -> Estimate:
+    """Compute the figures of a plan.
+
+    Args:
+        mfu: see `step_time`.
+        memory_ratio: measured over predicted memory, from a probe.
+    """
+    step = step_time(run, mfu)
+    settings, hardware, model = run.settings, run.hardware, run.model
+    steps = -(-run.tokens // run.settings.batch_tokens)
+    run_seconds = steps * step.seconds
+    rate = run.settings.batch_tokens / step.seconds
+    peak = hardware.peak(run.profile.compute_precision)
+    assert peak is not None
+    size = memory.checkpoint_bytes(model.shapes, run.profile, kept_bytes=settings.kept_bytes())
+    write = size / assumed.storage_write_bytes_per_second
+    copy = size / (run.devices // run.layout.copies) / hardware.host_link
+    stall = copy if settings.async_checkpoint else copy + write
+    lost = interruptions(
+        run_seconds,
+        run.devices,
+        assumed.failures_per_device_hour,
+        stall,
+        write,
+        assumed.restart_seconds,
+    )
+    calendar = run_seconds / max(1e-9, 1 - lost.lost.total)
+    hours = calendar / 3600 * run.devices
+    price = hardware.price_per_hour
+    recomputed = 0.0
+    if settings.gradient_checkpointing is True:  # selective repeats no matmul
+        recomputed = recomputed_flops_per_token(model.config, model.shapes, run.settings.seq_len)
+    if settings.loss_chunk_tokens:
+        recomputed += head_flops_per_token(model.config, model.shapes)
+    recomputed += run.feature_flops
+    activations = activations_of_rank(run)
+    micro = run.settings.micro_batch_size
+    token_bytes = 2 if model.config.get_text_config().vocab_size <= UINT16_TOKENS else 4
+    return Estimate(
+        run=run,
+        hardware_flops_per_token=run.flops_per_token + recomputed,
+        memory=device_memory(run, memory_ratio),
+        activations={
+            "with_checkpointing": activations.peak(True, micro),
+            "without_checkpointing": activations.peak(False, micro),
+        },
+        step=step,
+        steps=steps,
+        tokens_per_second=rate,
+        mfu=run.flops_per_token * rate / (run.devices * peak),
+        days=run_seconds / 86400,
+        calendar_days=calendar / 86400,
+        device_hours=hours,
+        price=None if price is None else hours * price,
+        data_bytes_per_second=rate * token_bytes,
+        checkpoint_bytes=size,
+        checkpoint_seconds=write,
+        stall_seconds=stall,
+        interruptions=lost,
+        interval_steps=max(1, round(min(lost.interval_seconds, run_seconds) / step.seconds)),
+    )
+
+
+def device_memory(run: PlannedRun, ratio: float = 1.0) -> DeviceMemory:
+    """Return the peak bytes of one device and of its part of host memory, times `ratio`."""
+    model, hardware, settings = run.model, run.hardware, run.settings
+    kept = settings.kept_bytes()
+    states = memory.model_states(model.shapes, run.profile, run.devices, kept_bytes=kept)
+    buckets, gathered = memory.buffer_bytes(run.shapes_of_rank[0], run.profile)
+    activations = activations_of_rank(run)
+    peak = activations.peak(settings.gradient_checkpointing, run.settings.micro_batch_size)
+    loss = min(activations.loss_bytes(run.settings.micro_batch_size), peak)
+    sizes = {
+        "weights": states.weights,
+        "gradients": states.gradients,
+        "optimizer": states.optimizer,
+        "master": states.master,
+        "secondary": states.secondary,
+        "buckets": buckets,
+        "gathered": gathered,
+        "activations": peak - loss,
+        "loss": loss,
+        "host": states.host,
+    }
+    return DeviceMemory(
+        **{name: round(size * ratio) for name, size in sizes.items()},
+        margin=int(hardware.memory_bytes * (1 - defaults.MEMORY_SHARE)),
+        capacity=int(hardware.memory_bytes),
+        host_capacity=int(hardware.host_memory_bytes),
+    )
+
+
+def activations_of_rank(run: PlannedRun) -> Activations:
+    """Return the activations of one sequence on one device, which may hold only a shard of it."""
+    return memory.activations_of(
+        config_of_rank(run.model.config, run.layout),
+        run.rank_tokens,
+        run.profile.precision,
+        eager=run.settings.attn_implementation == "eager",
+        compiled=run.settings.compile,
+        chunk_tokens=run.settings.loss_chunk_tokens,
+    )
+
+
+def to_json(found: Estimate) -> dict[str, Any]:
+    """Return the figures in the form of `--json` and of the golden table."""
+    run = found.run
+    settings = run.settings
+    return {
+        "model": run.model.path,
+        "hardware": run.hardware.name,
+        "devices": run.devices,
+        "tensor_parallel": run.layout.tensor,
+        "sequence_parallel": run.layout.sequence,
+        "shard_within": run.layout.shard_within or None,
+        "zero_stage": run.profile.zero_stage,
+        "offload": list(run.profile.offloads.values()),
+        "precision": run.profile.precision,
+        "parameters": run.model.num_parameters,
+        "active_parameters": run.model.num_active_parameters,
+        "flops_per_token": run.flops_per_token,
+        "attention_flops_per_token": run.attention_flops,
+        "hardware_flops_per_token": found.hardware_flops_per_token,
+        "total_flops": run.flops_per_token * run.tokens,
+        "total_tokens": run.settings.total_tokens,
+        "seq_len": run.settings.seq_len,
+        "batch_tokens": run.settings.batch_tokens,
+        "micro_batch_size": run.settings.micro_batch_size,
+        "accumulation": run.accumulation,
+        "gradient_checkpointing": settings.gradient_checkpointing,
+        "memory": {
+            **asdict(found.memory),
+            **{name: getattr(found.memory, name) for name in ("used", "reserved", "fits")},
+        },
+        "activations": found.activations,
+        "step_seconds": asdict(found.step) | {"total": found.step.seconds},
+        "steps": found.steps,
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": found.mfu,
+        "days": found.days,
+        "calendar_days": found.calendar_days,
+        "device_hours": found.device_hours,
+        "price": found.price,
+        "data_bytes_per_second": found.data_bytes_per_second,
+        "checkpoint_bytes": found.checkpoint_bytes,
+        "checkpoint_seconds": found.checkpoint_seconds,
+        "checkpoint_stall_seconds": found.stall_seconds,
+        "interruptions": found.interruptions.expected,
+        "checkpoint_interval_seconds": found.interruptions.interval_seconds,
+        "checkpoint_interval_steps": found.interval_steps,
+        "lost_share": found.interruptions.lost.total,
+        "lost": asdict(found.interruptions.lost),
+        "lost_with_hourly_faults": asdict(found.interruptions.hourly),
+    }

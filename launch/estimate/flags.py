@@ -1,0 +1,149 @@
+"""Flags of `launch plan`, and what those of the run and the devices mean.
+
+Imports nothing heavy, so that `--help` is fast.
+"""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from zerolm.common.command_line import count, duration, number, size_bytes
+from zerolm.parts.parse import add_settings
+from zerolm.parts.settings import FLAGS
+
+if TYPE_CHECKING:
+    from zerolm.plan.hardware import Hardware
+
+RUN = (
+    *("model_config", "init_from", "branch", "deepspeed_config", "total_tokens", "batch_tokens"),
+    *("seq_len", "micro_batch_size", "gradient_checkpointing", "async_checkpoint", "shard_within"),
+    *(name for name, about in FLAGS.items() if about["probed"]),
+)
+HARDWARE_FIGURES = {
+    "price_per_hour": ("DOLLARS", "price of a device"),
+    "memory_bytes": ("BYTES", "memory of a device"),
+    "attained": ("X", "fraction of the peak FLOP/s that training reaches, without communication"),
+    "intra_node": ("BYTES", "bandwidth per second between devices of a host, one direction"),
+    "inter_node": ("BYTES", "network bandwidth per second of one device"),
+    "host_memory_bytes": ("BYTES", "host memory per device"),
+}
+DEFAULT_DEVICES = 8
+DEFAULT_DS_CONFIG = "ds_configs/zero2.json"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Estimate the memory per device, the time and the price of a run from its config "
+        "files. Needs no GPU and allocates no weights."
+    )
+    own = {"deepspeed_config": f"DeepSpeed JSON file (default: {DEFAULT_DS_CONFIG})"}
+    add_settings(parser.add_argument_group("the run, as for zerolm train"), RUN, own_help=own)
+    add_devices(parser.add_argument_group("the devices"))
+    _add_assumptions(parser.add_argument_group("assumptions"))
+    _add_modes(parser.add_argument_group("instead of one plan"))
+
+
+def add_devices(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that `hardware_of` reads."""
+    group.add_argument(
+        "--hardware", metavar="NAME|FILE",
+        help="H100, A100-80GB, ... in zerolm/plan/hardware.json, a file of that form, or cpu: "
+        "this machine, whose rates are measured (default: H100)",
+    )  # fmt: skip
+    group.add_argument(
+        "--devices", metavar="N", type=count,
+        help="number of devices, with --hardware cpu of ranks that share this machine (default: 8; "
+        "cpu: 1)",
+    )  # fmt: skip
+    group.add_argument(
+        "--devices_per_node", metavar="N", type=count, default=8,
+        help="devices of each host (default: 8)",
+    )  # fmt: skip
+    for name, (metavar, text) in HARDWARE_FIGURES.items():
+        read = size_bytes if metavar == "BYTES" else number
+        help_text = f"{text} (default: that of --hardware)"
+        group.add_argument(f"--{name}", metavar=metavar, type=read, help=help_text)
+
+
+def _add_assumptions(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--mfu", metavar="X", type=number,
+        help="model FLOP/s utilization to assume, instead of estimating the step time",
+    )  # fmt: skip
+    group.add_argument(
+        "--failures_per_device_hour", metavar="X", type=number,
+        help="interruptions per device-hour (default: 2.2e-5, from Llama 3: 466 in 54 days on "
+        "16,384 devices)",
+    )  # fmt: skip
+    group.add_argument(
+        "--restart_seconds", metavar="DURATION", type=duration,
+        help="from an interruption until training resumes (default: 600)",
+    )  # fmt: skip
+    group.add_argument(
+        "--restarts_of", metavar="RUN",
+        help="the same, but the median of the recoveries that a run has logged",
+    )  # fmt: skip
+    group.add_argument(
+        "--storage_bandwidth", metavar="BYTES", type=size_bytes,
+        help="write bandwidth per second of the checkpoint storage (default: 2e9)",
+    )  # fmt: skip
+
+
+def _add_modes(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--search", action="store_true",
+        help="rank all profiles by speed; list those that do not fit, with the reason",
+    )  # fmt: skip
+    group.add_argument(
+        "--write", metavar="FILE", help="with --search: write the best profile as DeepSpeed JSON"
+    )
+    group.add_argument(
+        "--probe", action="store_true",
+        help="run three training steps on this machine, compare them with the estimate, and plan "
+        "with the measurements",
+    )  # fmt: skip
+    group.add_argument(
+        "--probe_ranks",
+        metavar="N",
+        type=count,
+        help="ranks of the probe (default: all devices of this machine)",
+    )
+    group.add_argument(
+        "--probe_timeout", metavar="DURATION", type=duration, default=1800.0,
+        help="time limit of the probe (default: 30m)",
+    )  # fmt: skip
+    group.add_argument(
+        "--budget", metavar="FLOPS|MONEY|DAYS",
+        help="recommend a model size and a token count for 1e22 (FLOPs), $50000, or 14d on the "
+        "devices",
+    )  # fmt: skip
+    group.add_argument("--json", action="store_true", help="print JSON")
+
+
+def hardware_of(arguments: argparse.Namespace) -> "Hardware":
+    """Return the devices; sets `arguments.devices` if it was not given."""
+    import dataclasses
+
+    from zerolm.plan import hardware
+
+    if arguments.devices is None:
+        arguments.devices = 1 if is_cpu(arguments) else DEFAULT_DEVICES
+    figures = {name: getattr(arguments, name) for name in HARDWARE_FIGURES}
+    if not is_cpu(arguments):
+        return hardware.load(arguments.hardware, figures)
+    from launch.estimate import this_machine
+
+    found = this_machine.measure(min(arguments.devices, arguments.devices_per_node))
+    given = {name: value for name, value in figures.items() if value is not None}
+    return dataclasses.replace(found, **given)
+
+
+def budget_of(arguments: argparse.Namespace) -> tuple[float, str]:
+    """Return the FLOPs of --budget, and how they were derived."""
+    from launch.estimate import scaling
+
+    hardware = hardware_of(arguments)
+    return scaling.flops_of(arguments.budget, hardware, arguments.devices, arguments.mfu)
+
+
+def is_cpu(arguments: argparse.Namespace) -> bool:
+    return str(arguments.hardware).lower() == "cpu"

@@ -1,0 +1,326 @@
+"""`plan --search`: rank every combination of stage, offload, recomputation and micro-batch.
+
+Only profiles that pretrain.py accepts are tried. Tensor and sequence parallelism are not tried,
+because their time estimates have been compared with few benchmarks. A plan of one profile names
+faster ones if it waits for its collectives.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from launch.estimate.estimate import Assumptions, Estimate, estimate
+from launch.estimate.planned_run import PlannedRun, plan_run
+from zerolm.common.errors import ConfigError, Findings
+from zerolm.common.shipped import DS_CONFIGS
+from zerolm.common.values import shown_bytes
+from zerolm.config import defaults
+from zerolm.config.settings import SELECTIVE, Recompute, Settings
+from zerolm.ds_config.profile import Profile
+from zerolm.model.activation_checkpointing import command_line_arguments, describe
+from zerolm.model.model import Model
+from zerolm.plan.hardware import Hardware
+from zerolm.plan.resolve import resolve_settings
+
+CPU = {"device": "cpu", "pin_memory": True}
+OFFLOADS = {1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "both")}
+TIME_RESOLUTION = 0.02  # relative; the time estimate cannot tell smaller differences apart
+QUANTIZED = "quantized"
+CHANGES_CURVE = "ZeRO++ sends weights in 8 bits and gradients in 4, which changes the loss curve."
+WAITING_SHARE, WORTH_NAMING = 0.15, 0.05  # of a step
+NOT_TRIED = (
+    "Stage 0 is not tried: pretrain.py refuses it, and stage 1 has the same results in less "
+    "memory. Tensor, pipeline and sequence parallelism are not tried."
+)
+
+RECOMPUTE_LEVELS: tuple[Recompute, ...] = (False, SELECTIVE, True)
+RECOMPUTE_LABELS = {False: "no", SELECTIVE: SELECTIVE, True: "yes"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One profile with its fastest micro-batch.
+
+    Attributes:
+        profile: a profile with "auto" values, whose name is the candidate's.
+        found: its figures; None if the profile was refused before any were computed.
+        rejected: why it cannot be used; None if it can.
+    """
+
+    profile: Profile
+    checkpointing: Recompute
+    found: Estimate | None
+    rejected: str | None
+
+    @property
+    def step_seconds(self) -> float:
+        return self.found.step.seconds if self.found is not None else float("inf")
+
+
+def search(
+    model: Model,
+    settings: Settings,
+    hardware: Hardware,
+    devices: int,
+    devices_per_node: int,
+    assumed: Assumptions,
+) -> list[Candidate]:
+    """Return all candidates, usable ones first, by step time; all train the same batch.
+
+    Args:
+        settings: settings without a DeepSpeed JSON. A given micro-batch or gradient checkpointing
+            is kept; otherwise all values are tried.
+    """
+    if settings.deepspeed_config:
+        raise ConfigError(
+            f"{settings.where('deepspeed_config')}: {settings.deepspeed_config}, but --search "
+            f"chooses it. Remove one of them."
+        )
+    sized = resolve_settings(
+        settings,
+        model,
+        Profile.parse({}),
+        Findings([]),  # the candidates report them
+        world_size=devices,
+        memory_bytes=None,
+        round_batch=True,
+    )
+    settings = dataclasses.replace(
+        settings,
+        seq_len=sized.seq_len,
+        batch_tokens=sized.batch_tokens,
+        total_tokens=sized.total_tokens,
+    )
+    place = (hardware, devices, devices_per_node)
+    candidates: list[Candidate] = []
+    profiles: list[Profile] = []
+    for stage, offloads in OFFLOADS.items():
+        profiles += [profile_of(stage, offload, hardware) for offload in offloads]
+    given = settings.gradient_checkpointing
+    for profile in profiles + zeropp_profiles(*place):
+        for recompute in (given,) if given else RECOMPUTE_LEVELS:
+            variant = dataclasses.replace(settings, gradient_checkpointing=recompute)
+            candidates.append(_best(model, variant, profile, place, assumed))
+    reasons = {each.rejected for each in candidates}
+    if len(reasons) == 1 and (reason := reasons.pop()) and candidates[0].found is None:
+        raise ConfigError(reason)  # of the batch or the model, whatever the profile
+    return sorted(candidates, key=_rank)
+
+
+def faster(
+    profile: Profile, settings: Settings, found: Estimate, assumed: Assumptions
+) -> list[Candidate]:
+    """Return what to use instead where a run at stage 3 waits for its collectives, fastest first.
+
+    Tried with the same batch and recomputation, and any micro-batch: its own profile, stages 1 and
+    2, hpZ, and tensor parallelism within a host. Empty if the run does not wait.
+
+    Args:
+        profile, settings: of the run, before they were resolved.
+        found: of the run.
+    """
+    run, step = found.run, found.step
+    if run.profile.zero_stage < 3 or step.exposed < WAITING_SHARE * step.seconds:
+        return []
+    settings = dataclasses.replace(
+        settings,
+        seq_len=run.settings.seq_len,
+        batch_tokens=run.settings.batch_tokens,
+        total_tokens=run.settings.total_tokens,
+        gradient_checkpointing=run.settings.gradient_checkpointing,
+        micro_batch_size=None,
+        deepspeed_config=None,
+    )
+    hardware, place = run.hardware, (run.hardware, run.devices, run.devices_per_node)
+    first, second = (profile_of(stage, "none", hardware) for stage in (1, 2))
+    profiles = [profile, first, second, *zeropp_profiles(*place)[:1]]
+    if (degree := run.devices_per_node) > 1:
+        tensor = {"tensor_parallel": {"autotp_size": degree}}
+        name = f"ZeRO-1 + {degree} tensor parallel"
+        profiles.append(Profile.parse({**first.json, **tensor}, name))
+    tried = [_best(run.model, settings, each, place, assumed) for each in profiles]
+    enough = (1 - WORTH_NAMING) * step.seconds
+    usable = [each for each in tried if each.rejected is None and each.step_seconds < enough]
+    return sorted(usable, key=lambda each: each.step_seconds)
+
+
+def _rank(one: Candidate) -> tuple[bool, float, int, int]:
+    """Rank by time; if times are equal within `TIME_RESOLUTION`, the lower stage comes first."""
+    if one.rejected is not None or one.found is None:
+        return True, 0.0, RECOMPUTE_LEVELS.index(one.checkpointing), 0
+    stage = one.found.run.profile.zero_stage
+    steps = round(math.log(one.step_seconds) / math.log(1 + TIME_RESOLUTION))
+    return False, steps, RECOMPUTE_LEVELS.index(one.checkpointing), stage
+
+
+def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
+    """Return the shipped profile of a stage, with offload, in a precision the device supports.
+
+    Args:
+        offload: `none`, `optimizer`, or `both` optimizer and weights.
+    """
+    changes = {}
+    if offload != "none":
+        changes["offload_optimizer"] = dict(CPU)
+    if offload == "both":
+        changes["offload_param"] = dict(CPU)
+    return _changed(f"zero{stage}", _name(stage, offload), hardware, changes)
+
+
+def zeropp_profiles(hardware: Hardware, devices: int, devices_per_node: int) -> list[Profile]:
+    """Return profiles that send less between hosts: hpZ, then zeropp.json, with groups of a host.
+
+    None on a single host.
+    """
+    if hardware.is_cpu or not 1 < devices_per_node < devices:
+        return []
+    group = {"zero_hpz_partition_size": devices_per_node}
+    return [
+        _changed("zero3", f"ZeRO-3 + hpZ over {devices_per_node}", hardware, group),
+        _changed("zeropp", f"ZeRO++ over {devices_per_node}, {QUANTIZED}", hardware, group),
+    ]
+
+
+def _changed(shipped: str, name: str, hardware: Hardware, changes: Mapping[str, Any]) -> Profile:
+    """Return a shipped profile with other values in its block `zero_optimization`."""
+    ds = Profile.read(DS_CONFIGS / f"{shipped}.json").json
+    ds["zero_optimization"].update(changes)
+    if hardware.is_cpu and hardware.device.lacks_bf16:
+        ds["bf16"] = {"enabled": False}
+    if hardware.bf16 is None:
+        del ds["bf16"]
+        ds["fp16"] = {"enabled": True}
+    return Profile.parse(ds, name)
+
+
+def _name(stage: int, offload: str) -> str:
+    suffixes = {"none": "", "optimizer": " + optimizer on the host"}
+    return f"ZeRO-{stage}" + suffixes.get(offload, " + optimizer and weights on the host")
+
+
+def _best(
+    model: Model,
+    settings: Settings,
+    profile: Profile,
+    place: tuple[Hardware, int, int],
+    assumed: Assumptions,
+) -> Candidate:
+    """Return the profile with the fastest micro-batch that fits, or the reason that none does."""
+    assert settings.batch_tokens and settings.seq_len
+    per_rank = settings.batch_tokens // settings.seq_len // place[1]
+    sizes = [settings.micro_batch_size] if settings.micro_batch_size else None
+    best: Estimate | None = None
+    smallest: Estimate | None = None
+    for micro in sizes or defaults.micro_batch_candidates(max(1, per_rank)):
+        variant = dataclasses.replace(
+            settings,
+            micro_batch_size=micro,
+            explicit=settings.explicit | {"batch_tokens", "micro_batch_size"},
+        )
+        try:
+            run: PlannedRun = plan_run(model, profile, variant, *place)
+        except ConfigError as error:
+            return Candidate(profile, settings.gradient_checkpointing, None, str(error))
+        found = estimate(run, assumed)
+        smallest = smallest or found
+        if not found.memory.fits:
+            break
+        # At equal times the smaller micro-batch is better, since it leaves memory free.
+        if best is None or found.step.seconds < 0.995 * best.step.seconds:
+            best = found
+    assert smallest is not None
+    rejected = None if best else rejection_reason(smallest)
+    return Candidate(profile, settings.gradient_checkpointing, best or smallest, rejected)
+
+
+def rejection_reason(found: Estimate) -> str:
+    """Return which memory is too small, and the largest component."""
+    memory = found.memory
+    micro = found.run.settings.micro_batch_size
+    reasons = []
+    over = memory.used + memory.margin - memory.capacity
+    if over > 0:
+        components = {
+            name: getattr(memory, name)
+            for name in (
+                "weights", "gradients", "optimizer", "master", "secondary", "buckets", "gathered",
+                "activations", "loss",
+            )
+        }  # fmt: skip
+        largest = max(components, key=lambda name: components[name])
+        reasons.append(
+            f"{shown_bytes(over)} too much on the device at micro-batch {micro}, mostly {largest} "
+            f"({shown_bytes(components[largest])})"
+        )
+    if memory.host > memory.host_capacity:
+        reasons.append(
+            f"{shown_bytes(memory.host)} on the host, more than a device's share of "
+            f"{shown_bytes(memory.host_capacity)}"
+        )
+    return "; ".join(reasons)
+
+
+def as_text(candidates: list[Candidate]) -> str:
+    """Return the ranked table, and the rejected profiles with reasons."""
+    head = f"{'profile':<42} {'recompute':>9} {'micro':>5} {'memory':>9} {'step s':>8} {'MFU':>6} "
+    lines = [head + f"{'tokens/s':>11} {'days':>8}  bound by"]
+    rejected = []
+    for one in candidates:
+        if one.rejected is not None or one.found is None:
+            name = ", ".join(filter(None, [one.profile.name, describe(one.checkpointing)]))
+            rejected.append(f"rejected  {name}: {one.rejected}")
+            continue
+        found = one.found
+        lines.append(
+            f"{one.profile.name:<42} {RECOMPUTE_LABELS[one.checkpointing]:>9} "
+            f"{found.run.settings.micro_batch_size:>5} {shown_bytes(found.memory.used):>9} "
+            f"{found.step.seconds:>8.3g} {found.mfu:>6.1%} {found.tokens_per_second:>11,.0f} "
+            f"{found.days:>8.3g}  {found.step.bound}"
+        )
+    if len(lines) == 1:
+        lines = ["no profile fits: use more devices, or devices with more memory"]
+    changed = [CHANGES_CURVE] if any(QUANTIZED in one.profile.name for one in candidates) else []
+    return "\n".join([*lines, *rejected, *changed, NOT_TRIED])
+
+
+def instead(found: Estimate, others: list[Candidate]) -> str:
+    """Return a line that names what `faster` has found."""
+    share = found.step.exposed / found.step.seconds
+    options = [
+        f"{one.profile.name}, micro-batch {one.found.run.settings.micro_batch_size}: "
+        f"{found.step.seconds / one.step_seconds:.2g} times as fast"
+        for one in others
+        if one.found is not None
+    ]
+    return (
+        f"note: {share:.0%} of a step waits for weights and gradients that are sharded over "
+        f"{found.run.devices:,} devices. Faster with the same batch: {'; '.join(options)}"
+    )
+
+
+def usage(best: Candidate, path: str) -> str:
+    """Return a line with pretrain.py's flags for the written profile."""
+    assert best.found is not None
+    settings = best.found.run.settings
+    flags = f"--deepspeed_config {path} --micro_batch_size {settings.micro_batch_size} "
+    flags += f"--batch_tokens {settings.batch_tokens}"
+    flags = " ".join([flags, *command_line_arguments(best.checkpointing)])
+    return f"wrote {path}; for pretrain.py: {flags}"
+
+
+def to_json(candidates: list[Candidate]) -> list[dict[str, Any]]:
+    """Return the candidates for `--json`."""
+    from launch.estimate.estimate import to_json as figures
+
+    return [
+        {
+            "profile": one.profile.name,
+            "gradient_checkpointing": one.checkpointing,
+            "rejected": one.rejected,
+            "ds_config": one.profile.json,
+            "figures": None if one.found is None else figures(one.found),
+        }
+        for one in candidates
+    ]

@@ -1,0 +1,226 @@
+"""Estimate the time of an optimizer step: compute, collectives that it waits for, and offload.
+
+Fitted numbers are `COSTS` and the devices' `attained` in hardware.json. The errors are in
+docs/published_runs.md, which `python -m benchmarks.published_runs` writes.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from launch.estimate.collectives import Calls, all_reduces, collectives, quantization_bytes
+from launch.estimate.planned_run import PlannedRun
+from zerolm.model.architecture import num_parameters
+from zerolm.model.flops import TRAINING_TO_FORWARD
+from zerolm.plan import memory
+from zerolm.plan.rank_share import config_of_rank
+
+PUBLISHED_RUNS = (1.9, 2.6)  # reported over predicted hours of published runs, middle half
+# Overlapped communication still costs this share of its time, because its kernels compete for the
+# device.
+CONTENTION = 0.1
+BACKWARD_SHARE = 2 / 3  # of a micro-batch's time
+ADAM_BYTES = 28  # memory traffic per value: weight, two moments, gradient read; three written
+FP32_STATE_BYTES = 12  # master weight and two moments, each read and written in a step
+
+
+class Moved(NamedTuple):
+    """Bytes that DeepSpeed 0.19.8 reads and writes, with fp32 sums and states.
+
+    Counted by tests/zerolm/plan/test_moved_bytes.py, without collectives at stages 1 and 2.
+
+    Attributes:
+        all_values: bytes per value of the model.
+        shard: bytes per value of a rank's shard.
+    """
+
+    all_values: float
+    shard: float
+
+    def total(self, values: int, shard: float) -> float:
+        return self.all_values * values + self.shard * shard
+
+
+# By ZeRO stage: for the gradients of a micro-batch, and for a step; then of a single rank.
+GRADIENT_BYTES = {1: Moved(10, 0), 2: Moved(14, 25), 3: Moved(45, 0)}
+STEP_BYTES = {1: Moved(4, 58), 2: Moved(0, 74), 3: Moved(0, 66)}
+ALONE_GRADIENT_BYTES = GRADIENT_BYTES | {2: Moved(19, 0)}
+ALL_REDUCED_GRADIENT_BYTES = Moved(24, 19)  # of stage 2
+ALONE_STEP_BYTES = STEP_BYTES | {1: Moved(16, 38)}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Fitted, with `attained` of devices, by benchmarks.published_runs.fit.
+
+    Attributes:
+        recomputation: time of a recomputed FLOP relative to the mean FLOP.
+        attention: time of a counted FLOP of attention, half of which is masked, relative to the
+            same.
+        fp8: share of its peak that fp8 reaches, relative to the share that bf16 reaches.
+        compiled_passes, eager_passes: how often a step moves each byte of activations to or from
+            device memory.
+        fp8_passes: the same for scaling and casting to fp8.
+        experts: time of a FLOP of routed experts relative to the mean FLOP. Not fitted: it is the
+            value that lowers MFU from 0.46 to 0.35 with `torch._grouped_mm` (karpathy/nanochat,
+            dev/LOG.md, 2026-02-19: two of eight experts and a shared one, as many FLOPs as
+            without).
+    """
+
+    recomputation: float = 0.69
+    attention: float = 1.58
+    fp8: float = 0.837
+    compiled_passes: float = 5.98
+    eager_passes: float = 10.4
+    fp8_passes: float = 2.48
+    experts: float = 1.9
+
+
+COSTS = Costs()
+# Absolute errors of benchmarks of dense models that the fit left out: all, and of many devices.
+MEDIAN_ERROR, MAX_ERROR = 0.039, 0.36
+MANY_DEVICES, MEDIAN_MANY, MAX_MANY = 128, 0.029, 0.084
+LARGEST_BENCHMARKS = {1: 1024, 3: 512}  # devices, by stage, without tensor parallelism
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step by component. Fields are JSON keys.
+
+    Attributes:
+        compute: matmuls, including recomputation.
+        elementwise: norms, activation functions and the like, limited by device memory bandwidth.
+        communication: all collectives, if nothing overlapped.
+        exposed: the part of `communication` that the step waits for.
+        offload: transfers between device and host, and the optimizer on the host.
+        optimizer: the optimizer on the device, with summing the gradients of each micro-batch.
+    """
+
+    compute: float
+    elementwise: float
+    communication: float
+    exposed: float
+    offload: float
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.elementwise + self.exposed + self.offload + self.optimizer
+
+    @property
+    def bound(self) -> str:
+        """The component that takes the most time."""
+        components = {
+            "compute": self.compute,
+            "device memory bandwidth": self.elementwise,
+            "communication": self.exposed,
+            "offload": self.offload,
+            "the optimizer": self.optimizer,
+        }
+        return max(components, key=lambda name: components[name])
+
+
+def step_time(
+    run: PlannedRun,
+    mfu: float | None = None,
+    kept_bytes: float | None = None,
+    *,
+    repeated: float | None = None,
+    costs: Costs = COSTS,
+    calls: Calls | None = None,
+) -> StepTime:
+    """Return the estimated time of a step.
+
+    Args:
+        mfu: measured or assumed model FLOP/s utilization, without recomputation, which replaces the
+            estimate.
+        kept_bytes: bytes of activations that the layers keep per token; None traces the model.
+        repeated: share of the layers' matrix products that the backward pass repeats; None: all
+            or none, by `--gradient_checkpointing`.
+        calls: collectives of another trainer; None: those of DeepSpeed.
+    """
+    hardware = run.hardware
+    peak = hardware.peak(run.profile.compute_precision)
+    assert peak is not None
+    tokens = run.settings.batch_tokens / run.devices
+    if mfu is not None:
+        return StepTime(tokens * run.flops_per_token / (peak * mfu), 0.0, 0.0, 0.0, 0.0, 0.0)
+    if repeated is None:
+        repeated = float(run.settings.gradient_checkpointing is True)  # selective: no product
+    compute = tokens * _flop_seconds(run, peak * hardware.attained, repeated, costs)
+    kept = kept_bytes or _kept_bytes(run)
+    if run.settings.gradient_checkpointing:
+        kept *= 1 + costs.recomputation / TRAINING_TO_FORWARD
+    passes = costs.compiled_passes if run.settings.compile else costs.eager_passes
+    passes += run.fp8_share * costs.fp8_passes
+    elementwise = tokens * kept * passes / hardware.memory_bandwidth
+    shapes, ranks = run.shapes_of_rank
+    values = num_parameters(shapes)
+    shard = values / (ranks if run.profile.zero_stage else 1)
+    offload = _offload_seconds(run, shard)
+    optimizer = _update_bytes(run, values, shard) / hardware.memory_bandwidth
+    sent, overlap = collectives(run, calls), run.profile.overlap_comm
+    elementwise += quantization_bytes(run) / hardware.memory_bandwidth
+    exposed = sent.seconds
+    if run.profile.zero_stage == 3 if overlap is None else overlap:
+        last_backward = BACKWARD_SHARE * (compute + elementwise) / run.accumulation
+        hidden = min(sent.passes, compute + elementwise) + min(sent.last, last_backward)
+        exposed -= (1 - CONTENTION) * hidden
+    return StepTime(compute, elementwise, sent.seconds, exposed, offload, optimizer)
+
+
+def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -> float:
+    """Return the seconds of a token's matrix products, at `rate` FLOP/s in the run's precision."""
+    layers = run.flops_per_token - run.attention_flops - run.head_flops
+    if run.fp8_share:
+        assert run.hardware.fp8 and run.hardware.bf16
+        faster = costs.fp8 * run.hardware.fp8 / run.hardware.bf16
+        layers *= 1 - run.fp8_share * (1 - 1 / faster)
+    layers += (costs.experts - 1) * run.routed_flops
+    attention = costs.attention * run.attention_flops
+    again = costs.recomputation / TRAINING_TO_FORWARD
+    layers *= 1 + again * repeated
+    attention *= 1 + again * (repeated == 1)
+    head = run.head_flops
+    if run.settings.loss_chunk_tokens:
+        head *= 1 + 1 / TRAINING_TO_FORWARD
+    return (layers + attention + head + run.feature_flops) / rate
+
+
+def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:
+    """Return the bytes that a rank moves per step for sums of gradients and the optimizer."""
+    profile, stage = run.profile, max(1, run.profile.zero_stage)
+    saved = FP32_STATE_BYTES - profile.master_bytes - 2 * profile.moment_bytes
+    gradients, step = GRADIENT_BYTES[stage], STEP_BYTES[stage]
+    if run.devices == 1:
+        gradients, step = ALONE_GRADIENT_BYTES[stage], ALONE_STEP_BYTES[stage]
+    elif stage == 2 and all_reduces(run):
+        gradients = ALL_REDUCED_GRADIENT_BYTES
+    if profile.optimizer_offload != "none":  # the shard is on the host
+        return gradients.all_values * values * run.accumulation
+    moved = gradients.total(values, shard) * run.accumulation + step.total(values, shard)
+    return moved - 2 * saved * shard
+
+
+def _kept_bytes(run: PlannedRun) -> float:
+    kept = memory.activations_of(
+        config_of_rank(run.model.config, run.layout),
+        run.rank_tokens,
+        run.profile.precision,
+        eager=run.settings.attn_implementation == "eager",
+    )
+    return (kept.layers + kept.outside) * run.layout.tensor / run.rank_tokens
+
+
+def _offload_seconds(run: PlannedRun, shard: float) -> float:
+    """Return the seconds per step to transfer a rank's shard and update it on the host.
+
+    Source: Ren et al. 2021 (arXiv 2101.06840), section 4, for the transfers.
+    """
+    hardware = run.hardware
+    if run.profile.optimizer_offload == "none":
+        return 0.0
+    value = run.profile.weight_bytes
+    moved = shard * (run.profile.gradient_bytes * run.accumulation + value)
+    if run.profile.param_offload != "none":
+        moved += shard * value * 2 * run.accumulation
+    return moved / hardware.host_link + ADAM_BYTES * shard / hardware.host_bandwidth

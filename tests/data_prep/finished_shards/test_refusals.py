@@ -1,0 +1,189 @@
+"""`zerolm data convert` names damaged files and wrong flags, and leaves nothing behind."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from data_prep.finished_shards import from_shards
+from data_prep.finished_shards.formats import FORMATS
+from data_prep.finished_shards.items import InputFile, Items, ReadOptions
+from data_prep.finished_shards.to_shards import Rules, _Reader
+from data_prep.tokenizer import load
+from tests.data_prep.finished_shards.conversions import convert
+from zerolm.common.errors import ConfigError
+from zerolm.shards.writer import ShardWriter
+
+
+def cut(name, count):
+    return lambda root: os.truncate(root / name, (root / name).stat().st_size - count)
+
+
+def patch(name, place, data):
+    def change(root):
+        content = bytearray((root / name).read_bytes())
+        content[place : place + len(data)] = data
+        (root / name).write_bytes(content)
+
+    return change
+
+
+def null_dim(root):
+    """Change an index to what litdata writes without `TokensLoader`."""
+    index = json.loads((root / "lit1/index.json").read_text())
+    for chunk in index["chunks"]:
+        chunk["dim"] = None
+    index["config"]["item_loader"] = "PyTreeLoader"
+    (root / "lit1/index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("given", "form", "damage", "expected"),
+    [
+        ("a", "megatron", cut("a.bin", 2), "a.bin: has 604 bytes, its index says 606"),
+        ("a", "megatron", cut("a.idx", 8), "a.idx: has 126 bytes, 134 for its 5 sequences"),
+        ("a", "megatron", cut("a.idx", 110), "a.idx: ends after 24 bytes"),
+        ("a", "megatron", patch("a.idx", 0, b"X"), "a.idx: does not begin with b'MMIDIDX"),
+        ("a", "megatron", patch("a.idx", 17, b"\7"), "a.idx: version 1 and dtype code 7"),
+        ("a", "megatron", patch("a.idx", 34 + 4, b"\2"), "a.idx: sequences from 0 on do not"),
+        ("a", "megatron", patch("a.bin", 4, b"\xff\1"), "a.bin: id 511 at place 2 is outside"),
+        ("a", "megatron", lambda root: (root / "a.bin").unlink(), "a.bin: no such file"),
+        ("mds1", "mds", cut("mds1/shard.00000.mds", 1), "bytes, index.json says"),
+        ("mds1", "mds", patch("mds1/shard.00000.mds", 0, b"\3"), "holds 3 items, but its index"),
+        ("mds1", "mds", patch("mds1/shard.00000.mds", 8, b"\xff"), "to which its offsets do not"),
+        ("mds3", "mds", lambda root: None, "Say what integers its bytes are: --dtype int64"),
+        ("mds0", "mds", patch("mds0/index.json", 0, b"x"), "mds0/index.json"),
+        ("lit1", "litdata", cut("lit1/chunk-0-1.bin", 2), "chunk-0-1.bin: has 602 bytes"),
+        ("lit1", "litdata", patch("lit1/chunk-0-0.bin", 8, b"\x19"), "does not hold 7 ids of 2"),
+        (
+            "lit1", "litdata", null_dim,
+            "index.json: chunks[].dim is null and item_loader is PyTreeLoader",
+        ),
+        ("absent", "litdata", lambda root: None, "absent/index.json: no such file"),
+        ("mds0", "litdata", lambda root: None, "chunks: missing."),
+        ("lit1", "mds", lambda root: None, "shards: missing."),
+        ("absent", "nanogpt", lambda root: None, "absent: no such file"),
+        ("a.bin", "nanogpt", cut("a.bin", 1), "has 605 bytes, which are not ids of 2 bytes"),
+        ("a.bin", "parquet", lambda root: None, "a.bin: is not Parquet, or damaged"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_named_and_leave_nothing(
+    peers, tmp_path, tokenizer_directory, capfd, given, form, damage, expected
+):
+    root = shutil.copytree(peers, tmp_path / "in")
+    damage(root)
+    words = ["--from", form, "--tokenizer", tokenizer_directory, "--output", tmp_path / "out"]
+    assert convert(root / given, *words) == 2
+    error = capfd.readouterr().err
+    assert expected in error and "Traceback" not in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["nanogpt", "parquet", "megatron", "mds"])
+def test_a_pointer_to_a_file_elsewhere_holds_no_ids(tmp_path, form):
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:7\nsize 1234\n"
+    for name in ("a.bin", "a.idx", "a.parquet", "index.json"):
+        (tmp_path / name).write_text(pointer)
+    given = [tmp_path, *([tmp_path / "a.bin"] if form == "nanogpt" else [])]
+    for path in given:
+        with pytest.raises(ConfigError, match="is a pointer of Git LFS, not the file itself"):
+            FORMATS[form].find(path, ReadOptions())
+
+
+def test_a_file_that_is_rewritten_while_it_is_read_is_refused(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(bytes(8))
+
+    def read():
+        yield Items(np.array([1, 0]), np.array([2]))
+        time.sleep(0.02)  # file systems count time in steps of up to 10 ms
+        path.write_bytes(bytes(8))
+
+    tokenizer = load.Tokenizer(str(tmp_path), 4, 0, "0", lambda directory: None)
+    file = InputFile(path, "document", 8, 2, read)
+    with pytest.raises(ConfigError, match=r"a\.bin: was written to or replaced"):
+        list(_Reader([file], tokenizer, Rules()).documents())
+
+
+def test_the_wrong_tokenizer_is_noticed(corpus, shards, tmp_path, capfd):
+    one, _, tokenizer = corpus
+    assert convert(one, "--to", "nanogpt", "--output", tmp_path / "n") == 0
+    backend = json.loads((tokenizer / "tokenizer.json").read_text())
+    backend["added_tokens"] = []
+    other = shutil.copytree(tokenizer, tmp_path / "other")
+    changed = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    changed.add_tokens(["more"])
+    changed.save(str(other / "tokenizer.json"))
+    words = ["--from", "nanogpt", "--output", tmp_path / "s", "--tokenizer"]
+    assert convert(tmp_path / "n", *words, other) == 2
+    assert "_tokenizer" in capfd.readouterr().err  # the one that made the ids
+    (tmp_path / "n" / "_provenance.json").unlink()
+    np.full(100, 5, "<u2").tofile(tmp_path / "n" / "train.bin")
+    assert convert(tmp_path / "n", *words, tokenizer) == 2
+    assert "document 0 ends in id 5, not in the tokenizer's EOS id" in capfd.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, capfd):
+    one, _, tokenizer = corpus
+    assert convert(one, "--to", "nanogpt", "--from", "mds", "--output", tmp_path / "o") == 2
+    assert "needs either --from FORMAT or --to FORMAT" in capfd.readouterr().err
+    flags = ["--column", "x", "--dtype", "int8", "--boundaries", "items"]
+    words = ["--from", "nanogpt", "--output", one, "--shard_tokens", 0, *flags]
+    (tmp_path / "some.bin").write_bytes(b"12")
+    assert convert(tmp_path / "some.bin", tmp_path / "absent", *words) == 2
+    error = capfd.readouterr().err
+    for expected in ("already holds token shards", "--tokenizer: is missing", "--column: does not",
+                     "nanogpt files have none", "--shard_tokens 0", "--dtype int8: is not one of",
+                     "absent: no such file"):  # fmt: skip
+        assert expected in error, expected
+    words = ["--from", "megatron", "--output", tmp_path / "o", "--tokenizer", tokenizer]
+    assert convert(one, *words) == 2
+    assert "holds token shards already. Convert them with --to" in capfd.readouterr().err
+    words = ["--to", "nanogpt", "--output", one, "--tokenizer", "x", "--append_eos"]
+    assert convert(one, tmp_path / "absent", *words) == 2
+    error = capfd.readouterr().err
+    for expected in ("--tokenizer: applies to --from", "--append_eos: applies",
+                     "absent: no such directory", "exists already"):  # fmt: skip
+        assert expected in error, expected
+
+
+@pytest.mark.parametrize("direction", ["from", "to"])
+def test_a_full_disk_and_a_kill_leave_nothing_to_be_mistaken(corpus, tmp_path, capfd, direction):
+    one, two, tokenizer = corpus
+    flags = [one, two, "--to", "megatron"]
+    if direction == "from":
+        assert convert(*flags, "--output", tmp_path / "m") == 0
+        flags = [tmp_path / "m", "--from", "megatron", "--tokenizer", tokenizer]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        assert convert(*flags, "--output", tmp_path / "new") == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    error = capfd.readouterr().err
+    assert "cannot be written (File too large)" in error and "Traceback" not in error
+    assert not (tmp_path / "new").exists() and not list(tmp_path.glob(".new*"))
+    child = os.fork()
+    if child == 0:
+        for module, name in ((ShardWriter, "finish_shard"), (from_shards, "sync_tree")):
+            setattr(module, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        convert(*flags, "--output", tmp_path / "new")
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert not (tmp_path / "new" / "manifest.json").exists()
+    assert direction == "from" or not (tmp_path / "new").exists()
+    assert convert(*flags, "--output", tmp_path / "new") == 0
+    assert convert(*flags, "--output", tmp_path / "expected") == 0
+    files = {path.name for path in (tmp_path / "new").iterdir()}
+    assert files == {path.name for path in (tmp_path / "expected").iterdir()}
+    for name in files - {"manifest.json", "_provenance.json", "tokenizer", "_tokenizer"}:
+        expected = (tmp_path / "expected" / name).read_bytes()
+        assert (tmp_path / "new" / name).read_bytes() == expected, name
+    assert not list(tmp_path.glob(".new*"))

@@ -1,0 +1,166 @@
+"""`Child`: a process of zerolm that works in the background of a run.
+
+The trackers, the HTML report and the uploads each run in one, so that nothing slow or broken in
+them delays a step or ends the run. The run uses `Child`; the process itself calls `serve`. Standard
+library only.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zerolm.common import processes
+from zerolm.common.shipped import module_command, shield
+
+MAX_PAUSE_SECONDS = 600.0
+WAIT_SECONDS = 0.05
+
+
+class Child:
+    """The process `python -m zerolm ARGUMENTS --of_process PID`, at most one at a time.
+
+    Its owner calls `start` when it is `due`, and `poll` regularly; only `wait` blocks.
+
+    Args:
+        arguments: a command of zerolm and its arguments.
+        log: file to which its output is appended, created with its directory; None: the output of
+            this process.
+        supervised: `launch supervise` must wait for the process to end before restarting the run.
+        endless: the process should never end by itself, so even exit code 0 is a failure.
+        first_pause_seconds: pause until it is due after a failure; doubled by each further failure.
+        max_failures: failures after which it is never due again.
+    """
+
+    def __init__(
+        self,
+        *arguments: object,
+        log: Path | None = None,
+        supervised: bool = False,
+        endless: bool = False,
+        first_pause_seconds: float = 0.0,
+        max_failures: float = float("inf"),
+    ):
+        self.command = module_command("zerolm", *arguments, "--of_process", os.getpid())
+        self.log, self.supervised, self.endless = log, supervised, endless
+        self.first_pause_seconds, self.max_failures = first_pause_seconds, max_failures
+        self.process: subprocess.Popen[bytes] | None = None
+        self.failures = 0  # since it last succeeded
+        self._start_at = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether a process was started whose end `poll` has not reported yet."""
+        return self.process is not None
+
+    def due(self) -> bool:
+        """Return whether the process is not running and may be started now."""
+        allowed = not self.running and self.failures < self.max_failures
+        return allowed and time.monotonic() >= self._start_at
+
+    def start(self, stdin: int = subprocess.DEVNULL) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: it cannot be started. It is not due again for `MAX_PAUSE_SECONDS`.
+        """
+        try:
+            with contextlib.ExitStack() as stack:
+                output = None
+                if self.log is not None:
+                    self.log.parent.mkdir(exist_ok=True)
+                    output = stack.enter_context(open(self.log, "ab"))
+                # Blocked until `serve` ignores them: a launcher may signal it while it starts.
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
+                stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+                self.process = subprocess.Popen(
+                    self.command,
+                    env=_environment(self.supervised),
+                    stdin=stdin,
+                    stdout=output,
+                    stderr=output,
+                )
+        except OSError:
+            self._start_at = time.monotonic() + MAX_PAUSE_SECONDS
+            raise
+
+    def poll(self) -> int | None:
+        """Return the exit code of a process that has ended since the last call. Microseconds."""
+        code = None if self.process is None else self.process.poll()
+        if code is None:
+            return None
+        self.process = None
+        if code == 0 and not self.endless:
+            self.failures = 0
+        else:
+            pause_seconds = self.first_pause_seconds * 2.0 ** min(self.failures, 30)
+            self._start_at = time.monotonic() + min(pause_seconds, MAX_PAUSE_SECONDS)
+            self.failures += 1
+        return code
+
+    def wait(
+        self,
+        deadline: float,
+        cancelled: Callable[[], bool] = lambda: False,
+        waiting: Callable[[], object] = lambda: None,
+    ) -> int | None:
+        """Wait until the process ends.
+
+        Args:
+            deadline: time on the clock of `time.monotonic`.
+            cancelled: returns True to stop waiting before that.
+            waiting: called every `WAIT_SECONDS`, to record progress: waiting is no hang.
+
+        Returns:
+            The exit code; None if the process is still running, or does not exist.
+        """
+        while (code := self.poll()) is None and self.running:
+            if time.monotonic() >= deadline or cancelled():
+                break
+            time.sleep(WAIT_SECONDS)
+            waiting()
+        return code
+
+    def kill(self) -> None:
+        """Kill the process if it still runs."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.poll()
+
+
+def _environment(supervised: bool) -> dict[str, str]:
+    """Return the environment of a child, in which it imports the same zerolm as this process."""
+    environment = dict(os.environ)
+    shield(environment)
+    if not supervised:
+        environment.pop(processes.SUPERVISOR, None)
+    return environment
+
+
+def serve(pid: int) -> None:
+    """Make this process a child of process `pid`: low CPU and disk priority, and the same end.
+
+    It ignores signals, which the run handles: the run saves first, and gives this process time to
+    finish.
+    """
+    os.nice(19)
+    os.setpgrp()  # W&B's service and other programs that it starts do not get Ctrl-C of a terminal
+    with contextlib.suppress(Exception):  # not every kernel or container has it
+        import psutil
+
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)
+    for number in processes.STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, processes.STOP_SIGNALS)
+
+    def watch() -> None:
+        while os.getppid() == pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,292 @@
+"""Files with one JSON object per line: reading and appending.
+
+In a run's metrics and samples `step` never decreases, so that a resume can read and truncate the
+end of a file with a million lines without reading the rest. Readers skip lines that are incomplete,
+since a killed writer may leave one, and lines that are not of the file's type. Standard library
+only.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypedDict
+
+from zerolm.common.files import sync_directory
+from zerolm.common.records import Count, mismatch, open_regular, parse_json, why
+
+BLOCK_BYTES = 1 << 16
+MAX_PENDING_BYTES = 64 << 20  # kept in memory while a disk is full
+MAX_SHOWN_LINES = 5
+NUMBERS = frozenset({int, float, NoneType})
+
+Row = dict[str, Any]
+
+
+class MetricsRow(TypedDict):
+    """A line of metrics.jsonl. Its other keys are metrics, whose values are numbers or null."""
+
+    step: Count
+    tokens: Count
+
+
+class EventRow(TypedDict):
+    """A line of events.jsonl. Its other keys depend on the event, and so do their types."""
+
+    event: str
+    step: int
+
+
+class _Sampled(TypedDict):
+    step: Count
+    tokens: Count
+    prompt: str
+    text: str
+
+
+class SampleRow(_Sampled, total=False):
+    """A line of samples.jsonl; further keys say how the text was sampled."""
+
+    prompt_number: Count
+    seed: int
+    temperature: float | None
+
+
+# ---- Reading
+
+
+def parse_row(line: bytes, kind: Any) -> Row:
+    """Parse a line.
+
+    Args:
+        kind: `MetricsRow`, `EventRow` or `SampleRow`.
+
+    Raises:
+        ValueError, RecursionError: it is not JSON, or not of that type.
+    """
+    row = parse_json(line)
+    if problem := mismatch(row, kind):
+        raise ValueError(problem)
+    if kind is MetricsRow and not NUMBERS.issuperset(map(type, row.values())):
+        raise ValueError("has a value that is not a number")
+    return row
+
+
+def read_rows(
+    path: Path,
+    kind: Any,
+    problems: list[str] | None = None,
+    *,
+    key: str = "",
+    start_bytes: int = 0,
+) -> Iterator[Row]:
+    """Yield the readable rows of a file, none if it does not exist.
+
+    Args:
+        kind: see `parse_row`.
+        key: yield only rows with this key; other lines are not parsed.
+        start_bytes: offset of the first line to read.
+        problems: a line is appended if the file or some of its lines cannot be read. An incomplete
+            last line is no problem: it is being written, or its writer was killed.
+    """
+    bad: list[int] = []
+    quoted = json.dumps(key).encode() if key else b""
+    problems = [] if problems is None else problems
+    try:
+        file = open_regular(path)
+        if file is None:
+            return
+        with file:
+            file.seek(start_bytes)
+            for number, line in enumerate(file, start=1):
+                if not line.strip() or quoted not in line:
+                    continue
+                try:
+                    row = parse_row(line, kind)
+                except (ValueError, RecursionError):
+                    if line.endswith(b"\n"):
+                        bad.append(number)
+                    continue
+                if not key or key in row:
+                    yield row
+    except OSError as error:
+        problems.append(f"{path}: cannot be read ({why(error)})")
+    if bad:
+        shown = ", ".join(map(str, bad[:MAX_SHOWN_LINES]))
+        shown += ", ..." if len(bad) > MAX_SHOWN_LINES else ""
+        problems.append(f"{path}: {len(bad)} lines cannot be read: {shown}")
+
+
+def rows_from(path: Path, step: int, kind: Any) -> tuple[list[Row], int]:
+    """Read the rows of `step` and later steps from the end of a file.
+
+    Args:
+        kind: see `parse_row`.
+
+    Returns:
+        The rows, oldest first; and the offset in bytes of the first line of a later step. An
+        unreadable line counts as one of a later step and is not returned.
+    """
+    rows: list[Row] = []
+    if not path.is_file():
+        return rows, 0
+    end = path.stat().st_size
+    for start, line in _lines_backwards(path):
+        try:
+            row = parse_row(line, kind)
+        except (ValueError, RecursionError):
+            end = start
+            continue
+        if row["step"] < step:
+            break
+        if row["step"] > step:
+            end = start
+        rows.append(row)
+    return rows[::-1], end
+
+
+def last_step(path: Path) -> int | None:
+    """Return the step of the last complete row, None if there is none."""
+    if path.is_file():
+        for _, line in _lines_backwards(path):
+            with contextlib.suppress(ValueError, RecursionError):
+                return parse_row(line, MetricsRow)["step"]
+    return None
+
+
+def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) from the last line to the first."""
+    with open(path, "rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        rest = b""
+        while position > 0:
+            size = min(BLOCK_BYTES, position)
+            position -= size
+            file.seek(position)
+            block = file.read(size) + rest
+            first, *lines = block.split(b"\n")
+            start = position + len(block)
+            for line in reversed(lines):
+                start -= len(line)
+                if line:
+                    yield start, line
+                start -= 1  # the newline before it
+            rest = first
+        if rest:
+            yield 0, rest
+
+
+# ---- Writing
+
+
+def truncate(path: Path, size_bytes: int) -> None:
+    """Truncate a file to a size, durably. Creates it if it does not exist; never extends it."""
+    with open(path, "ab") as file:
+        if file.tell() > size_bytes:
+            file.truncate(size_bytes)
+        os.fsync(file.fileno())
+
+
+def append_line(path: Path, text: str) -> None:
+    """Append a line; starts a new one first if a killed writer has left the last incomplete."""
+    with open(path, "a+b", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        incomplete = bool(size) and os.pread(file.fileno(), 1, size - 1) != b"\n"
+        file.write((b"\n" if incomplete else b"") + text.encode() + b"\n")
+
+
+class LineFile:
+    """A file that lines are appended to, which survives a disk that is full for a while.
+
+    If someone removes it, `sync` writes all of its lines again: the kernel keeps them as long as
+    the file is open here.
+
+    Args:
+        path: created if it does not exist.
+        warn: prints a message for the user.
+
+    Raises:
+        OSError: it cannot be opened. Of the methods only `sync` raises.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], object]):
+        self.path, self._warn = path, warn
+        self._file = open(path, "a+b", buffering=0)
+        self._pending = b""  # not written yet; may begin in the middle of a line
+        self._is_named = False  # its name is on the disk
+        self._failed = False
+        self._num_lost = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def write(self, line: str) -> None:
+        """Append a line, given without its newline."""
+        data = line.encode() + b"\n"
+        if len(self._pending) + len(data) > MAX_PENDING_BYTES:
+            self._num_lost += 1
+        else:
+            self._pending += data
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) or 0 :]
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                self._warn(f"{self.path}: {error}; its lines are kept in memory until they fit")
+            self._failed = True
+
+    def sync(self) -> None:
+        """Make all lines durable.
+
+        Raises:
+            OSError: some could not be written.
+        """
+        self._follow_path()
+        self._flush()
+        if self._pending:
+            raise OSError(f"{self.path}: not all of it could be written")
+        os.fsync(self._file.fileno())
+        if not self._is_named:
+            sync_directory(self.path.parent)
+            self._is_named = True
+
+    def _follow_path(self) -> None:
+        """Continue in the file of this name, if it is no longer the one that is open."""
+        removed = not self.path.exists()
+        if not removed and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
+            return
+        file = open(self.path, "a+b", buffering=0)
+        try:
+            if removed:
+                self._file.seek(0)
+                shutil.copyfileobj(self._file, file)
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # a full disk: later; a file server has not kept it
+                file.close()
+                self.path.unlink()
+                raise
+        self._file.close()
+        self._file, self._is_named = file, False
+        self._warn(
+            f"{self.path}: was {'removed' if removed else 'replaced'} while the run writes to it; "
+            + ("written again" if removed else "the last lines before that may be missing")
+        )
+
+    def close(self) -> None:
+        """Try once more to write pending lines, and report those that are lost."""
+        if self.closed:
+            return
+        self._flush()
+        self._num_lost += self._pending.count(b"\n")
+        if self._num_lost:
+            self._warn(f"{self.path}: {self._num_lost} lines could not be written and are lost")
+        self._file.close()

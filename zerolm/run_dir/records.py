@@ -1,0 +1,172 @@
+"""The types of run.json and rollbacks.json, and the functions that read them.
+
+`zerolm.train.run_directory` and `zerolm.checkpoint.rollback` write them.
+"""
+
+from pathlib import Path
+from typing import Any, TypedDict
+
+from zerolm.common.errors import ConfigError
+from zerolm.common.records import Count, Range, read_record
+from zerolm.run_dir.files import RunFiles
+
+OLD_VALUE = "Give the old value to resume the run"  # in each refusal of a changed value
+FIX = "Restore it from a copy, or choose another --run_dir."
+
+
+class RecordedSettings(TypedDict, total=False):
+    """The settings that are read without the checks of command lines; the others may be any."""
+
+    data: list[str]
+    val_data: list[str]
+    run_dir: str | None
+    report_interval: float | None
+    upload_to: str | None
+    wandb: str | None
+    wandb_project: str | None
+    wandb_entity: str | None
+    wandb_group: str | None
+    wandb_name: str | None
+    wandb_tags: str | None
+
+
+class _Mixture(TypedDict, total=False):
+    stages: list[tuple[Count, list[float]] | tuple[Count, list[float], list[Count]]]
+
+
+class _Source(TypedDict):
+    given: str
+    source: str
+    hub_id: str
+    digest: str
+    about: str
+    vocab_size: Count
+
+
+class InitialWeightsRecord(_Source, total=False):
+    """The source of `--init_from`: fields of `zerolm.pretrained.initial_source.InitialSource`."""
+
+    generation: dict[str, Any]
+    parametrization: dict[str, Any]
+
+
+class _BranchPoint(TypedDict):
+    run: str
+    step: Count
+    tokens: Count
+    digest: str
+
+
+class BranchRecord(_BranchPoint, total=False):
+    """Where a run with `--branch` began: a checkpoint of another run, the trunk.
+
+    `run` is the trunk's directory, `digest` that of the checkpoint, `changes` {setting: [old, new]}
+    of what shapes the loss curve, `data` and `mixture_temperature` what was given if that became a
+    stage of the mixture, and `branch` the trunk's own record, if it is a branch too.
+    """
+
+    changes: dict[str, Any]
+    data: list[str]
+    mixture_temperature: float | None
+    branch: dict[str, Any]
+
+
+class RunJson(TypedDict, total=False):
+    """The content of run.json. Every key may be absent: early releases wrote fewer."""
+
+    settings: RecordedSettings
+    derived_settings: dict[str, Any]  # those of them that nobody chose
+    model_config: dict[str, Any]
+    ds_config: dict[str, Any]
+    data_fingerprint: str
+    val_fingerprints: list[str]
+    initial_weights: InitialWeightsRecord
+    mixture: _Mixture
+    world_size: Count
+    zero_stage: Count
+    versions: dict[str, str]
+    model_proof: dict[str, str | None]  # the versions with which the model was proven
+    git_commit: str | None
+    derived: dict[str, Any]
+    device: str
+    working_directory: str  # to which relative paths in `settings` belong
+    branch: BranchRecord
+
+
+class _Applied(TypedDict):
+    number: Count
+    from_step: Count
+    to_step: Count
+    skipped_windows: list[Range]
+    skipped_steps: Count
+    spikes: Count
+
+
+class Rollback(_Applied, total=False):
+    """One rollback in rollbacks.json. The last keys are for people.
+
+    `order` is the data order that `skipped_windows` refers to; absent in early releases.
+    """
+
+    order: dict[str, Any]
+    checkpoint: str
+    first_anomaly: Count
+    skipped_window: Range
+    reason: str
+
+
+class _Rollbacks(TypedDict):
+    rollbacks: list[Rollback]
+
+
+def find_run_json(run_dir: str | Path) -> dict[str, Any] | None:
+    """Return the content of run.json, None if there is none.
+
+    Raises:
+        RecordError: it is damaged.
+    """
+    record = read_record(RunFiles(run_dir).record, RunJson, FIX)
+    return None if record is None else dict(record)
+
+
+def read_run_json(run_dir: str | Path) -> dict[str, Any]:
+    """Return the content of run.json.
+
+    Raises:
+        ConfigError: it is missing or damaged.
+    """
+    record = find_run_json(run_dir)
+    if record is None:
+        path = RunFiles(run_dir).record
+        raise ConfigError(f"{path}: no such file. Name the --run_dir of a run that has started.")
+    return record
+
+
+def read_rollbacks(run_dir: str | Path) -> list[Rollback]:
+    """Return the rollbacks of a run, oldest first; none if there is no rollbacks.json.
+
+    Raises:
+        RecordError: it is damaged. Without it the run would read skipped data again.
+    """
+    found = read_record(RunFiles(run_dir).rollbacks, _Rollbacks)
+    return found["rollbacks"] if found is not None else []
+
+
+def ancestors(branch: object) -> list[tuple[str, int]]:
+    """Return (name, step) of the runs that a run descends from, the nearest first.
+
+    Args:
+        branch: the entry `branch` of run.json, in any condition.
+    """
+    found = []
+    while isinstance(branch, dict):
+        step = branch.get("step")
+        name = Path(str(branch.get("run", "?"))).name
+        found.append((name, step if isinstance(step, int) else 0))
+        branch = branch.get("branch")
+    return found
+
+
+def lineage(branch: object) -> str:
+    """Return the runs that a run descends from as text: `b at step 40, of a at step 20`."""
+    return ", of ".join(f"{name} at step {step:,}" for name, step in ancestors(branch))
