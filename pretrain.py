@@ -54,14 +54,12 @@ from zerolm.common.secrets import mask_tracebacks
 from zerolm.data.loader import require_complete_files
 from zerolm.distributed import collectives, process_group
 from zerolm.ds_config.profile import Profile
+from zerolm.engine.gradient_sums import spare_memory_traffic
+from zerolm.engine.kernel_fixes import fix_lion_zero_updates
+from zerolm.engine.protocol import Engine
 from zerolm.features.feature import Feature
 from zerolm.optim import custom
-from zerolm.optim.gradient_sums import spare_memory_traffic
-from zerolm.optim.parameter_groups import (
-    describe_groups,
-    fix_lion_zero_updates,
-    parameter_groups,
-)
+from zerolm.optim.parameter_groups import describe_groups, parameter_groups
 from zerolm.plan.duration import with_duration
 from zerolm.plan.plan import Plan
 from zerolm.preflight import check
@@ -194,7 +192,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
 
 def build_engine(
     plan: Plan, wanted: Sequence[Feature], device: Any, print_rank0: Callable[..., None]
-) -> Any:
+) -> Engine:
     """Build the model, check its initial weights, and return the DeepSpeed engine that trains it.
 
     Every rank must call this.
@@ -307,7 +305,7 @@ def initialize(
     existing: Any,
     wanted: Sequence[Feature],
     print_rank0: Callable[..., None],
-) -> Any:
+) -> Engine:
     """Return the DeepSpeed engine of a model, with its optimizer. Every rank must call this.
 
     Parameter groups are for weight decay, and for options that features scale; Muon also needs its
@@ -321,8 +319,8 @@ def initialize(
     """
     import deepspeed
 
-    from zerolm.distributed.shard_groups import sharding_within
     from zerolm.ds_config import muon
+    from zerolm.engine.shard_groups import sharding_within
     from zerolm.pretrained import masters
 
     profile, weight_decay = plan.profile, plan.settings.weight_decay

@@ -133,7 +133,7 @@ def work(arguments: argparse.Namespace, job: dict[str, Any]) -> None:
         figures |= figures_of(times)
         figures["peak host memory added / state of a rank"] = f"{added / size:.3f}"
         (directory / "figures.json").write_text(json.dumps(figures))
-    process_group.destroy(engine)
+    process_group.destroy(engine.destroy)
 
 
 def save_with_ours(

@@ -34,7 +34,7 @@ def launch(jobs: list[dict], directory: Path, world_size: int = 2, **more: str) 
 
 def full(parameter: torch.Tensor) -> torch.Tensor:
     """Return the value of a frozen parameter, which no optimizer has."""
-    from zerolm.model.init_check import gathered
+    from zerolm.engine.parameters import gathered
 
     with gathered([parameter]):
         return parameter.detach().clone()

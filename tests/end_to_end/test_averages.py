@@ -20,10 +20,10 @@ from tests.end_to_end.recipe import SEQ_LEN, STEP_TOKENS, profile, recipe
 from tests.launching import ROOT, environment, rows
 from zerolm.__main__ import main
 from zerolm.checkpoint.directory import read
-from zerolm.checkpoint.zero_files import Weights as CheckpointWeights
 from zerolm.common.errors import ConfigError
 from zerolm.data import loader as data
-from zerolm.optim import ema
+from zerolm.engine import ema
+from zerolm.engine.zero_files import Weights as CheckpointWeights
 from zerolm.preflight import check
 from zerolm.shards.reader import open_source
 

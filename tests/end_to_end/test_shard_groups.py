@@ -10,9 +10,9 @@ from tests.end_to_end.run_digest import differences, digest, newest_checkpoint
 from tests.launching import events, rows, run_ranks, write_json
 from zerolm.checkpoint import memory
 from zerolm.checkpoint.directory import read
-from zerolm.checkpoint.zero_files import Weights
+from zerolm.engine.zero_files import Weights
 
-pytestmark = pytest.mark.soak  # always: tests/zerolm/distributed/test_shard_groups.py
+pytestmark = pytest.mark.soak  # always: tests/zerolm/engine/test_shard_groups.py
 
 STEPS, SAVE = 16, 4
 PROFILE = {

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from zerolm.common.errors import ConfigError
 from zerolm.config.resolved import Resolved
 from zerolm.distributed.collectives import gather_objects
+from zerolm.engine.protocol import Model
 from zerolm.model.architecture import ROUTED_EXPERT
 from zerolm.model.compile import eager
 from zerolm.model.loss import token_losses
@@ -34,7 +35,7 @@ MOE_TOLERANCES = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 ALONE_TOLERANCES = {"fp32": 1e-2, "bf16": 0.25, "fp16": 0.25}
 
 
-def check(engine: Any, settings: Resolved, precision: str, device: Any) -> str:
+def check(engine: Model, settings: Resolved, precision: str, device: Any) -> str:
     """Test the document mask; return the result as text. Every rank must call this.
 
     The engine is in training mode afterwards.
@@ -45,7 +46,7 @@ def check(engine: Any, settings: Resolved, precision: str, device: Any) -> str:
     Raises:
         ConfigError: on every rank: the mask does not separate documents on one of them.
     """
-    config = getattr(engine, "module", engine).config
+    config = _model(engine).config
     kernel = config._attn_implementation
     if settings.seq_len < 2:
         return f"documents are kept apart by {kernel}: not tested, a row is one token"
@@ -90,9 +91,13 @@ def check(engine: Any, settings: Resolved, precision: str, device: Any) -> str:
     )
 
 
-def _limit(engine: Any, precision: str) -> float:
+def _model(engine: Model) -> Any:
+    return getattr(engine, "module", engine)
+
+
+def _limit(engine: Model, precision: str) -> float:
     """Return the fraction of the unmasked change that may be rounding."""
-    names = (name for name, _ in getattr(engine, "module", engine).named_parameters())
+    names = (name for name, _ in _model(engine).named_parameters())
     if any(ROUTED_EXPERT.search(name) for name in names):
         return MOE_TOLERANCES[precision]
     return TOLERANCE
@@ -122,7 +127,7 @@ def _rows(
 
 
 def _loss_change(
-    engine: Any, batch: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]
+    engine: Model, batch: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]
 ) -> float:
     """Return the root mean square of the change in the second documents' losses."""
     second = batch["input_ids"].shape[1] // 2
@@ -132,7 +137,7 @@ def _loss_change(
     return float((after - before).pow(2).mean().sqrt())
 
 
-def _difference_alone(engine: Any, batch: dict[str, torch.Tensor]) -> float:
+def _difference_alone(engine: Model, batch: dict[str, torch.Tensor]) -> float:
     """Return the difference of the second documents' losses from those at the start of a row.
 
     There they precede the first documents, without document ids and positions.

@@ -4,8 +4,7 @@ Nothing is unpickled before the manifest matches its digest and every file match
 Must not depend on rollbacks or resharding; `zerolm.train.resume` combines them with this module.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from zerolm.checkpoint.directory import (
 )
 from zerolm.checkpoint.file_lists import pieces
 from zerolm.checkpoint.memory import MemoryCopies
-from zerolm.checkpoint.safe_load import interpreted, pickle_problems, safe_loading
 from zerolm.common.errors import CheckpointError
 from zerolm.common.files import wait_until_visible
 from zerolm.distributed.collectives import (
@@ -31,6 +29,9 @@ from zerolm.distributed.collectives import (
     require_on_all_ranks,
 )
 from zerolm.ds_config import topology
+from zerolm.engine import checkpoints
+from zerolm.engine.protocol import Engine
+from zerolm.engine.safe_load import interpreted, pickle_problems
 from zerolm.plan.plan import Plan
 from zerolm.run_dir.files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
 
@@ -152,7 +153,7 @@ def _same_on_all_ranks(directory: Path, digest: str) -> Checkpoint:
 
 
 def load(
-    engine: Any,
+    engine: Engine,
     checkpoint: Checkpoint,
     plan: Plan,
     reshard: Callable[[Any, Path, dict[str, Any]], None],
@@ -160,7 +161,7 @@ def load(
     """Load a verified checkpoint into the engine. Every rank must call this.
 
     Args:
-        reshard: `zerolm.checkpoint.reshard.load`, called with engine, directory and manifest if the
+        reshard: `zerolm.engine.reshard.load`, called with engine, directory and manifest if the
             checkpoint was written for another topology.
 
     Raises:
@@ -185,35 +186,7 @@ def load(
             raise CheckpointError(problems)
         reshard(engine, checkpoint.directory, checkpoint.manifest)
         return
-    names = names_without_lookups(engine)
-    with safe_loading(engine), names, interpreted(checkpoint.directory):
-        path, _ = engine.load_checkpoint(
-            str(checkpoint.directory.parent), tag=checkpoint.directory.name
-        )
-    if path is None:
+    with interpreted(checkpoint.directory):
+        found_any = checkpoints.load(engine, checkpoint.directory)
+    if not found_any:
         raise CheckpointError(f"{checkpoint.directory}: DeepSpeed found nothing to load in it.")
-
-
-@contextmanager
-def names_without_lookups(engine: Any) -> Iterator[None]:
-    """Make DeepSpeed's engine trust that the files of a checkpoint exist, inside this context.
-
-    They have been verified. The engine would list the directory on each rank, and look for the
-    files of all ranks on every rank: 16.8 million calls at 4,096 ranks.
-    """
-
-    def of_weights(load_dir: str, tag: str) -> list[str]:
-        ranks = range(engine.mp_world_size)
-        return [engine._get_ckpt_name(load_dir, tag, f"{rank:02d}") for rank in ranks]
-
-    def of_states(load_dir: str, tag: str, bf16_mode: bool) -> list[str]:
-        size = engine.loaded_checkpoint_dp_world_size
-        return engine._get_mp_rank_zero_checkpoint_names(
-            load_dir, tag, engine.checkpoint_mp_rank, size, bf16_mode
-        )
-
-    engine._get_all_ckpt_names, engine._get_all_zero_checkpoint_names = of_weights, of_states
-    try:
-        yield
-    finally:
-        del engine._get_all_ckpt_names, engine._get_all_zero_checkpoint_names

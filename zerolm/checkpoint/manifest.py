@@ -133,7 +133,7 @@ class Manifest(_Required, total=False):
     """The content of a manifest. Its own keys are absent in checkpoints of early releases."""
 
     lists: list[FileList]
-    shards: Count  # see `zerolm.ds_config.topology.shards`
+    shards: Count  # see `zerolm.engine.partitions.num_shards`
     versions: dict[str, str]
     cut: dict[str, Any]
     order: dict[str, Any]

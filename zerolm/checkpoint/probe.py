@@ -16,6 +16,8 @@ from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.config.settings import CONCAT
 from zerolm.distributed.collectives import gather_objects
+from zerolm.engine.parameters import multiply
+from zerolm.engine.protocol import Engine
 from zerolm.model.compile import eager
 from zerolm.model.loss import IGNORED, token_losses
 from zerolm.plan.plan import Plan
@@ -35,7 +37,7 @@ def num_sequences(plan: Plan) -> int:
     return min(MAX_SEQUENCES, len(plan.sources))
 
 
-def measure(engine: Any, batches: Iterable[Mapping[str, torch.Tensor]], plan: Plan) -> dict:
+def measure(engine: Engine, batches: Iterable[Mapping[str, torch.Tensor]], plan: Plan) -> dict:
     """Return `probe` for the manifest: loss, logits and what they depend on. All ranks call this.
 
     Args:
@@ -95,7 +97,7 @@ def _spaced_indices(size: int, count: int) -> list[int]:
 
 
 def check(
-    engine: Any,
+    engine: Engine,
     batches: Iterable[Mapping[str, torch.Tensor]],
     plan: Plan,
     manifest: Mapping[str, Any],
@@ -123,9 +125,7 @@ def check(
         return "not compared, because the branch has other positions than its trunk"
     if fault_point("resume.probe", manifest["progress"]["step"]) == "x10":
         for parameter in engine.module.parameters():
-            parameter.data.mul_(10)
-            if hasattr(parameter, "ds_tensor"):  # ZeRO-3 gathers from this
-                parameter.ds_tensor.data.mul_(10)
+            multiply(parameter, 10)
     now = measure(engine, batches, plan)
     exact = not plan.resharded(manifest) and plan.device == "cpu"
     exact = exact and now["made_by"] == saved["made_by"]

@@ -1,4 +1,4 @@
-"""Take DeepSpeed's state (`CapturingEngine`), and copy it to host memory (`HostCopy`).
+"""`HostCopy`: a copy of DeepSpeed's state in host memory, from which a checkpoint is written.
 
 Training waits for the copy; a thread writes files from it. All copies reuse the same host memory,
 because page faults of new memory cost more than copying (0.26 against 0.04 seconds for 256 MB on a
@@ -6,7 +6,7 @@ CPU, torch 2.13). Must not depend on files.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -111,31 +111,3 @@ def _say_unpinned(code: int) -> None:
 def _unpin(buffer: torch.Tensor) -> None:
     if buffer.numel() and torch.cuda.is_available() and buffer.is_pinned():
         torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
-
-
-class CapturingEngine:
-    """A checkpoint engine for DeepSpeed that captures the state to be saved and writes no files.
-
-    Loading uses the original engine.
-    """
-
-    def __init__(self, original: Any, capture: Callable[[Any, str], None]):
-        self._original, self._capture = original, capture
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
-
-    def create(self, info: Any) -> None:
-        """Do nothing."""
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing: the writer creates directories."""
-
-    def save(self, state_dict: Any, path: str) -> None:
-        self._capture(state_dict, path)
-
-    def commit(self, info: Any) -> bool:
-        return True
-
-    def preserves_storage_sharing(self) -> bool:
-        return False  # so DeepSpeed need not clone: `HostCopy` makes views compact

@@ -9,8 +9,8 @@
 
 At most one checkpoint is in progress; the caller finishes it before the next save. An error on any
 rank reaches all ranks with the sums of the next step, and nothing is published. DeepSpeed's
-`save_checkpoint` only passes its state to `CapturingEngine`; it writes no files, except those of
-states on NVMe. Must not depend on the training loop or on logs.
+`save_checkpoint` only passes its state to `_capture`; it writes no files, except those of states on
+NVMe. Must not depend on the training loop or on logs.
 """
 
 import os
@@ -31,10 +31,12 @@ from zerolm.checkpoint.manifest import FILES, FORMAT, VERSION, Progress
 from zerolm.checkpoint.memory import MemoryCopies
 from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished, rotate
 from zerolm.checkpoint.save_job import Job, Outcome, write_files, write_to_memory
-from zerolm.checkpoint.snapshot import CapturingEngine, HostCopy
+from zerolm.checkpoint.snapshot import HostCopy
 from zerolm.common.faults import fault_point
 from zerolm.common.values import shown_bytes
 from zerolm.distributed.collectives import broadcast_object, gather_objects, gather_on_rank0
+from zerolm.engine import checkpoints
+from zerolm.engine.protocol import Engine
 from zerolm.run_dir.files import TEMPORARY, RunFiles, checkpoint_name
 
 # If all cores are busy, a thread of this niceness gets about 5% of one (CFS weights).
@@ -52,7 +54,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, engine: Any, run_dir: Path, retention: Retention, *, read_back: bool = False
+        self, engine: Engine, run_dir: Path, retention: Retention, *, read_back: bool = False
     ):
         self.engine, self.retention, self.read_back = engine, retention, read_back
         self.checkpoints = RunFiles(run_dir).checkpoints
@@ -60,8 +62,7 @@ class CheckpointWriter:
         self._host_copy = HostCopy()
         self._job: Job | None = None
         self._deletion: threading.Thread | None = None
-        engine.checkpoint_engine = CapturingEngine(engine.checkpoint_engine, self._capture)
-        engine._copy_recovery_script = lambda path: None  # `_other_files` copies zero_to_fp32.py
+        checkpoints.capture_saves(engine, self._capture)  # `_other_files` copies zero_to_fp32.py
 
     @property
     def busy(self) -> bool:
@@ -135,12 +136,8 @@ class CheckpointWriter:
         """
         job = self._begin(copies.step_directory(progress.step), progress, facts)
         job.copies = copies
-        engine = self.engine
-        saves = engine.save_non_zero_checkpoint, engine.save_zero_checkpoint
-        engine.save_non_zero_checkpoint = saves[0] or copies.leads
-        engine.save_zero_checkpoint = copies.holds
-        self._take_state(job)
-        engine.save_non_zero_checkpoint, engine.save_zero_checkpoint = saves
+        with checkpoints.saving_parts(self.engine, weights=copies.leads, states=copies.holds):
+            self._take_state(job)
         self._start(partial(write_to_memory, rank=self.rank))
         job.copy_seconds = time.perf_counter() - job.started
         return job.copy_seconds
@@ -164,9 +161,7 @@ class CheckpointWriter:
         self._host_copy.reset()
         directory = job.temporary
         try:
-            self.engine.save_checkpoint(
-                str(directory.parent), tag=directory.name, save_latest=False
-            )
+            checkpoints.save(self.engine, directory)
         except OSError as error:  # DeepSpeed itself copies the files of states on NVMe
             job.error = str(error)
         if torch.cuda.is_available():

@@ -40,9 +40,9 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    from zerolm.engine.ema import STATE, is_metric_of_average
     from zerolm.export.export import export
     from zerolm.export.tokenizer import generation_of
-    from zerolm.optim.ema import STATE, is_metric_of_average
 
     checkpoint = verified_checkpoint(arguments.checkpoint)
     run_dir, average = run_of(checkpoint), arguments.ema

@@ -11,7 +11,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -212,3 +212,10 @@ def split_evenly(total: int, available: Sequence[int]) -> list[int]:
         parts[index] = min(available[index], total // (len(available) - done))
         total -= parts[index]
     return parts
+
+
+class Tensor(NamedTuple):
+    """A tensor that has not been read, with torch's name of its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str

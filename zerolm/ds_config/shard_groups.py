@@ -1,6 +1,6 @@
 """Check `--shard_within`, and take it over into the profile: ZeRO-1 inside groups of ranks.
 
-zerolm/distributed/shard_groups.py makes the groups. Only DeepSpeed's BF16_Optimizer (0.19.8) works
+zerolm/engine/shard_groups.py makes the groups. Only DeepSpeed's BF16_Optimizer (0.19.8) works
 in them: it takes a process group, and `OwnerReduction` sums its gradients.
 """
 

@@ -1,6 +1,6 @@
 """Compare how a checkpoint and a run shard optimizer states over ranks.
 
-Preflight reports the differences, loading a checkpoint checks them, and `zerolm.checkpoint.reshard`
+Preflight reports the differences, loading a checkpoint checks them, and `zerolm.engine.reshard`
 reshards accordingly. Must not read files.
 """
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from zerolm.ds_config.parallel_rules import TENSOR_KEY
 from zerolm.ds_config.profile import Profile
+from zerolm.engine.partitions import SHARDS, num_shards
 
 # Keys of zero_optimization that change which rank holds a value, or the order of values.
 SHARDING_KEYS = ("sub_group_size", "round_robin_gradients", "parameter_alignment")
 TENSOR_PARALLEL = "tensor_parallel"
-SHARDS = "shards"  # of a manifest, if there are fewer than ranks: groups have copies of the states
 FULL_MATRIX_STATES = frozenset({"muon"})  # momentum of full matrices, not sharded like weights
 
 
@@ -38,14 +38,6 @@ def sharding(profile: Profile) -> dict[str, Any]:
     }
 
 
-def shards(manifest: Mapping[str, Any]) -> int:
-    """Return over how many ranks the states of a checkpoint are sharded.
-
-    The ranks of a tensor-parallel replica count too; each of them has other shards.
-    """
-    return int(manifest.get(SHARDS, manifest["world_size"]))
-
-
 def changes(manifest: Mapping[str, Any], profile: Profile, world_size: int) -> list[str]:
     """List how a checkpoint's sharding differs from this run's, each as `old -> new`.
 
@@ -58,7 +50,7 @@ def changes(manifest: Mapping[str, Any], profile: Profile, world_size: int) -> l
     in_groups = SHARDS in manifest or profile.shard_within
     what, ours = "shards" if in_groups else "world size", profile.shard_within or world_size
     pairs = [
-        (what, shards(manifest), ours),
+        (what, num_shards(manifest), ours),
         ("ZeRO stage", manifest["zero_stage"], profile.zero_stage),
         ("optimizer", manifest["optimizer"], optimizer_kind(profile)),
     ]

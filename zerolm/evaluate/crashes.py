@@ -17,6 +17,7 @@ import torch
 
 from zerolm.common.errors import reason
 from zerolm.distributed.collectives import broadcast_object
+from zerolm.engine.protocol import Model
 from zerolm.evaluate.attempts import Attempt, EvaluationAttempts
 from zerolm.evaluate.lm_eval import ForwardError
 
@@ -87,7 +88,7 @@ class Crashes:
 
 
 @contextmanager
-def evaluation_mode(engine: Any) -> Iterator[None]:
+def evaluation_mode(engine: Model) -> Iterator[None]:
     """Put the engine into evaluation mode; restore its mode and the random generators after."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None

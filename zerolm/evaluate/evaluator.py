@@ -18,6 +18,7 @@ from zerolm.common.faults import fault_point
 from zerolm.common.files import write_json
 from zerolm.data import loader as data
 from zerolm.distributed.collectives import broadcast_object, gather_objects
+from zerolm.engine.protocol import Engine
 from zerolm.evaluate import core, hellaswag, lm_eval, needle, rules, sampling, validation
 from zerolm.evaluate.crashes import Crashes, evaluation_mode
 from zerolm.evaluate.keepalive import receive
@@ -53,7 +54,7 @@ class Evaluations:
     def __init__(
         self,
         plan: Plan,
-        engine: Any,
+        engine: Engine,
         device: Any,
         stream_options: dict[str, Any],
         features: Sequence[Feature],

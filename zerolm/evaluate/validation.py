@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
 from zerolm.distributed.collectives import sum_over_ranks
+from zerolm.engine.protocol import Model
 from zerolm.model.compile import eager
 from zerolm.model.loss import bits_per_byte, sums_by_source, token_losses
 
@@ -15,7 +15,7 @@ QUARTERS = {"first": 0.0, "middle": 0.5, "last": 1.0}
 
 
 def validation_loss(
-    engine: Any,
+    engine: Model,
     batches: Iterable[dict[str, torch.Tensor]],
     source_names: Sequence[str],
     token_bytes: torch.Tensor | None = None,

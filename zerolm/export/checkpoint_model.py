@@ -60,7 +60,7 @@ def _load_checkpoint(reference: str | Path, device: str) -> LoadedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    from zerolm.checkpoint.zero_files import Weights
+    from zerolm.engine.zero_files import Weights
     from zerolm.export.weights import fitting
 
     checkpoint = locate(reference)

@@ -51,7 +51,7 @@ def export(
 
     The other arguments, the result and the errors are those of `write_model`.
     """
-    from zerolm.checkpoint.zero_files import MASTER, Weights
+    from zerolm.engine.zero_files import MASTER, Weights
 
     logits = None if state else manifest.get("probe", {}).get("logits")
     return write_model(

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from zerolm.checkpoint.directory import Checkpoint
-from zerolm.checkpoint.zero_files import Weights
 from zerolm.common.errors import CheckpointError
 from zerolm.common.values import shown
+from zerolm.engine.zero_files import Weights
 from zerolm.export.export import load_exported
 
 CHUNK_VALUES = 1 << 22  # added at once, because torch converts what it adds to float64

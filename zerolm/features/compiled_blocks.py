@@ -1,9 +1,12 @@
 """`--compile`: compile the blocks of the model."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerolm.features.feature import Case, Feature
+
+if TYPE_CHECKING:
+    from zerolm.engine.protocol import Engine
 
 
 class CompiledBlocks(Feature):
@@ -30,12 +33,12 @@ class CompiledBlocks(Feature):
         return bool(plan.settings.compile)
 
     def change_model(self, model: Any) -> None:
-        from zerolm.model import compile
+        from zerolm.engine import zero3_hooks
 
         if self.plan.profile.zero_stage == 3:
-            compile.leave_partitions_out_of_graphs()
+            zero3_hooks.leave_partitions_out_of_graphs()
 
-    def change_engine(self, engine: Any) -> str:
+    def change_engine(self, engine: "Engine") -> str:
         from zerolm.model import compile
 
         return compile.compile_blocks(engine.module)

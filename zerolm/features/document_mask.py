@@ -1,8 +1,11 @@
 """`--document_mask`: test before training that the attention kernel keeps documents apart."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerolm.features.feature import Feature
+
+if TYPE_CHECKING:
+    from zerolm.engine.protocol import Engine
 
 
 class DocumentMask(Feature):
@@ -17,7 +20,7 @@ class DocumentMask(Feature):
     def wanted(cls, plan: Any) -> bool:
         return bool(plan.settings.document_mask)
 
-    def change_engine(self, engine: Any) -> str:
+    def change_engine(self, engine: "Engine") -> str:
         from zerolm.attention import mask_check
 
         precision = self.plan.profile.compute_precision

@@ -14,7 +14,7 @@ BYTES = 4  # float32, per parameter
 
 
 class Ema(Feature):
-    """Updates the average of zerolm/optim/ema.py, which is a state of the optimizer.
+    """Updates the average of zerolm/engine/ema.py, which is a state of the optimizer.
 
     `zerolm export --ema` reads it from the files of a checkpoint.
     """
@@ -96,19 +96,19 @@ class Ema(Feature):
 
     @classmethod
     def absent(cls, run: RunParts) -> None:
-        from zerolm.optim import ema
+        from zerolm.engine import ema
 
         ema.drop(run.engine)
 
     def attach(self, run: RunParts) -> None:
-        from zerolm.optim import ema
+        from zerolm.engine import ema
 
         self.engine = run.engine
         self.average = ema.Ema(run.engine, self.settings.ema_tokens)
 
     def loaded(self, state: dict[str, Any]) -> None:
         """Adopt the average that was loaded; without one it begins with the next step."""
-        from zerolm.optim import ema
+        from zerolm.engine import ema
 
         self.state = state
         if not state:  # the optimizer states that a new run took along may have one

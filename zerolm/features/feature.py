@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from zerolm.checkpoint.manifest import Progress
     from zerolm.distributed.layout import Layout
     from zerolm.ds_config.profile import Profile
+    from zerolm.engine.protocol import Engine
     from zerolm.plan.plan import Plan
 
 Batch = dict[str, "torch.Tensor"]
@@ -194,7 +195,7 @@ class Feature(Part):
     def change_model(self, model: Any) -> None:
         """Change the model before `deepspeed.initialize`."""
 
-    def change_engine(self, engine: Any) -> str:
+    def change_engine(self, engine: "Engine") -> str:
         """Change or test the engine after `deepspeed.initialize`; return a line to print."""
         return ""
 

@@ -1,8 +1,11 @@
 """Blocks whose weights ZeRO-3 gathers at once."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerolm.features.feature import Feature
+
+if TYPE_CHECKING:
+    from zerolm.engine.protocol import Engine
 
 
 class GatheredBlocks(Feature):
@@ -30,8 +33,8 @@ class GatheredBlocks(Feature):
         for block in decoder_blocks(model):
             set_z3_leaf_module(block, True)
 
-    def change_engine(self, engine: Any) -> str:
-        from zerolm.distributed.zero3_hooks import bound_gathers
+    def change_engine(self, engine: "Engine") -> str:
+        from zerolm.engine.zero3_hooks import bound_gathers
 
         if engine.device.type == "cuda":
             bound_gathers(engine)

@@ -17,7 +17,7 @@ LARGEST = "train/max_attention_logit"
 class QkClip(Feature):
     """Measures the largest attention logit of each head, and clips the weights of its projection.
 
-    zerolm/model/attention_logits.py measures, zerolm/optim/qk_clip.py clips.
+    zerolm/model/attention_logits.py measures, zerolm/engine/qk_clip.py clips.
     """
 
     name = "qk_clip"
@@ -122,8 +122,8 @@ class QkClip(Feature):
         return bool(plan.settings.qk_clip)
 
     def attach(self, run: RunParts) -> None:
+        from zerolm.engine import qk_clip
         from zerolm.model.attention_logits import AttentionLogits, attention_layers
-        from zerolm.optim import qk_clip
 
         self.layers = attention_layers(self.plan.model.config)
         self.measure = AttentionLogits(run.engine.module, self.layers, run.device)

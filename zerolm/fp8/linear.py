@@ -10,13 +10,13 @@ models and evaluation are as without it.
 Source: Micikevicius et al. 2022 (arXiv 2209.05433) for the two formats.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from zerolm.engine.parameters import gathered_again
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # cuBLAS's products in fp8 need such sizes
@@ -57,7 +57,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         input_NK, scale, weight_MK = ctx.saved_tensors
         gradient_NM, gradient_scale = quantize(gradients[0], GRADIENTS)
-        with _gathered(weight_MK):
+        with gathered_again(weight_MK):
             weight, weight_scale = quantize(weight_MK, VALUES)
         dtype = gradients[0].dtype
         of_input = _multiply(
@@ -97,21 +97,3 @@ def _multiply(
 def _column_major(matrix: torch.Tensor) -> torch.Tensor:
     """Return the matrix in the layout that cuBLAS needs of the right operand."""
     return matrix.t().contiguous().t()
-
-
-@contextmanager
-def _gathered(weight: Any) -> Iterator[None]:
-    """Gather a weight that ZeRO-3 has released, as DeepSpeed's own linear function does.
-
-    Gradient checkpointing runs a block's forward pass again, and at its end ZeRO-3 releases weights
-    that it had gathered for the backward pass.
-    """
-    status = getattr(weight, "ds_status", None)
-    if getattr(status, "name", None) != "NOT_AVAILABLE":
-        yield
-        return
-    weight.all_gather()
-    try:
-        yield
-    finally:
-        weight.partition()

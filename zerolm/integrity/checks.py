@@ -16,10 +16,11 @@ import torch
 from zerolm.common.errors import CorruptionError
 from zerolm.common.faults import FLIP
 from zerolm.distributed.collectives import gather_objects
+from zerolm.engine.gradients import gradients
+from zerolm.engine.protocol import Engine
 from zerolm.integrity.bounds import Bounds
 from zerolm.integrity.passes import Pass, PassRecorder
 from zerolm.integrity.seal import Seal
-from zerolm.integrity.zero_state import Gradients
 
 IGNORED = -100  # target of a position without loss, as in zerolm.model.loss
 Batch = dict[str, torch.Tensor]
@@ -67,7 +68,7 @@ class Checks:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         discard: Callable[[], None],
         *,
         interval: int,
@@ -83,8 +84,7 @@ class Checks:
         self._tolerance = 0.0  # relative difference of norms; 0: bits are equal
         self._watched: tuple[Sequence[Batch], str | None] | None = None  # of a first pass
         self.summed: Sequence[float] = ()
-        self._gradients = Gradients(engine)
-        self._recorder = PassRecorder(engine.module, self._gradients)
+        self._recorder = PassRecorder(engine)
         self._seal = Seal(engine, replicated and engine.world_size > 1)
         self._bounds = Bounds(non_finite_is_odd=not overflows_are_normal)
 
@@ -154,7 +154,7 @@ class Checks:
         (batches, fault), self._watched = self._watched, None
         device = self._engine.device
         if fault == FLIP:
-            flip_bit(max(self._gradients.slices(), key=torch.numel))
+            flip_bit(max((each for _, each in gradients(self._engine)), key=torch.numel))
         largest = losses[0] if len(losses) == 1 else torch.stack(list(losses)).max()
         norms = self._recorder.norms()
         figures = torch.cat([norms.to(device), largest.to(device, torch.float32)[None]])
@@ -206,7 +206,7 @@ class Checks:
         return one.same_bits(other) or one.distance(other) <= self._tolerance > 0.0
 
     def _correction(self, why: str, wrong: Pass, right: Pass, number: int) -> Replayed:
-        names = gather_objects(wrong.changed(right, self._gradients.names))
+        names = gather_objects(wrong.changed(right, self._recorder.names()))
         changed = list(dict.fromkeys(name for each in names for name in each))
         text = f"the {('first', 'second')[number]} pass over the batch was wrong"
         return Replayed(why, text, self._places(wrong, right), changed)
@@ -267,7 +267,7 @@ def _is_shifted(batch: Batch) -> bool:
     return targets.device.type == "cpu" and torch.equal(batch["input_ids"][:, 1:], targets[:, :-1])
 
 
-def place(engine: Any) -> dict[str, Any]:
+def place(engine: Engine) -> dict[str, Any]:
     """Return where this rank computes: rank, host and device."""
     device = str(engine.device)
     if engine.device.type == "cuda":

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zerolm.engine.gradients import gradients
+from zerolm.engine.protocol import Engine
 from zerolm.integrity.digests import digest
-from zerolm.integrity.zero_state import Gradients
 
 NOISE_SHARE = 1e-3  # of the norm of all gradients
 
@@ -59,14 +60,14 @@ class PassRecorder:
     """Records passes. Its hooks take microseconds for each micro-batch.
 
     Args:
-        model: the engine's module; it gets a hook for good.
+        engine: its model gets a hook for good.
     """
 
-    def __init__(self, model: Any, gradients: Gradients):
-        self._gradients = gradients
+    def __init__(self, engine: Engine):
+        self._engine = engine
         self._chain: list[torch.Tensor] = []
         self._recording = False
-        embeddings = model.get_input_embeddings()
+        embeddings = engine.module.get_input_embeddings()
         embeddings.register_forward_hook(self._after_embeddings)
 
     def begin(self) -> None:
@@ -86,7 +87,7 @@ class PassRecorder:
 
     def norms(self) -> torch.Tensor:
         """Return the 2-norms of this rank's part of the gradient, (parameters,) float32."""
-        slices = self._gradients.slices()
+        slices = self._slices()
         return torch.stack(list(torch._foreach_norm(slices, 2, torch.float32) if slices else ()))
 
     def result(self, losses: Sequence[torch.Tensor]) -> Pass:
@@ -98,6 +99,13 @@ class PassRecorder:
         return Pass(
             [int(digest(loss[None])) for loss in losses],
             torch.stack(self._chain).tolist() if self._chain else [],
-            torch.stack([digest(each) for each in self._gradients.slices()]).tolist(),
+            torch.stack([digest(each) for each in self._slices()]).tolist(),
             self.norms().tolist(),
         )
+
+    def names(self) -> list[str]:
+        """Return the parameters that this rank has a part of the gradient of."""
+        return [name for name, _ in gradients(self._engine)]
+
+    def _slices(self) -> list[torch.Tensor]:
+        return [values for _, values in gradients(self._engine)]

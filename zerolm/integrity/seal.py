@@ -6,13 +6,13 @@ training step has anyway, tells every rank whether any of them found something.
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import distributed
 
+from zerolm.engine.protocol import Engine
+from zerolm.engine.states import WEIGHTS, State, parameters_in, shard_group, states
 from zerolm.integrity.digests import piecewise, prepared, values_of_piece
-from zerolm.integrity.zero_state import WEIGHTS, State, parameters_in, states
 
 # A digest is compared over ranks by sums of exact integers: pieces of this many bits, and their
 # squares, fit in a float64 for 8,192 ranks.
@@ -33,9 +33,9 @@ class Seal:
         copied: what several ranks have, for messages.
     """
 
-    def __init__(self, engine: Any, replicated: bool):
+    def __init__(self, engine: Engine, replicated: bool):
         self._engine, self._replicated = engine, replicated
-        group = engine.optimizer.dp_process_group
+        group = shard_group(engine)
         in_groups = replicated and distributed.get_world_size(group) < engine.world_size
         self._group = group if in_groups else None
         self.copied = "weights or optimizer states" if in_groups else "the weights"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerolm.engine.qk_clip import QUERY_AND_KEY, QUERY_ONLY, UNCHANGED, HeadOutputs
 from zerolm.model.activation_memory import fused_kernels
 from zerolm.model.architecture import ConfigKey, layer_configs, meta_model
 from zerolm.model.loss import token_losses
-from zerolm.optim.qk_clip import QUERY_AND_KEY, QUERY_ONLY, UNCHANGED, HeadOutputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

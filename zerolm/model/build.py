@@ -15,10 +15,11 @@ import torch
 from torch import distributed as dist
 
 from zerolm.config.settings import Recompute
-from zerolm.distributed.zero3_hooks import fit_zero3_to_recomputation, follow_external_parameters
+from zerolm.engine.parameters import cast, gathered, is_partitioned, zero_padding
+from zerolm.engine.zero3_hooks import fit_zero3_to_recomputation, follow_external_parameters
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.model.architecture import train_every_row
-from zerolm.model.init_check import InitializationReport, check_initialization, gathered
+from zerolm.model.init_check import InitializationReport, check_initialization
 from zerolm.model.initialization import InitialWeights
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def build_model(
         torch.nn.Module.to(model, device)
     _cast_parameters(model, dtype)
     _fill(model, weights, dtype, alone)
-    _zero_padding(model)
+    zero_padding(model)
     model.config.use_cache = False
     if getattr(model.config, "rescale_every", 0):
         # RWKV would halve weights in place before each forward pass in evaluation mode, against an
@@ -122,23 +123,7 @@ def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """
     for parameter in model.parameters():
         if parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-            if hasattr(parameter, "ds_tensor"):
-                parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
-
-
-def _zero_padding(model: torch.nn.Module) -> None:
-    """Zero what ZeRO-3 adds to the last rank's partitions, which has old contents of the memory.
-
-    It changes no result, but it is in the files of every checkpoint, which would differ by chance.
-    Source: deepspeed/runtime/zero/partition_parameters.py 0.19.8, `_partition_param`.
-    """
-    parameter: Any
-    for parameter in model.parameters():
-        partition = getattr(parameter, "ds_tensor", None)
-        if partition is not None and partition.status.name == "AVAILABLE":
-            used = parameter.ds_numel - torch.distributed.get_rank() * partition.numel()
-            partition.data.view(-1)[max(0, used) :].zero_()
+            cast(parameter, dtype)
 
 
 def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
@@ -176,7 +161,7 @@ def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype, al
                         target.copy_(values[name])
                 if world_size > 1:  # `gathered` broadcasts partitioned parameters at its exit
                     for target in targets:
-                        if not hasattr(target, "ds_id"):
+                        if not is_partitioned(target):
                             dist.broadcast(target.data, src=writer)
 
 

@@ -38,21 +38,6 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
 # ---- Compilation
 
 
-def leave_partitions_out_of_graphs() -> None:
-    """Stop DeepSpeed's linear function from asking in a graph whether a weight is partitioned.
-
-    All weights of a compiled block are gathered. torch 2.11 would compile a graph for each block,
-    since it guards on the weight's `ds_id` in the first block.
-    """
-    import torch
-    from deepspeed.runtime.zero import linear, partition_parameters
-
-    def is_zero_param(parameter: Any) -> bool:
-        return not torch.compiler.is_compiling() and partition_parameters.is_zero_param(parameter)
-
-    linear.is_zero_param = is_zero_param
-
-
 def compile_blocks(model: "nn.Module") -> str:
     """Compile the forward of each block, inside its hooks, and the loss; return a line to print.
 

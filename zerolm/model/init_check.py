@@ -6,10 +6,9 @@ come from a re-initialisation without ZeRO. Must not depend on `zerolm.model.ini
 that the check is independent of it.
 """
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from zerolm.distributed.collectives import gather_objects
+from zerolm.engine.parameters import gathered
 from zerolm.model.architecture import causal_lm_class, constructor_values, meta_model
 
 if TYPE_CHECKING:
@@ -73,24 +73,6 @@ class Statistics:
 
     def times(self, factor: float) -> "Statistics":
         return dataclasses.replace(self, mean=self.mean * factor, std=self.std * factor)
-
-
-@contextlib.contextmanager
-def gathered(parameters: Sequence[nn.Parameter], modifier_rank: int | None = None):
-    """Gather partitioned parameters inside the context. Every rank must call this.
-
-    Does nothing for parameters that ZeRO-3 has not partitioned.
-
-    Args:
-        modifier_rank: rank whose changes are broadcast at the exit; None if there are no changes.
-    """
-    if any(hasattr(parameter, "ds_id") for parameter in parameters):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank):
-            yield
-    else:
-        yield
 
 
 def check_initialization(

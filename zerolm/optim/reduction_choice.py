@@ -1,8 +1,8 @@
 """Which ranks get the sums of gradients at ZeRO-1 and 2: their owners, or all.
 
 DeepSpeed 0.19.8 all-reduces, although each rank updates a partition only; zerolm lets it reduce to
-the owner, which sends half of the bytes (zerolm/optim/gradient_reduction.py). Of `plan`, too, so it
-must not import torch.
+the owner, which sends half of the bytes (zerolm/engine/gradient_reduction.py). The plan uses this
+too, so it must not import torch.
 """
 
 import math

@@ -115,7 +115,7 @@ def config_of(values: Mapping[str, Any]) -> "PretrainedConfig":
 
 def _open_checkpoint(name: str, path: Path) -> Opened:
     """Open a run's checkpoint: its float32 master weights."""
-    from zerolm.checkpoint.zero_files import Weights
+    from zerolm.engine.zero_files import Weights
 
     checkpoint = checkpoints.locate(path)
     directory, manifest = checkpoint.directory, checkpoint.manifest

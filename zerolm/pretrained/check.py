@@ -10,8 +10,9 @@ from torch import nn
 
 from zerolm.common.errors import ConfigError
 from zerolm.distributed.collectives import gather_objects
+from zerolm.engine.parameters import gathered
 from zerolm.model.build import weighted_bit_sum
-from zerolm.model.init_check import CHUNK, InitializationReport, gathered
+from zerolm.model.init_check import CHUNK, InitializationReport
 from zerolm.pretrained.initial_source import InitialSource
 from zerolm.pretrained.loaded_weights import LoadedWeights
 

@@ -17,9 +17,10 @@ from torch import nn
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.secrets import masked
+from zerolm.common.values import Tensor
 from zerolm.model.architecture import meta_model
 from zerolm.model.initialization import InitialWeights
-from zerolm.pretrained.safetensors_files import DTYPES, Tensor, Tensors
+from zerolm.pretrained.safetensors_files import DTYPES, Tensors
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -4,15 +4,16 @@ DeepSpeed makes the masters of a bf16 or fp16 model from its rounded weights. Wi
 would begin a rounding away from a float32 source.
 """
 
-from typing import Any
-
 import torch
 from torch import distributed as dist
 
+from zerolm.engine.parameters import full_shape
+from zerolm.engine.protocol import Engine
+from zerolm.engine.states import set_master
 from zerolm.pretrained.loaded_weights import LoadedWeights
 
 
-def set_masters(engine: Any, weights: LoadedWeights) -> None:
+def set_masters(engine: Engine, weights: LoadedWeights) -> None:
     """Set the master weights to the source's values. Every rank must call this.
 
     Each rank reads a share of the parameters and sends them to the others, one at a time. Not for
@@ -31,21 +32,7 @@ def set_masters(engine: Any, weights: LoadedWeights) -> None:
                 if rank == reader:
                     value = values[name].to(engine.device)
                 else:
-                    shape = getattr(parameter, "ds_shape", parameter.shape)
+                    shape = full_shape(parameter)
                     value = torch.empty(shape, dtype=torch.float32, device=engine.device)
                 dist.broadcast(value, src=reader)
-                _set_master(parameter, value)
-
-
-def _set_master(parameter: Any, value: torch.Tensor) -> None:
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
-    if not hasattr(parameter, "ds_id"):
-        safe_set_full_fp32_param(parameter, value)
-        return
-    # For all of the parameter DeepSpeed 0.19.8 fails if its size is no multiple of the ranks.
-    size = parameter.ds_tensor.numel()  # of a partition, the last one with padding
-    start = dist.get_rank(group=parameter.ds_process_group) * size
-    part = value.flatten()[start : start + size]
-    padded = torch.nn.functional.pad(part, (0, size - len(part)))
-    safe_set_local_fp32_param(parameter, padded)
+                set_master(parameter, value)

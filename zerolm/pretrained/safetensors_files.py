@@ -8,12 +8,13 @@ import hashlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from zerolm.common.errors import ConfigError, reason
 from zerolm.common.records import read_json
+from zerolm.common.values import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN_NAME = re.compile(r"[\w.-]+\.safetensors")
@@ -23,13 +24,6 @@ CONVERT = (
     "Convert them on a machine where you trust them: AutoModelForCausalLM.from_pretrained(...)."
     "save_pretrained(...) writes safetensors."
 )
-
-
-class Tensor(NamedTuple):
-    """A tensor that has not been read, with torch's name of its dtype."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class Tensors(Protocol):

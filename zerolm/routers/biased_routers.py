@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from zerolm.engine.parameters import gathered, num_values
 from zerolm.model.architecture import ConfigKey, meta_model
-from zerolm.model.init_check import gathered
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -109,7 +109,7 @@ class ExpertLoads:
         self._counting = False
         for number, router in enumerate(routers):
             bias = router.bias
-            num_experts = getattr(bias, "ds_numel", bias.numel())  # ZeRO-3 may have sharded it
+            num_experts = num_values(bias)
             self._counts.append(torch.zeros(num_experts, dtype=torch.int64, device=bias.device))
             router.experts.register_forward_pre_hook(partial(self._count, number))
 

@@ -15,6 +15,8 @@ from zerolm.checkpoint.save_job import Outcome
 from zerolm.checkpoint.writer import CheckpointWriter
 from zerolm.common.errors import CheckpointWriteError
 from zerolm.ds_config import topology
+from zerolm.engine.partitions import SHARDS
+from zerolm.engine.protocol import Engine
 from zerolm.plan.plan import Plan
 from zerolm.preflight import run_record
 from zerolm.run_dir.files import checkpoint_name
@@ -46,7 +48,7 @@ class Checkpointing:
     def __init__(
         self,
         plan: Plan,
-        engine: Any,
+        engine: Engine,
         probe_batches: Callable[[], Any],
         stop: StopRequest,
         print_rank0: Callable[..., None],
@@ -126,7 +128,7 @@ class Checkpointing:
             "data_fingerprint": plan.data_fingerprint,
             "precision": plan.profile.precision,
             "cut": topology.sharding(plan.profile),
-            **({topology.SHARDS: plan.layout.shards} if plan.layout.copies > 1 else {}),
+            **({SHARDS: plan.layout.shards} if plan.layout.copies > 1 else {}),
             "order": run_record.data_order(plan),
             "versions": self.record["versions"],
             "model_config": self.record["model_config"],

@@ -27,7 +27,7 @@ def end(run: Run) -> int:
         run.print_rank0(f"stopped on request ({reason}): run the same command again to resume")
     run.journal.close("done" if run.finished else "stopped")
     _close_features(run)
-    process_group.destroy(run.engine)
+    process_group.destroy(run.engine.destroy)
     _finish_child_processes(run)
     # After another exit code than 0 the launcher ends all other ranks, so rank 0 comes first.
     while not run.finished and process_group.waits_for_rank0():

@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 
+from zerolm.engine.gradients import loss_scale
+from zerolm.engine.protocol import Engine
+from zerolm.engine.step_gate import StepGate
 from zerolm.features.feature import StepResult
 from zerolm.model.loss import IGNORED
 from zerolm.plan.plan import Plan
 from zerolm.train.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
 from zerolm.train.norms import Blocks, UpdateMeter, is_counted_here, parameter_norm, weight_squares
 from zerolm.train.step import AUXILIARY
-from zerolm.train.step_gate import StepGate
 
 Row = dict[str, Any]
 NUM_FIGURES = 5  # of SmallBatchSums
@@ -51,7 +53,7 @@ class Health:
         gate: knows whether gradients are clipped at all.
     """
 
-    def __init__(self, plan: Plan, engine: Any, device: torch.device, gate: StepGate):
+    def __init__(self, plan: Plan, engine: Engine, device: torch.device, gate: StepGate):
         layout = plan.layout
         self.blocks = Blocks(engine.module)
         self._engine, self._device = engine, device
@@ -75,7 +77,7 @@ class Health:
         self._sampling = self._measuring and self._noise and several
         if self._sampling:
             self._small.begin()
-            self._loss_scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
+            self._loss_scale = loss_scale(self._engine)
 
     def observe_backward(self, batch: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
         """Return a context manager for the backward pass of a micro-batch."""

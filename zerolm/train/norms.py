@@ -1,8 +1,8 @@
 """Norms of weights and of their updates, in total and per block, from partitioned tensors.
 
 Used in steps that are reported. Each rank sums the squares of the values it holds, and one
-reduction over ranks makes norms of the sums; nothing is gathered. Knows where DeepSpeed 0.19.8
-keeps weights and float32 master weights; must not know what the norms are used for.
+reduction over ranks makes norms of the sums; nothing is gathered. Must not know what the norms are
+used for.
 """
 
 import math
@@ -12,6 +12,9 @@ from typing import Any
 import torch
 
 from zerolm.distributed.layout import Layout
+from zerolm.engine.parameters import is_partitioned, own_values
+from zerolm.engine.protocol import Engine
+from zerolm.engine.states import OnNvme, master_slice
 from zerolm.model.architecture import block_of
 
 # Larger tensors are split into pieces of this many values, whose squares are added in float64. On a
@@ -113,11 +116,10 @@ def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torc
     shard_index, num_shards = layout.evaluation_shard(rank)
     values, block_indices = [], []
     for index, (parameter, block) in enumerate(blocks.parameters):
-        if hasattr(parameter, "ds_tensor") and hasattr(parameter, "ds_numel"):
-            if parameter.ds_tensor.status.name == "NOT_AVAILABLE":
+        if is_partitioned(parameter):
+            if (own := own_values(parameter)) is None:
                 return None
-            shard = parameter.ds_tensor.data.flatten()
-            values.append(shard[: max(0, parameter.ds_numel - rank * shard.numel())])
+            values.append(own)
             block_indices.append(block)
         elif index % num_shards == shard_index and is_counted_here(
             parameter, layout.contributes(rank)
@@ -137,34 +139,21 @@ def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> floa
     return math.sqrt(float(total))
 
 
-def _masters(engine: Any, blocks: Blocks, layout: Layout) -> Iterator[tuple[torch.Tensor, int]]:
+def _masters(engine: Engine, blocks: Blocks, layout: Layout) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield (this rank's partition of a master weight, without padding; index of its block).
 
     Weights that tensor-parallel ranks have in common are yielded on the first of them. Frozen
     weights have no masters.
 
     Raises:
-        _OnNvme: they are on NVMe.
+        OnNvme: they are on NVMe.
     """
-    optimizer, rank = engine.optimizer, torch.distributed.get_rank()
+    contributes = layout.contributes(torch.distributed.get_rank())
     for parameter, block in blocks.parameters:
-        if not parameter.requires_grad:
-            continue
-        if hasattr(parameter, "ds_tensor"):
-            group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            if optimizer._swappable_optimizer_subgroup(group):
-                raise _OnNvme
-            flat = optimizer.fp32_partitioned_groups_flat[group].data
-            own = max(0, min(length, parameter.ds_numel - rank * length))
-            yield flat.narrow(0, offset, own), block
-        elif not is_counted_here(parameter, layout.contributes(rank)):
-            continue
-        elif (fragment := getattr(parameter, "_hp_mapping", None)) is not None:
-            yield fragment.hp_fragment.data, block
-
-
-class _OnNvme(Exception):
-    """The master weights are on NVMe: reading them would take as long as a step."""
+        counted = is_partitioned(parameter) or is_counted_here(parameter, contributes)
+        own = master_slice(engine, parameter) if parameter.requires_grad and counted else None
+        if own is not None:
+            yield own.values, block
 
 
 class UpdateMeter:
@@ -177,7 +166,7 @@ class UpdateMeter:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
     """
 
-    def __init__(self, engine: Any, blocks: Blocks, layout: Layout):
+    def __init__(self, engine: Engine, blocks: Blocks, layout: Layout):
         self._engine, self._blocks, self._layout = engine, blocks, layout
         self._before: list[torch.Tensor] = []
 
@@ -185,7 +174,7 @@ class UpdateMeter:
         """Copy this rank's master weights, or windows of them; nothing if they are on NVMe."""
         try:
             masters = [flat for flat, _ in self._masters()]
-        except _OnNvme:
+        except OnNvme:
             return
         every = -(-sum(flat.numel() for flat in masters) // SAMPLE_VALUES)
         self._every = max(1, every)

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from zerolm.checkpoint import load, probe, reshard, rollback
+from zerolm.checkpoint import load, probe, rollback
 from zerolm.checkpoint.directory import Checkpoint, published_checkpoints, read
 from zerolm.checkpoint.manifest import Progress
 from zerolm.distributed import collectives
+from zerolm.engine import kernel_fixes, reshard
 from zerolm.features import FEATURES
 from zerolm.optim import parameter_groups
 from zerolm.optim.spikes import History
@@ -153,7 +154,7 @@ def _load(run: Run, found: Checkpoint, what: str) -> None:
     options -= {"lr", *(reshard.SCHEDULED_KEYS if engine.lr_scheduler is not None else ())}
     with parameter_groups.keeping_options(engine.optimizer.optimizer, options):
         load.load(engine, found, plan, reshard.load)
-    parameter_groups.restore_beta_powers(engine.optimizer.optimizer)
+    kernel_fixes.restore_beta_powers(engine.optimizer.optimizer)
     run.print_rank0(f"{what}: {found.directory}, step {found.progress.step}")
     path = found.directory / MANIFEST
     loss = probe.check(engine, run.feed.probe_batches(), plan, found.manifest, path)

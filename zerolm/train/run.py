@@ -13,6 +13,8 @@ from typing import Any
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common.faults import fault_point
 from zerolm.distributed import collectives, ulysses
+from zerolm.engine.protocol import Engine
+from zerolm.engine.step_gate import StepGate
 from zerolm.evaluate.evaluator import Evaluations
 from zerolm.features.feature import Feature, Step
 from zerolm.plan.plan import Plan
@@ -24,7 +26,6 @@ from zerolm.train.data_feed import DataFeed
 from zerolm.train.health import Health
 from zerolm.train.journal import Journal
 from zerolm.train.profiling import StepProfiler
-from zerolm.train.step_gate import StepGate
 from zerolm.upload.process import Uploads
 from zerolm.watchdog.progress import record_progress
 
@@ -45,7 +46,7 @@ class Run:
     def __init__(
         self,
         plan: Plan,
-        engine: Any,
+        engine: Engine,
         features: Sequence[Feature],
         device: Any,
         stop: stability.StopRequest,

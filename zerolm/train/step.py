@@ -19,9 +19,10 @@ from torch.profiler import record_function
 from zerolm.common.errors import GaveUp
 from zerolm.distributed.collectives import sum_over_ranks
 from zerolm.distributed.layout import Layout
+from zerolm.engine.protocol import Engine
+from zerolm.engine.step_gate import RefusalRule, StepGate
 from zerolm.features.feature import Feature, Forward, StepResult
 from zerolm.model.loss import IGNORED, divided, sums_by_source, token_losses
-from zerolm.train.step_gate import RefusalRule, StepGate
 from zerolm.watchdog.progress import record_progress
 
 Batch = dict[str, torch.Tensor]
@@ -36,7 +37,7 @@ def seed_step(seed: int, position: int, rank: int) -> None:
 
 
 def forward_backward(
-    engine: Any,
+    engine: Engine,
     batches: Sequence[Batch],
     num_sources: int,
     seq_len: int,
@@ -139,7 +140,7 @@ def forward_backward(
     )
 
 
-def learning_rate_ratios(engine: Any, peak: float) -> list[float]:
+def learning_rate_ratios(engine: Engine, peak: float) -> list[float]:
     """Return each parameter group's learning rate divided by the run's. Call before the first step.
 
     The ratios are 1, except for optimizers with several rates, such as Muon's for matrices and for
@@ -152,7 +153,7 @@ def learning_rate_ratios(engine: Any, peak: float) -> list[float]:
 
 
 def apply_step(
-    engine: Any,
+    engine: Engine,
     gate: StepGate,
     result: StepResult,
     learning_rate: float | None,

@@ -19,8 +19,8 @@ STEPS, RANK = 5, int(os.environ["RANK"])
 
 def flip(run, place: str, step: int) -> None:
     """Flip a bit on this rank, between two steps or in the next one."""
+    from zerolm.engine.states import states
     from zerolm.integrity.checks import flip_bit
-    from zerolm.integrity.zero_state import states
 
     if run.progress.step != step - 1:
         return
@@ -43,9 +43,9 @@ def train(job: dict, device) -> dict:
     from zerolm import features
     from zerolm.common.errors import CorruptionError
     from zerolm.distributed import collectives
+    from zerolm.engine.states import states
     from zerolm.integrity import seal
     from zerolm.integrity.digests import digest
-    from zerolm.integrity.zero_state import states
     from zerolm.preflight import check
     from zerolm.train import resume, stability
     from zerolm.train.run import Run

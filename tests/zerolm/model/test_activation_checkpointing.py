@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.launching import LLAMA
 from zerolm.config.settings import SELECTIVE
-from zerolm.distributed.zero3_hooks import fit_zero3_to_recomputation
+from zerolm.engine.zero3_hooks import fit_zero3_to_recomputation
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
 
 

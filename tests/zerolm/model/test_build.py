@@ -21,6 +21,7 @@ from tests.zerolm.model.initialization_families import (
 )
 from zerolm.attention.choice import choose_attention
 from zerolm.common.errors import ConfigError
+from zerolm.engine.parameters import zero_padding
 from zerolm.model import build, initialization
 from zerolm.model.config_file import load_model_config
 
@@ -343,7 +344,7 @@ def test_the_padding_of_partitions_is_zero(rank, kept, monkeypatch):
     parameter.ds_tensor.status = types.SimpleNamespace(name="AVAILABLE")
     model = torch.nn.Module()
     model.weight = parameter
-    build._zero_padding(model)
+    zero_padding(model)
     assert parameter.ds_tensor.tolist() == [9.0] * kept + [0.0] * (4 - kept)
 
 

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.feature_problems import problems_of
 from zerolm.common import machine
+from zerolm.engine import zero3_hooks
 from zerolm.model import compile
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.parts.parse import parse_settings
@@ -95,7 +96,7 @@ def test_a_graph_does_not_depend_on_the_number_of_a_zero3_weight(monkeypatch):
     from deepspeed.runtime.zero import linear
 
     monkeypatch.setattr(linear, "is_zero_param", linear.is_zero_param)
-    compile.leave_partitions_out_of_graphs()
+    zero3_hooks.leave_partitions_out_of_graphs()
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     for number, weight in enumerate(weights):
         weight.ds_id = number

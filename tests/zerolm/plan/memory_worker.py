@@ -15,9 +15,9 @@ import torch._dynamo  # before zero.Init, as in pretrain.py
 from torch import distributed
 
 from tests.zerolm.plan.memory_cases import MODELS, SEQ_LEN, VOCABULARY, cases
+from zerolm.engine.states import model_state_bytes
 from zerolm.model.build import build_model
 from zerolm.optim.parameter_groups import parameter_groups
-from zerolm.train.instrumentation import model_state_bytes
 
 
 def measure(model_name: str, ds: dict) -> dict[str, int]:

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from tests import ROOT
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
-from zerolm.optim.gradient_sums import spare_memory_traffic
+from zerolm.engine.gradient_sums import spare_memory_traffic
+from zerolm.engine.step_gate import StepGate
 from zerolm.optim.parameter_groups import parameter_groups
 from zerolm.parts.settings import RunSettings
-from zerolm.train.step_gate import StepGate
 
 SIZE = 1024
 FILLS = {"copy_", "zero_", "fill_"}  # do not read what they overwrite

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import pretrain
 from zerolm.distributed import collectives, process_group
-from zerolm.model.init_check import gathered
+from zerolm.engine.parameters import gathered
 from zerolm.preflight import check
 
 

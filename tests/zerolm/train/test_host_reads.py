@@ -47,7 +47,7 @@ def test_a_step_of_ours_waits_for_two_values(places, name):
     ours = {place: count for place, count in places[name].items() if "zerolm/" in place}
     assert sorted(place.split(":")[0] for place in ours) == [
         "read zerolm/train/step.py",
-        "read zerolm/train/step_gate.py",
+        "read zerolm/engine/step_gate.py",
     ]
     assert set(ours.values()) == {1.0}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.launching import run_workers
-from zerolm.distributed.zero3_hooks import bound_gathers
+from zerolm.engine.zero3_hooks import bound_gathers
 
 
 def test_blocks_are_gathered_ahead_and_change_no_bit(tmp_path) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from deepspeed.runtime.zero import parameter_offload
 
-from zerolm.distributed.zero3_hooks import fit_zero3_to_recomputation
+from zerolm.engine.zero3_hooks import fit_zero3_to_recomputation
 
 
 def test_modules_that_a_recomputation_has_left_are_forgotten(monkeypatch) -> None:

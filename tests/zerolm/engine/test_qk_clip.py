@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.ds_config_checks import check_in_ranks
-from tests.zerolm.train.test_step_gate import configs
+from tests.zerolm.engine.test_step_gate import configs
 
 QUICK = ("zero1-bf16-float32-gradients", "zero3-bf16")
 

@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from zerolm.optim.masters import CHUNK_VALUES, master_partitions
+from zerolm.engine.states import (
+    CHUNK_VALUES,
+    drop_state,
+    master_partitions,
+    optimizer_states,
+    update_weights,
+)
 
 STATE = "ema"  # key of the average in the optimizer's state
 PREFIX = "ema_"  # metrics measured with the average: eval/loss becomes eval/ema_loss
@@ -86,30 +92,13 @@ class Ema:
                 kept = values.clone()
                 values.copy_(averages)
                 averages.copy_(kept)
-        self._update_model()
-
-    def _update_model(self) -> None:
-        """Compute the model's weights from the master weights, as DeepSpeed does after a step."""
-        optimizer = self._engine.optimizer
-        if self._engine.zero_optimization_stage() < 3:
-            optimizer.update_lp_params()
-            return
-        optimizer.checkpoint_event_prologue()
-        for group in range(len(optimizer.fp16_groups)):
-            optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        optimizer.checkpoint_event_epilogue()
+        update_weights(self._engine)
 
     @property
     def _states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The states of the optimizer that ZeRO wraps."""
-        return self._engine.optimizer.optimizer.state
+        return optimizer_states(self._engine)
 
 
 def drop(engine: Any) -> None:
     """Drop an average that was loaded, and is not this run's."""
-    for master in master_partitions(engine):
-        engine.optimizer.optimizer.state.get(master, {}).pop(STATE, None)
-    for parameter in engine.module.parameters():  # DeepSpeed has views of loaded states
-        fragments = getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None)
-        if fragments:
-            fragments.pop(STATE, None)
+    drop_state(engine, STATE)

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from zerolm.checkpoint.partitions import Partitions
-from zerolm.checkpoint.safe_load import interpreted, read_data
 from zerolm.common.errors import CheckpointError
-from zerolm.ds_config import topology
-from zerolm.pretrained.safetensors_files import Tensor
+from zerolm.common.values import Tensor
+from zerolm.engine.partitions import Partitions, num_shards
+from zerolm.engine.safe_load import interpreted, read_data
 
 MASTER = "float32 master"  # besides the optimizer's own names, such as exp_avg
 
@@ -166,19 +165,19 @@ class Weights:
 
     def _read(self, directory: Path, manifest: Mapping[str, Any], tensor_rank: int) -> None:
         degree = manifest.get("cut", {}).get("tensor_parallel", 1)
-        num_shards, stage = topology.shards(manifest) // degree, manifest["zero_stage"]
+        shards, stage = num_shards(manifest) // degree, manifest["zero_stage"]
         self._model_state = read_data(model_file(directory, manifest, tensor_rank), mapped=True)
         groups = self._model_state["param_shapes"]
         self.shapes = {name: shape for group in groups for name, shape in group.items()}
         self.tied: dict[str, str] = dict(self._model_state["shared_params"])
         self.buffers: list[str] = list(self._model_state["buffer_names"])
-        self._layout = partitions(groups, num_shards, stage)
+        self._layout = partitions(groups, shards, stage)
         self._frozen = self._model_state.get("frozen_param_shapes") or {}
         self._model_files = [
             model_file(directory, manifest, tensor_rank, rank)
-            for rank in range(num_shards if stage == 3 else 1)
+            for rank in range(shards if stage == 3 else 1)
         ]
-        self._files = optimizer_files(directory, num_shards, tensor_rank)
+        self._files = optimizer_files(directory, shards, tensor_rank)
         self._open: dict[Path, dict[str, Any]] = {}
         others = range(1, degree) if tensor_rank == 0 else ()
         self._others = [Weights(directory, manifest, other, self._state) for other in others]

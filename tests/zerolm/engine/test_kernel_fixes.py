@@ -7,11 +7,8 @@ import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-from zerolm.optim import parameter_groups
-from zerolm.optim.parameter_groups import (
-    fix_lion_zero_updates,
-    restore_beta_powers,
-)
+from zerolm.engine import kernel_fixes
+from zerolm.engine.kernel_fixes import fix_lion_zero_updates, restore_beta_powers
 
 BETAS = (0.9, 0.95)
 
@@ -44,7 +41,7 @@ class Lion(torch.optim.Optimizer):
 @pytest.mark.parametrize("chunk", [4, 1 << 26])
 def test_lion_moves_nothing_that_has_had_no_gradient(chunk, monkeypatch):
     """Values get their first gradient at different steps; one has none, one parameter never any."""
-    monkeypatch.setattr(parameter_groups, "LION_CHUNK", chunk)
+    monkeypatch.setattr(kernel_fixes, "LION_CHUNK", chunk)
     found = []
     for sign_of_zero, fix in ((0.0, False), (1.0, True), (1.0, False)):
         values = [torch.nn.Parameter(torch.arange(1.0, 7.0)) for _ in range(2)]

@@ -18,9 +18,9 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-from zerolm.checkpoint import reshard
 from zerolm.common.errors import CheckpointError
 from zerolm.distributed.process_group import release_shared_memory
+from zerolm.engine import reshard
 from zerolm.optim.parameter_groups import parameter_groups
 
 WORDS, WIDTH, STEPS, ROWS = 37, 9, 3, 12  # odd sizes, so that all parts have padding

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerolm.checkpoint import safe_load
 from zerolm.common.errors import CheckpointError
+from zerolm.engine import safe_load
+from zerolm.engine.checkpoints import safe_loading
 
 
 class Malicious:
@@ -90,7 +91,7 @@ def test_deepspeed_reads_safely_inside_the_context_only(tmp_path) -> None:
 
     path, mark = tmp_path / "states.pt", tmp_path / "mark"
     torch.save(Malicious(mark), path)
-    with safe_load.safe_loading(Engine), pytest.raises(CheckpointError):
+    with safe_loading(Engine), pytest.raises(CheckpointError):
         Engine.checkpoint_engine.load(path, map_location="cpu")
     assert not mark.exists()
     Engine.checkpoint_engine.load(path, map_location="cpu")

@@ -11,7 +11,7 @@ topology, and passes the result to DeepSpeed's own loader, as if this topology h
 reads more than it needs, and nothing is converted on disk. Masters and moments are copied bit by
 bit; weights are recomputed from the float32 masters, as after an optimizer step.
 
-`Partitions` has the arithmetic, zerolm/checkpoint/zero_files.py the file format (DeepSpeed 0.19).
+`Partitions` has the arithmetic, zerolm/engine/zero_files.py the file format (DeepSpeed 0.19).
 The files must have been verified before.
 """
 
@@ -22,9 +22,11 @@ from typing import Any
 import torch
 from torch import distributed
 
-from zerolm.checkpoint.partitions import Partitions
-from zerolm.checkpoint.safe_load import interpreted, read_data
-from zerolm.checkpoint.zero_files import (
+from zerolm.common.errors import CheckpointError
+from zerolm.distributed.collectives import gather_objects
+from zerolm.engine.partitions import Partitions, num_shards
+from zerolm.engine.safe_load import interpreted, read_data
+from zerolm.engine.zero_files import (
     MASTER,
     base_state,
     copy_partitions,
@@ -35,9 +37,6 @@ from zerolm.checkpoint.zero_files import (
     optimizer_files,
     partitions,
 )
-from zerolm.common.errors import CheckpointError
-from zerolm.distributed.collectives import gather_objects
-from zerolm.ds_config import topology
 
 # Names of the same state in torch's and DeepSpeed's implementation, by the class that loads it.
 RENAMED_STATES = {"Adagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPUAdagrad": {"sum": "exp_avg_sq"}}
@@ -58,7 +57,7 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
             resharded, with file, key and reason.
     """
     path = model_file(directory, manifest)
-    num_shards, stage = topology.shards(manifest), engine.zero_optimization_stage()
+    shards, stage = num_shards(manifest), engine.zero_optimization_stage()
     group = engine.optimizer.dp_process_group
     new = partitions(engine._get_zero_param_shapes(), distributed.get_world_size(group), stage)
     template = engine.optimizer.state_dict()
@@ -66,8 +65,8 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
     try:
         with interpreted(directory):
             model_state = read_data(path, mapped=True)
-            old = partitions(model_state["param_shapes"], num_shards, manifest["zero_stage"])
-            files = optimizer_files(directory, num_shards)
+            old = partitions(model_state["param_shapes"], shards, manifest["zero_stage"])
+            files = optimizer_files(directory, shards)
             share = range(engine.global_rank, len(files), engine.world_size)
             dtype = masters(template)[0].dtype
             inspected = [_inspect_shard(files[rank], old, dtype) for rank in share]
@@ -75,16 +74,16 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
         problems += [problem for shard in inspected for problem in shard["problems"]]
     except CheckpointError as error:  # all ranks must learn of it
         problems = error.problems
-    shards = [shard for group in gather_objects(inspected) for shard in group]
+    found = [shard for group in gather_objects(inspected) for shard in group]
     problems = [line for lines in gather_objects(problems) for line in lines]
-    problems += _shard_differences(shards)
+    problems += _shard_differences(found)
     if problems:
         raise CheckpointError(list(dict.fromkeys(problems)))
 
-    dtypes = {MASTER: masters(template)[0].dtype, **shards[0]["dtypes"]}
+    dtypes = {MASTER: masters(template)[0].dtype, **found[0]["dtypes"]}
     with interpreted(directory):
         flats = copy_partitions(old, new, files, distributed.get_rank(group), dtypes)
-        _set_rank_state(template, flats, shards[0]["scalars"], engine.optimizer.optimizer)
+        _set_rank_state(template, flats, found[0]["scalars"], engine.optimizer.optimizer)
         shard = read_data(files[0], mapped=True)["optimizer_state_dict"]
         _copy_shared_state(template, shard, scheduled=engine.lr_scheduler is not None)
         _load_into_engine(engine, template)

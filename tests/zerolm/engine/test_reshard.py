@@ -10,7 +10,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from tests.launching import run_workers
-from zerolm.checkpoint.zero_files import Weights
+from zerolm.engine.zero_files import Weights
 
 WORKER = Path(__file__).with_name("reshard_worker.py")
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}}

@@ -51,6 +51,21 @@ def follow_external_parameters() -> None:
     _wrap(coordinator, "trace_prologue", _invalidating_on_external)
 
 
+def leave_partitions_out_of_graphs() -> None:
+    """Stop DeepSpeed's linear function from asking in a graph whether a weight is partitioned.
+
+    All weights of a compiled block are gathered. torch 2.11 would compile a graph for each block,
+    since it guards on the weight's `ds_id` in the first block.
+    """
+    import torch
+    from deepspeed.runtime.zero import linear, partition_parameters
+
+    def is_zero_param(parameter: Any) -> bool:
+        return not torch.compiler.is_compiling() and partition_parameters.is_zero_param(parameter)
+
+    linear.is_zero_param = is_zero_param
+
+
 def bound_gathers(engine: Any, new_event: Callable[[], Any] = torch.cuda.Event) -> None:
     """Let the host gather a block, and what follows it, only when the block before it has begun.
 

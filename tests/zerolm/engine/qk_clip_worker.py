@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.ds_config_checks import run_checks
 from zerolm.distributed.collectives import gather_objects
-from zerolm.optim.qk_clip import HeadOutputs, QkClip
-from zerolm.train.step_gate import StepGate
+from zerolm.engine.qk_clip import HeadOutputs, QkClip
+from zerolm.engine.step_gate import StepGate
 
 WIDTH, HEADS, HEAD_DIM = 13, 3, 5  # no boundary of a rank's partition is that of a head
 THRESHOLD, LOGITS = 2.0, [1.5, 7.0, 5.0]

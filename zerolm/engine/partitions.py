@@ -14,9 +14,18 @@ Pure arithmetic; must not depend on torch. Source: DeepSpeed 0.19.8, stage_1_and
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+SHARDS = "shards"  # of a manifest, if there are fewer than ranks: groups have copies of the states
 ALIGNMENT_VALUES = 2  # nccl_start_alignment_factor of DeepSpeed
+
+
+def num_shards(manifest: Mapping[str, Any]) -> int:
+    """Return over how many ranks the states of a checkpoint are sharded.
+
+    The ranks of a tensor-parallel replica count too; each of them has other shards.
+    """
+    return int(manifest.get(SHARDS, manifest["world_size"]))
 
 
 class Slice(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zerolm.optim.gradient_reduction import reduce_to_owners
+from zerolm.engine.gradient_reduction import reduce_to_owners
 
 
 def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> None:

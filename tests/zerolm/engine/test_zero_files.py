@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from zerolm.checkpoint.zero_files import Weights
 from zerolm.common.errors import CheckpointError
+from zerolm.engine.zero_files import Weights
 
 
 def test_frozen_parameters_of_stage_3_are_joined_from_the_files_of_all_ranks(tmp_path):

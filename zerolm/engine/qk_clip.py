@@ -3,8 +3,7 @@
 It follows each optimizer step (Kimi K2, arXiv 2507.20534, section 2.1). Each rank rescales its own
 part of the float32 master weights, after the optimizer has changed them and before DeepSpeed
 computes the model's weights from them: nothing is gathered or sent, a step that is not taken clips
-nothing, and checkpoints and averages hold clipped weights. Knows where DeepSpeed 0.19.8 keeps
-master weights; must not know how logits are measured.
+nothing, and checkpoints and averages hold clipped weights. Must not know how logits are measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,8 @@ from typing import Any
 
 import torch
 
-from zerolm.optim.masters import CHUNK_VALUES, master_partitions
+from zerolm.engine.parameters import full_shape
+from zerolm.engine.states import CHUNK_VALUES, master_slice
 
 QUERY_AND_KEY, QUERY_ONLY, UNCHANGED = 0.5, 1.0, 0.0  # powers of a head's factor
 
@@ -85,31 +85,14 @@ class QkClip:
         """Rescale the weights that an optimizer has just changed: one group of ZeRO's, or all."""
         changed = [id(flat) for group in optimizer.param_groups for flat in group["params"]]
         for outputs, factors in self._factors:
-            flat, offset, start, count = self._slice_of(self._parameters[outputs.parameter])
-            if flat is not None and id(flat) in changed:
-                _scale(flat.data.narrow(0, offset, count), start, factors, self._width(outputs))
+            own = master_slice(self._engine, self._parameters[outputs.parameter])
+            if own is not None and id(own.flat) in changed:
+                _scale(own.values, own.start, factors, self._width(outputs))
 
     def _width(self, outputs: HeadOutputs) -> int:
         """Return the number of consecutive values with one factor; 0: of each row, all factors."""
-        parameter = self._parameters[outputs.parameter]
-        shape = getattr(parameter, "ds_shape", parameter.shape)
+        shape = full_shape(self._parameters[outputs.parameter])
         return 0 if outputs.outputs_last else int(shape[1]) if len(shape) > 1 else 1
-
-    def _slice_of(self, parameter: Any) -> tuple[torch.Tensor | None, int, int, int]:
-        """Return where this rank has values of a parameter in its master weights.
-
-        Returns:
-            Flat master weights, offset in them, offset in the parameter, and number of values.
-        """
-        masters, optimizer = master_partitions(self._engine), self._engine.optimizer
-        if hasattr(parameter, "ds_tensor"):  # stage 3
-            group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            start = torch.distributed.get_rank(group=parameter.ds_process_group) * length
-            return masters[group], offset, start, max(0, min(length, parameter.ds_numel - start))
-        if (part := parameter._hp_mapping) is None:
-            return None, 0, 0, 0
-        address, start = part.hp_fragment_address, part.lp_fragment_address.start
-        return masters[part.param_group_index], address.start, start, address.numel
 
 
 def _scale(values: torch.Tensor, start: int, factors: torch.Tensor, width: int) -> None:

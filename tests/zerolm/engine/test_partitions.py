@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zerolm.checkpoint.partitions import Partitions
+from zerolm.engine.partitions import Partitions
 
 SIZES = {"a": 7, "b": 12, "c": 1, "d": 30, "e": 2, "f": 5}
 GROUPS = [{"a": 7, "c": 1, "d": 30}, {"b": 12, "e": 2}, {"f": 5}]

@@ -29,14 +29,14 @@ from torch import distributed, nn
 from tests.zerolm.ds_config.ds_cases import shipped
 from zerolm.distributed.collectives import gather_objects, sum_over_ranks
 from zerolm.distributed.layout import Layout
-from zerolm.distributed.shard_groups import sharding_within
+from zerolm.engine.gradient_sums import spare_memory_traffic
+from zerolm.engine.shard_groups import sharding_within
+from zerolm.engine.states import states
+from zerolm.engine.step_gate import StepGate
 from zerolm.integrity.checks import flip_bit
 from zerolm.integrity.seal import Seal
-from zerolm.integrity.zero_state import states
 from zerolm.optim import reduction_choice
-from zerolm.optim.gradient_sums import spare_memory_traffic
 from zerolm.train.norms import Blocks, UpdateMeter
-from zerolm.train.step_gate import StepGate
 
 WIDTH, ACCUMULATION, STEPS, BUCKET, GROUP = 24, 2, 5, 200, 2
 COLLECTIVES = {

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.ds_config_checks import run_checks
 from zerolm.distributed.collectives import gather_objects
-from zerolm.train.step_gate import StepGate
+from zerolm.engine.step_gate import StepGate
 
 WIDTH, ROWS = 48, 8
 GOOD = (1, 2, 3)  # batches that both engines see

@@ -1,0 +1,158 @@
+"""Only zerolm/engine knows more of DeepSpeed's engine than its `Protocol`.
+
+mypy checks what is typed. This reads the source, where a value may be `Any`.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT, tracked
+from zerolm.engine.protocol import Engine, Optimizer
+
+ROOM = ROOT / "zerolm" / "engine"
+# Those of the ds config, whose keys and classes are DeepSpeed's, and of its documented attention.
+READS_RUNTIME = ("zerolm/ds_config/", "zerolm/distributed/ulysses.py")
+PARAMETER_MARKS = {"ds_id", "ds_tensor", "ds_status", "ds_process_group", "_hp_mapping"}
+OTHERS = [
+    path
+    for path in tracked("pretrain.py", "zerolm/**/*.py", "launch/**/*.py", "data_prep/**/*.py")
+    if ROOM not in path.parents
+]
+
+
+def members(kind: type) -> set[str]:
+    """Return the names of a Protocol."""
+    found = {name for each in kind.__mro__ for name in (*vars(each), *_annotations(each))}
+    return {name for name in found if not name.startswith("_")}
+
+
+def _annotations(kind: type) -> dict[str, object]:
+    return vars(kind).get("__annotations__", {})
+
+
+ALLOWED = {"engine": members(Engine), "optimizer": members(Optimizer)}
+
+
+class Reader(ast.NodeVisitor):
+    """Finds what a module reads of an engine, by names: `engine`, `self._engine`, `run.engine`."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.found: list[str] = []
+        self.aliases: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    self._alias(target, node.value)
+        self.visit(tree)
+
+    def _alias(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for each, own in zip(target.elts, value.elts, strict=False):
+                self._alias(each, own)
+        elif isinstance(target, ast.Name) and (kind := self.kind(value)):
+            self.aliases[target.id] = kind
+
+    def kind(self, node: ast.expr) -> str | None:
+        """Return whether an expression is an engine, or the optimizer of one."""
+        if isinstance(node, ast.Name):
+            return "engine" if node.id == "engine" else self.aliases.get(node.id)
+        if isinstance(node, ast.Attribute):
+            if node.attr in ("engine", "_engine"):
+                return "engine"
+            if node.attr == "optimizer" and self.kind(node.value) == "engine":
+                return "optimizer"
+        return None
+
+    def _read(self, node: ast.AST, owner: ast.expr, name: str) -> None:
+        kind = self.kind(owner)
+        if kind and name not in ALLOWED[kind]:
+            self.found.append(f"line {node.lineno}: {kind}.{name}")  # type: ignore[attr-defined]
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self._read(node, node.value, node.attr)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "setattr", "hasattr"):
+            owner, name, *_ = node.args
+            if isinstance(name, ast.Constant):
+                self._read(node, owner, name.value)
+            elif self.kind(owner):
+                self.found.append(f"line {node.lineno}: a name that is computed")
+        self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        if node.arg == "engine":
+            annotation = node.annotation
+            if annotation is None or (isinstance(annotation, ast.Name) and annotation.id == "Any"):
+                self.found.append(f"line {node.lineno}: engine has no type")
+
+
+def problems(source: str) -> list[str]:
+    return Reader(ast.parse(source)).found
+
+
+def modules_read(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+
+
+def test_other_code_reads_only_what_is_in_the_protocol() -> None:
+    found = {path: problems(path.read_text(encoding="utf-8")) for path in OTHERS}
+    assert len(found) > 300
+    assert not {str(path): lines for path, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "def f(self): self._engine._config",
+        "def f(run): run.engine.optimizer.averaged_gradients",
+        "def f(engine: Engine):\n  optimizer = engine.optimizer\n  optimizer.bit16_groups",
+        "def f(self):\n  optimizer, rank = self.engine.optimizer, 0\n  optimizer._flat",
+        'def f(engine: Engine): getattr(engine.optimizer, "loss_scale", 1.0)',
+        "def f(engine: Engine, name): setattr(engine, name, 1)",
+        "def f(engine: Any): ...",
+    ],
+)
+def test_a_read_of_the_inside_is_found(line) -> None:
+    assert len(problems(line)) == 1
+
+
+def test_what_the_protocol_names_may_be_read() -> None:
+    assert not problems("def f(engine: Engine): engine.optimizer.param_groups[0]['lr']")
+
+
+def test_other_code_neither_imports_the_runtime_nor_reads_marks_of_parameters() -> None:
+    found = []
+    for path in OTHERS:
+        name, source = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+        read = [each for each in modules_read(source) if each.startswith("deepspeed.runtime")]
+        found += [] if name.startswith(READS_RUNTIME) else [f"{name}: {each}" for each in read]
+        found += [f"{name}: {each}" for each in PARAMETER_MARKS if _mentions(source, each)]
+    assert not found
+
+
+def _mentions(source: str, name: str) -> bool:
+    return any(
+        (isinstance(node, ast.Attribute) and node.attr == name)
+        or (isinstance(node, ast.Constant) and node.value == name)
+        for node in ast.walk(ast.parse(source))
+    )
+
+
+def test_the_protocol_is_that_of_the_engine_that_deepspeed_builds() -> None:
+    """Every name is one of DeepSpeed's class, or of its instances."""
+    from deepspeed.runtime import engine
+
+    source = Path(engine.__file__).read_text(encoding="utf-8")
+    inherited = {"train", "eval", "__call__"}  # of torch.nn.Module
+    for name in ALLOWED["engine"] - inherited:
+        known = hasattr(engine.DeepSpeedEngine, name) or f"self.{name}" in source
+        assert known, f"DeepSpeed's engine has no {name}"

@@ -1,0 +1,79 @@
+"""`gradients`: where DeepSpeed 0.19.8 keeps the reduced gradient of a rank, at each ZeRO stage."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zerolm.engine.states import data_parallel_group, master_partitions
+
+
+def gradients(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    """Return (name of the parameter, values) of this rank's part of the reduced gradient.
+
+    Each value of the gradient is on one rank, without padding; on one of each group with
+    `--shard_within`, and with tensor parallelism a parameter that is not sharded is on all ranks of
+    a replica. Between the last backward pass of a step and its update the values are the mean over
+    ranks, before clipping, multiplied by the loss scale of fp16. They are views: changing one
+    changes the step. In each step a rank has the same parameters, in the same order. Nothing is
+    returned for gradients on NVMe. No rank waits for another.
+    """
+    names = {id(each): name for name, each in engine.module.named_parameters()}
+    return [(names[id(parameter)], values) for parameter, values in _parts(engine)]
+
+
+def loss_scale(engine: Any) -> float:
+    """Return fp16's factor on losses and gradients; 1 in other precisions."""
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))
+
+
+def _parts(engine: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_groups_gradients"):  # BF16_Optimizer
+        for number, parameters in enumerate(optimizer.bf16_groups):
+            partition = optimizer.fp32_groups_gradient_flat_partition[number]
+            size = partition.numel()
+            first = -size * torch.distributed.get_rank(data_parallel_group(engine, number))
+            for parameter in parameters:
+                start, stop = max(first, 0), min(first + parameter.numel(), size)
+                if start < stop:
+                    yield parameter, partition[start:stop]
+                first += parameter.numel()
+        return
+    is_stage_3 = hasattr(optimizer, "fp16_groups")
+    groups = optimizer.fp16_groups if is_stage_3 else optimizer.params_in_partition
+    offload = optimizer.offload_optimizer if is_stage_3 else optimizer.cpu_offload
+    for number, group in enumerate(groups):
+        trained = [each for each in group if each.requires_grad]
+        on_host = _offloaded(engine, number, trained)
+        for parameter, values in on_host if offload else _on_device(engine, number, group):
+            if is_stage_3:
+                values = _without_padding(parameter, values)
+            if values.numel():
+                yield parameter, values
+
+
+def _offloaded(engine: Any, number: int, group: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    optimizer, gradient = engine.optimizer, master_partitions(engine)[number].grad
+    if gradient is None:  # on NVMe
+        return
+    for parameter in group:
+        offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)][-2:]
+        yield parameter, gradient.narrow(0, offset, length)
+
+
+def _on_device(engine: Any, number: int, group: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    parameters = iter(group)
+    for gradient in engine.optimizer.averaged_gradients[number]:
+        if getattr(gradient, "_zero_padding", False):
+            continue
+        parameter = next(parameters, None)
+        if parameter is not None:  # otherwise padding at the end
+            yield parameter, gradient
+
+
+def _without_padding(parameter: Any, values: torch.Tensor) -> torch.Tensor:
+    """Return the values of a partition of ZeRO-3 that belong to the parameter."""
+    rank = torch.distributed.get_rank(group=parameter.ds_process_group)
+    own = parameter.ds_numel - rank * values.numel()
+    return values.view(-1)[: max(0, own)]

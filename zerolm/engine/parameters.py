@@ -1,0 +1,106 @@
+"""The parameters of a model, which ZeRO-3 may have partitioned (DeepSpeed 0.19.8).
+
+A partitioned parameter is empty, and has its shape, number of values and partition in attributes.
+Without ZeRO-3 all of these functions are those of torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def full_shape(parameter: Any) -> torch.Size:
+    """Return the shape that a parameter has when it is gathered."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def num_values(parameter: Any) -> int:
+    """Return the number of values that a parameter has when it is gathered."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def is_partitioned(parameter: Any) -> bool:
+    """Return whether ZeRO-3 partitions a parameter over the ranks."""
+    return hasattr(parameter, "ds_tensor")
+
+
+def multiply(parameter: Any, factor: float) -> None:
+    """Multiply the values that this rank has of a parameter, and those that ZeRO-3 gathers from."""
+    parameter.data.mul_(factor)
+    if is_partitioned(parameter):
+        parameter.ds_tensor.data.mul_(factor)
+
+
+def own_values(parameter: Any) -> torch.Tensor | None:
+    """Return this rank's values of a partitioned parameter, flat and without padding.
+
+    None if they are on NVMe, where reading them would take as long as a step.
+    """
+    partition = parameter.ds_tensor
+    if partition.status.name == "NOT_AVAILABLE":
+        return None
+    flat = partition.data.flatten()
+    return flat[: _num_own(parameter, flat)]
+
+
+def zero_padding(model: torch.nn.Module) -> None:
+    """Zero what ZeRO-3 adds to the last rank's partitions, which has old contents of the memory.
+
+    It changes no result, but it is in the files of every checkpoint, which would differ by chance.
+    Source: deepspeed/runtime/zero/partition_parameters.py 0.19.8, `_partition_param`.
+    """
+    parameter: Any
+    for parameter in model.parameters():
+        if is_partitioned(parameter) and parameter.ds_tensor.status.name == "AVAILABLE":
+            flat = parameter.ds_tensor.data.view(-1)
+            flat[_num_own(parameter, flat) :].zero_()
+
+
+def cast(parameter: Any, dtype: torch.dtype) -> None:
+    """Cast a parameter, or this rank's partition of it."""
+    parameter.data = parameter.data.to(dtype)
+    if is_partitioned(parameter):
+        parameter.ds_tensor.data = parameter.ds_tensor.data.to(dtype)
+
+
+@contextmanager
+def gathered(parameters: Sequence[Any], modifier_rank: int | None = None) -> Iterator[None]:
+    """Gather partitioned parameters inside the context. Every rank must call this.
+
+    Does nothing for parameters that ZeRO-3 has not partitioned.
+
+    Args:
+        modifier_rank: rank whose changes are broadcast at the exit; None if there are no changes.
+    """
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=modifier_rank):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def gathered_again(weight: Any) -> Iterator[None]:
+    """Gather a weight that ZeRO-3 has released, as DeepSpeed's own linear function does.
+
+    Gradient checkpointing runs a block's forward pass again, and at its end ZeRO-3 releases weights
+    that it had gathered for the backward pass.
+    """
+    status = getattr(weight, "ds_status", None)
+    if getattr(status, "name", None) != "NOT_AVAILABLE":
+        yield
+        return
+    weight.all_gather()
+    try:
+        yield
+    finally:
+        weight.partition()
+
+
+def _num_own(parameter: Any, partition: torch.Tensor) -> int:
+    """Return how many values of this rank's partition are the parameter's, and not padding."""
+    return max(0, parameter.ds_numel - torch.distributed.get_rank() * partition.numel())

@@ -1,0 +1,271 @@
+"""Where DeepSpeed 0.19.8 keeps the weights, master weights and optimizer states of a rank."""
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+CHUNK_VALUES = 1 << 22  # of masters, changed at once, so that little memory is needed besides
+WEIGHTS, MASTERS = "weights", "master weights"
+MODEL_WEIGHTS = ("bit16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat")
+MASTER_PARTITIONS = (
+    "fp32_partitioned_groups_flat",  # stage 3
+    "fp32_groups_flat_partition",  # BF16_Optimizer
+    "single_partition_of_fp32_groups",
+)
+
+
+class OnNvme(Exception):
+    """The master weights are on NVMe: reading them would take as long as a step."""
+
+
+# -------------------------------------------------------------------------------------------------
+# Master weights
+
+
+class MasterSlice(NamedTuple):
+    """This rank's values of a parameter, in its flat master weights, without padding.
+
+    Attributes:
+        flat: the partition.
+        offset: of the first value in it.
+        start: of the same value in the parameter.
+        length: number of values.
+    """
+
+    flat: torch.Tensor
+    offset: int
+    start: int
+    length: int
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.flat.data.narrow(0, self.offset, self.length)
+
+
+def master_partitions(engine: Any) -> list[torch.Tensor]:
+    """Return this rank's flat partitions of master weights."""
+    name = next(name for name in MASTER_PARTITIONS if hasattr(engine.optimizer, name))
+    return list(getattr(engine.optimizer, name))
+
+
+def master_slice(engine: Any, parameter: Any) -> MasterSlice | None:
+    """Return where this rank has values of a trained parameter; None if it has none.
+
+    Raises:
+        OnNvme: they are on NVMe.
+    """
+    masters, optimizer = master_partitions(engine), engine.optimizer
+    if hasattr(parameter, "ds_tensor"):  # stage 3
+        group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        if optimizer._swappable_optimizer_subgroup(group):
+            raise OnNvme
+        start = torch.distributed.get_rank(group=parameter.ds_process_group) * length
+        own = max(0, min(length, parameter.ds_numel - start))
+        return MasterSlice(masters[group], offset, start, own)
+    if (part := getattr(parameter, "_hp_mapping", None)) is None:
+        return None
+    address, start = part.hp_fragment_address, part.lp_fragment_address.start
+    return MasterSlice(masters[part.param_group_index], address.start, start, address.numel)
+
+
+def set_master(parameter: Any, value: torch.Tensor) -> None:
+    """Set this rank's part of a parameter's master weight.
+
+    Args:
+        value: of all of the parameter.
+    """
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
+
+    if not hasattr(parameter, "ds_id"):
+        safe_set_full_fp32_param(parameter, value)
+        return
+    # For all of the parameter DeepSpeed 0.19.8 fails if its size is no multiple of the ranks.
+    size = parameter.ds_tensor.numel()  # of a partition, the last one with padding
+    start = torch.distributed.get_rank(group=parameter.ds_process_group) * size
+    part = value.flatten()[start : start + size]
+    padded = torch.nn.functional.pad(part, (0, size - len(part)))
+    safe_set_local_fp32_param(parameter, padded)
+
+
+def update_weights(engine: Any) -> None:
+    """Compute the model's weights from the master weights, as DeepSpeed does after a step."""
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() < 3:
+        optimizer.update_lp_params()
+        return
+    optimizer.checkpoint_event_prologue()
+    for group in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    optimizer.checkpoint_event_epilogue()
+
+
+# -------------------------------------------------------------------------------------------------
+# States of the optimizer
+
+
+class State(NamedTuple):
+    """A tensor that must not change between two optimizer steps.
+
+    Attributes:
+        kind: `WEIGHTS`, `MASTERS`, or the name of an optimizer state.
+        group: number of its flat partition.
+        values: flat.
+    """
+
+    kind: str
+    group: int
+    values: torch.Tensor
+
+
+def optimizer_states(engine: Any) -> dict[torch.Tensor, dict[str, Any]]:
+    """Return the states by master partition, as the optimizer that ZeRO wraps has them."""
+    return engine.optimizer.optimizer.state
+
+
+def drop_state(engine: Any, name: str) -> None:
+    """Drop a state, which may have been loaded from a checkpoint."""
+    for master in master_partitions(engine):
+        optimizer_states(engine).get(master, {}).pop(name, None)
+    for parameter in engine.module.parameters():  # DeepSpeed has views of loaded states
+        fragments = getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None)
+        if fragments:
+            fragments.pop(name, None)
+
+
+def model_weights(engine: Any) -> list[torch.Tensor | None]:
+    """Return the flat weights that the model computes with: at stage 3 this rank's partitions.
+
+    None where they are on NVMe.
+    """
+    name = next(name for name in MODEL_WEIGHTS if hasattr(engine.optimizer, name))
+    return list(getattr(engine.optimizer, name))
+
+
+def states(engine: Any) -> Iterator[State]:
+    """Yield the states of this rank that are in memory, weights first."""
+    for group, flat in enumerate(model_weights(engine)):
+        if flat is not None and flat.numel():
+            yield State(WEIGHTS, group, flat.detach().view(-1))
+    inner = optimizer_states(engine)
+    for group, master in enumerate(master_partitions(engine)):
+        if not master.numel():
+            continue  # on NVMe, with its moments
+        yield State(MASTERS, group, master.detach().view(-1))
+        for name, value in inner.get(master, {}).items():
+            if torch.is_tensor(value) and value.numel() > 1:
+                yield State(name, group, value.detach().view(-1))
+
+
+def parameters_in(engine: Any, state: State, start: int, stop: int) -> list[str]:
+    """Return the names of the parameters with values from `start` to `stop` of a state."""
+    flat = model_weights(engine)[state.group]
+    if flat is None:
+        return []
+    if state.kind != WEIGHTS and engine.zero_optimization_stage() < 3:
+        rank = torch.distributed.get_rank(data_parallel_group(engine, state.group))
+        offset = rank * state.values.numel()
+        start, stop = start + offset, stop + offset
+    size, address = flat.element_size(), flat.data_ptr()
+    found = []
+    for name, parameter in engine.module.named_parameters():
+        values = getattr(parameter, "ds_tensor", parameter)
+        first = (values.data_ptr() - address) // size
+        if first < stop and first + values.numel() > start and _share_memory(values, flat):
+            found.append(name)
+    return found
+
+
+def data_parallel_group(engine: Any, group: int) -> Any:
+    """Return the process group over which stages 1 and 2 shard a group of parameters."""
+    return engine.optimizer.real_dp_process_group[group]
+
+
+def shard_group(engine: Any) -> Any:
+    """Return the process group over which one copy of the optimizer states is sharded."""
+    return engine.optimizer.dp_process_group
+
+
+def _share_memory(values: torch.Tensor, flat: torch.Tensor) -> bool:
+    return values.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+# -------------------------------------------------------------------------------------------------
+# Memory
+
+# Attributes of DeepSpeed's optimizers, 0.19.8.
+GRADIENTS = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
+GRADIENT_BUFFERS = ("grad_partitions_flat_buffer",)
+MUON_MOMENTA = "_muon_pending_momentum"
+WEIGHT_COPIES = "param_buffer_of_bit16_for_cpu_offload_groups"  # copied back to the device
+BUFFERS = (
+    "ipg_buckets",
+    "temp_grad_buffer_for_cpu_offload",
+    "temp_grad_buffer_for_gpu_offload",
+    "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer",
+)
+MASTER_COPIES = (
+    "single_partition_of_fp32_groups",
+    "fp32_partitioned_groups_flat",
+    "fp32_groups_flat_partition",
+    "fp32_groups_flat",
+    "fp32_groups",
+)
+
+
+def model_state_bytes(engine: Any) -> dict[str, int]:
+    """Return the bytes of an engine's live tensors, by kind: weights, master, optimizer, ...
+
+    A storage is counted once, for the first kind that holds it. Host and device memory together.
+
+    Args:
+        engine: after the last backward pass of a step, and after a first optimizer step, which
+            allocates the optimizer states.
+    """
+    seen: set[int] = set()
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    parameters = list(engine.module.parameters())
+    master = [getattr(optimizer, name, None) for name in MASTER_COPIES]
+    gradients = [getattr(optimizer, name, None) for name in (*GRADIENTS, *GRADIENT_BUFFERS)]
+    gradients += [getattr(one, name, None) for one in parameters for name in ("grad", "grad_accum")]
+    gradients += [one.grad for one in _tensors(master)]
+    owned = {
+        "weights": [
+            parameters,
+            [getattr(one, "ds_tensor", None) for one in parameters],
+            getattr(optimizer, WEIGHT_COPIES, None),
+        ],
+        "master": master,
+        "optimizer": [
+            [value for state in inner.state.values() for value in state.values()],
+            getattr(optimizer, MUON_MOMENTA, None),
+        ],
+        "gradients": gradients,
+        "buffers": [getattr(optimizer, name, None) for name in BUFFERS],
+        "others": [one for one in gc.get_objects() if type(one) is torch.Tensor],
+    }
+    return {name: sum(_new_bytes(_tensors(what), seen)) for name, what in owned.items()}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        for one in value:
+            yield from _tensors(one)
+    elif hasattr(value, "__dict__"):
+        yield from _tensors(list(vars(value).values()))
+
+
+def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[int]:
+    for tensor in tensors:
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and storage.nbytes() > 64:
+            seen.add(storage._cdata)
+            yield storage.nbytes()
