@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from zerolm.checkpoint.directory import Checkpoint
     from zerolm.checkpoint.manifest import Progress
     from zerolm.distributed.layout import Layout
+    from zerolm.engine.protocol import Engine
+    from zerolm.engine.step_gate import StepGate
     from zerolm.ds_config.profile import Profile
     from zerolm.engine.protocol import Engine
     from zerolm.plan.plan import Plan
@@ -113,14 +115,13 @@ class RunParts(Protocol):
     """What features use of a run on one rank (`zerolm.train.run.Run`).
 
     Attributes:
-        engine: the DeepSpeed engine.
         gate: decides whether a step is applied, and discards gradients.
         checkpointing, journal: save copies in memory; log.
     """
 
-    engine: Any
-    device: Any
-    gate: Any
+    engine: "Engine"
+    device: "torch.device"
+    gate: "StepGate"
     checkpointing: Any
     journal: Any
     layout: "Layout"
