@@ -1,4 +1,4 @@
-"""One checkpoint or copy in progress (`Job`), and what a thread of each rank writes for it.
+"""One checkpoint or copy in progress (`Job`), and where it goes (`Target`): to disk, or to memory.
 
 Must not know when a checkpoint is saved or published: `CheckpointWriter` does.
 """
@@ -7,17 +7,26 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from zerolm.checkpoint.checksums import XXH3, checksum_file
+from zerolm.checkpoint.directory import publish
 from zerolm.checkpoint.file_writer import verify_written, write_hashed
-from zerolm.checkpoint.manifest import Progress
+from zerolm.checkpoint.manifest import FILES, Progress
 from zerolm.checkpoint.memory import MemoryCopies
+from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished, rotate
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, sync_file
+from zerolm.common.values import shown_bytes
+from zerolm.distributed.collectives import broadcast_object, gather_objects
+from zerolm.engine.checkpoints import saving_parts
+from zerolm.engine.protocol import Engine
+from zerolm.run_dir.files import TEMPORARY, checkpoint_name
 
 # Files that only the rank which writes them reads, on the same topology. DeepSpeed's names.
 OWN_FILE = re.compile(r"(bf16_)?zero_pp_rank_|offloaded_tensors/")
@@ -48,16 +57,15 @@ class Outcome:
 
 @dataclass
 class Job:
-    """One checkpoint or copy in progress.
+    """One checkpoint or copy in progress, in the directory `temporary` of its target.
 
     Threads only set `entries`, `published_seconds`, `published`, `problems` and `error`.
     """
 
+    target: "Target"
     temporary: Path
     progress: Progress
     manifest: dict[str, Any]
-    ranked: Sequence[str] = ()
-    copies: MemoryCopies | None = None
     files: list[tuple[Path, Any]] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
     copy_seconds: float = 0.0
@@ -72,43 +80,177 @@ class Job:
     thread: threading.Thread | None = None
 
 
-def write_files(job: Job, rank: int, *, read_back: bool) -> None:
-    """Write and sync this rank's files of a checkpoint, and set `entries`."""
-    step, entries = job.progress.step, []
-    while job.files:
-        path, state = job.files.pop(0)
-        fault_point("checkpoint.write", step)
-        entry = write_hashed(path, state, lambda: job.cancelled)
-        entries.append({"file": str(path.relative_to(job.temporary)), **entry})
-        del state
-    entries += [_hash_file(path, job.temporary) for path in _other_files(job, rank)]
-    for entry in entries:
-        if read_back:
-            verify_written(job.temporary / entry["file"], entry)
-        if OWN_FILE.match(entry["file"]):
-            entry["rank"] = rank
-    # `publish` syncs the checkpoint's own directory, after all ranks have written.
-    names = {parent for entry in entries for parent in Path(entry["file"]).parents}
-    for name in names - {Path()}:
-        sync_directory(job.temporary / name)
-    fault_point("checkpoint.written", step)
-    job.entries = entries
+class Target(Protocol):
+    """Where a save goes. Every rank has one, and makes the same calls, but for those of threads.
+
+    Attributes:
+        publishes: rank 0 publishes it when all ranks have written; else each rank's part stands for
+            itself.
+    """
+
+    publishes: bool
+
+    def directory(self, step: int) -> Path:
+        """Return the directory to which the files of a step are written."""
+
+    def prepare(self, job: Job) -> None:
+        """Make room before the state is taken; set the job's error if that fails."""
+
+    def parts(self, engine: Engine) -> AbstractContextManager[None]:
+        """Return a context in which the engine saves what this rank writes."""
+
+    def reserve(self, job: Job, size_bytes: int) -> None:
+        """Compare the size of this rank's files with the free space. All ranks call this."""
+
+    def write(self, job: Job) -> None:
+        """Write this rank's files, and set `entries`. Run in a thread."""
+
+    def publish(self, job: Job) -> None:
+        """Publish what all ranks have written, and set `published`. Run in a thread of rank 0."""
+
+    def discard(self, job: Job) -> None:
+        """Delete the files of a save that failed; no rank writes any more."""
+
+    def replaces(self, job: Job) -> Callable[[], object]:
+        """Return what a thread calls to delete this rank's older files. All ranks call this."""
 
 
-def write_to_memory(job: Job, rank: int) -> None:
-    """Write this rank's files of a copy, then its manifest, and set `entries`."""
-    assert job.copies is not None
-    step, entries = job.progress.step, []
-    job.temporary.mkdir(exist_ok=True)
-    while job.files:
-        path, state = job.files.pop(0)
-        fault_point("memory.write", step)
-        entry = write_hashed(path, state, lambda: job.cancelled, durable=False)
-        entries.append({"file": path.name, **entry, "rank": rank})
-        del state
-    fault_point("memory.manifest", step)
-    job.copies.publish(step, {**job.manifest, "files": entries})
-    job.entries = entries
+class OnDisk:
+    """A checkpoint in the run directory.
+
+    Args:
+        checkpoints: the directory of all checkpoints, shared by all ranks.
+        ranked: names of the checkpoints of all evaluated steps, the best first.
+    """
+
+    publishes = True
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        rank: int,
+        retention: Retention,
+        read_back: bool,
+        ranked: Sequence[str],
+    ):
+        self.checkpoints, self.rank, self.retention = checkpoints, rank, retention
+        self.read_back, self.ranked = read_back, ranked
+
+    def directory(self, step: int) -> Path:
+        return self.checkpoints / (TEMPORARY + checkpoint_name(step))
+
+    def prepare(self, job: Job) -> None:
+        fault_point("checkpoint.begin", job.progress.step)
+        if self.rank:
+            return
+        try:
+            self.checkpoints.mkdir(exist_ok=True)
+            job.problems += remove_unfinished(self.checkpoints, job.temporary)
+            job.temporary.mkdir()
+        except OSError as error:
+            job.error = str(error)
+
+    def parts(self, engine: Engine) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def reserve(self, job: Job, size_bytes: int) -> None:
+        free = None
+        if self.rank == 0:
+            try:
+                free = shutil.disk_usage(self.checkpoints).free
+            except OSError as error:
+                job.error = job.error or str(error)
+        sizes = gather_objects((size_bytes, free))
+        needed, free = sum(size for size, _ in sizes), sizes[0][1]
+        if free is not None and needed > free and job.error is None:
+            job.error = f"needs {shown_bytes(needed)}, has {shown_bytes(free)}"
+        fault_point("checkpoint.snapshot", job.progress.step)
+
+    def write(self, job: Job) -> None:
+        """Write, sync and hash this rank's files."""
+        step, entries = job.progress.step, []
+        while job.files:
+            path, state = job.files.pop(0)
+            fault_point("checkpoint.write", step)
+            entry = write_hashed(path, state, lambda: job.cancelled)
+            entries.append({"file": str(path.relative_to(job.temporary)), **entry})
+            del state
+        entries += [_hash_file(path, job.temporary) for path in _other_files(job, self.rank)]
+        for entry in entries:
+            if self.read_back:
+                verify_written(job.temporary / entry["file"], entry)
+            if OWN_FILE.match(entry["file"]):
+                entry["rank"] = self.rank
+        # `publish` syncs the checkpoint's own directory, after all ranks have written.
+        names = {parent for entry in entries for parent in Path(entry["file"]).parents}
+        for name in names - {Path()}:
+            sync_directory(job.temporary / name)
+        fault_point("checkpoint.written", step)
+        job.entries = entries
+
+    def publish(self, job: Job) -> None:
+        final = publish(job.temporary, job.manifest)
+        job.published_seconds = time.perf_counter() - job.started
+        try:
+            job.retired, problems = rotate(final, self.retention, self.ranked)
+            job.problems += problems
+        except Exception as error:  # the checkpoint exists, so it has not failed
+            job.problems.append(f"{final.parent}: {error or repr(error)}")
+        job.published = True
+
+    def discard(self, job: Job) -> None:
+        if self.rank == 0:
+            shutil.rmtree(job.temporary, ignore_errors=True)
+
+    def replaces(self, job: Job) -> Callable[[], object]:
+        names = [entry["file"] for entry in job.entries or []] + [FILES] * (self.rank == 0)
+        return partial(delete_own, broadcast_object(job.retired), names)
+
+
+class InMemory:
+    """A copy in the memory of the hosts, beside the checkpoints."""
+
+    publishes = False
+
+    def __init__(self, copies: MemoryCopies):
+        self.copies = copies
+
+    def directory(self, step: int) -> Path:
+        return self.copies.step_directory(step)
+
+    def prepare(self, job: Job) -> None:
+        """Do nothing: each rank creates the directory if it is the first one."""
+
+    def parts(self, engine: Engine) -> AbstractContextManager[None]:
+        return saving_parts(engine, weights=self.copies.leads, states=self.copies.holds)
+
+    def reserve(self, job: Job, size_bytes: int) -> None:
+        """Do nothing: preflight has compared the size with the memory."""
+
+    def write(self, job: Job) -> None:
+        """Write this rank's files, then its manifest."""
+        step, entries = job.progress.step, []
+        job.temporary.mkdir(exist_ok=True)
+        while job.files:
+            path, state = job.files.pop(0)
+            fault_point("memory.write", step)
+            entry = write_hashed(path, state, lambda: job.cancelled, durable=False)
+            entries.append({"file": path.name, **entry, "rank": self.copies.rank})
+            del state
+        fault_point("memory.manifest", step)
+        self.copies.publish(step, {**job.manifest, "files": entries})
+        job.entries = entries
+
+    def publish(self, job: Job) -> None:
+        raise AssertionError("the part of each rank stands for itself")
+
+    def discard(self, job: Job) -> None:
+        if self.copies.leads:
+            shutil.rmtree(job.temporary, ignore_errors=True)
+
+    def replaces(self, job: Job) -> Callable[[], object]:
+        fault_point("memory.remove", job.progress.step)
+        return partial(self.copies.remove_older, job.progress.step)
 
 
 def _other_files(job: Job, rank: int) -> list[Path]:

@@ -14,30 +14,25 @@ NVMe. Must not depend on the training loop or on logs.
 """
 
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zerolm.checkpoint.directory import publish
 from zerolm.checkpoint.file_writer import Cancelled
-from zerolm.checkpoint.manifest import FILES, FORMAT, VERSION, Progress
+from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.checkpoint.memory import MemoryCopies
-from zerolm.checkpoint.rotation import Retention, delete_own, remove_unfinished, rotate
-from zerolm.checkpoint.save_job import Job, Outcome, write_files, write_to_memory
+from zerolm.checkpoint.rotation import Retention
+from zerolm.checkpoint.save_job import InMemory, Job, OnDisk, Outcome, Target
 from zerolm.checkpoint.snapshot import HostCopy
-from zerolm.common.faults import fault_point
-from zerolm.common.values import shown_bytes
-from zerolm.distributed.collectives import broadcast_object, gather_objects, gather_on_rank0
+from zerolm.distributed.collectives import gather_objects, gather_on_rank0
 from zerolm.engine import checkpoints
 from zerolm.engine.protocol import Engine
-from zerolm.run_dir.files import TEMPORARY, RunFiles, checkpoint_name
+from zerolm.run_dir.files import RunFiles, checkpoint_name
 
 # If all cores are busy, a thread of this niceness gets about 5% of one (CFS weights).
 WRITER_NICENESS = 13
@@ -72,7 +67,7 @@ class CheckpointWriter:
     @property
     def copying_to_memory(self) -> bool:
         """Whether a copy in memory is in progress."""
-        return self._job is not None and self._job.copies is not None
+        return self._job is not None and not self._job.target.publishes
 
     @property
     def step(self) -> int | None:
@@ -85,7 +80,9 @@ class CheckpointWriter:
         return self._host_copy.size_bytes
 
     def save(self, progress: Progress, ranked: Sequence[str] = (), **facts: Any) -> float:
-        """Copy the state and start to write it. All ranks call this; no save may be in progress.
+        """Copy the state, and start to write a checkpoint. All ranks call this.
+
+        No save may be in progress.
 
         Args:
             progress: the point that a resume continues from.
@@ -95,54 +92,14 @@ class CheckpointWriter:
         Returns:
             The time that it took, in seconds.
         """
-        fault_point("checkpoint.begin", progress.step)
-        temporary = self.checkpoints / (TEMPORARY + checkpoint_name(progress.step))
-        job = self._begin(temporary, progress, facts)
-        job.ranked = ranked
-        if self.rank == 0:
-            try:
-                self.checkpoints.mkdir(exist_ok=True)
-                job.problems += remove_unfinished(self.checkpoints, temporary)
-                temporary.mkdir()
-            except OSError as error:
-                job.error = str(error)
-        # Starts with a barrier, so no rank writes before unfinished checkpoints are removed.
-        self._take_state(job)
-        free = None
-        if self.rank == 0:
-            try:
-                free = shutil.disk_usage(self.checkpoints).free
-            except OSError as error:
-                job.error = job.error or str(error)
-        sizes = gather_objects((self._host_copy.size_bytes, free))
-        needed, free = sum(size for size, _ in sizes), sizes[0][1]
-        if free is not None and needed > free and job.error is None:
-            job.error = f"needs {shown_bytes(needed)}, has {shown_bytes(free)}"
-        fault_point("checkpoint.snapshot", progress.step)
-        self._start(partial(write_files, rank=self.rank, read_back=self.read_back))
-        job.copy_seconds = time.perf_counter() - job.started
-        return job.copy_seconds
+        target = OnDisk(self.checkpoints, self.rank, self.retention, self.read_back, ranked)
+        return self._save(target, progress, facts)
 
     def copy_to_memory(self, progress: Progress, copies: MemoryCopies, **facts: Any) -> float:
-        """Copy the state, and start to write it to the memory of the hosts, beside checkpoints.
+        """Copy the state, and start to write it to the memory of the hosts; otherwise as `save`."""
+        return self._save(InMemory(copies), progress, facts)
 
-        Every rank must call this; no checkpoint may be in progress.
-
-        Args:
-            facts: see `save`.
-
-        Returns:
-            The time that it took, in seconds.
-        """
-        job = self._begin(copies.step_directory(progress.step), progress, facts)
-        job.copies = copies
-        with checkpoints.saving_parts(self.engine, weights=copies.leads, states=copies.holds):
-            self._take_state(job)
-        self._start(partial(write_to_memory, rank=self.rank))
-        job.copy_seconds = time.perf_counter() - job.started
-        return job.copy_seconds
-
-    def _begin(self, directory: Path, progress: Progress, facts: dict[str, Any]) -> Job:
+    def _save(self, target: Target, progress: Progress, facts: dict[str, Any]) -> float:
         assert self._job is None, "finish() the previous checkpoint first"
         manifest = {
             "format": FORMAT,
@@ -152,9 +109,17 @@ class CheckpointWriter:
             "zero_stage": self.engine.zero_optimization_stage(),
             **facts,
         }
-        self._job = Job(directory, Progress(**asdict(progress)), manifest)
+        directory = target.directory(progress.step)
+        self._job = job = Job(target, directory, Progress(**asdict(progress)), manifest)
         self._finish_deletion()
-        return self._job
+        target.prepare(job)
+        # Starts with a barrier, so no rank writes before unfinished checkpoints are removed.
+        with target.parts(self.engine):
+            self._take_state(job)
+        target.reserve(job, self._host_copy.size_bytes)
+        self._start(target.write)
+        job.copy_seconds = time.perf_counter() - job.started
+        return job.copy_seconds
 
     def _take_state(self, job: Job) -> None:
         """Let DeepSpeed pass its state to `_capture`."""
@@ -196,7 +161,7 @@ class CheckpointWriter:
         if failed:
             return self._abort()
         if written == self.world_size and not self._job.publishing:
-            if self._job.copies is not None:
+            if not self._job.target.publishes:
                 return self._end(None)
             self._start_publishing()
         return self._end(None) if published else None
@@ -206,7 +171,7 @@ class CheckpointWriter:
         job = self._job
         if job is None:
             return None
-        for stage in ("write", "publish") if job.copies is None else ("write",):
+        for stage in ("write", "publish") if job.target.publishes else ("write",):
             if stage == "publish" and not job.publishing:
                 self._start_publishing()
             assert job.thread is not None
@@ -225,7 +190,7 @@ class CheckpointWriter:
         if shares is not None:
             files = [entry for share in shares for entry in share]
             job.manifest["files"] = sorted(files, key=lambda entry: entry["file"])
-            self._start(self._publish)
+            self._start(job.target.publish)
 
     def _abort(self) -> Outcome:
         """Cancel a checkpoint that some rank could not write, and delete its files."""
@@ -234,11 +199,7 @@ class CheckpointWriter:
         job.cancelled = True
         job.thread.join()
         errors = gather_objects(job.error)  # also a barrier: all ranks have stopped writing
-        if job.copies is not None:
-            if job.copies.leads:
-                shutil.rmtree(job.temporary, ignore_errors=True)
-        elif self.rank == 0:
-            shutil.rmtree(job.temporary, ignore_errors=True)
+        job.target.discard(job)
         lines = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
         return self._end("; ".join(lines))
 
@@ -246,23 +207,18 @@ class CheckpointWriter:
         job = self._job
         assert job is not None
         self._job = None
-        if error is None and job.copies is None:
-            names = [entry["file"] for entry in job.entries or []] + [FILES] * (self.rank == 0)
-            retired = broadcast_object(job.retired)
-            self._start_deletion(delete_own, retired, names)
-        elif error is None and job.copies is not None:
-            fault_point("memory.remove", job.progress.step)
-            self._start_deletion(job.copies.remove_older, job.progress.step)
+        if error is None:
+            self._start_deletion(job.target.replaces(job))
         seconds = job.published_seconds or time.perf_counter() - job.started
         name = checkpoint_name(job.progress.step)
         return Outcome(
             name, job.progress, error, job.problems, job.copy_seconds, seconds,
-            job.copies is not None,
+            in_memory=not job.target.publishes,
         )  # fmt: skip
 
-    def _start_deletion(self, delete: Callable[..., None], *arguments: Any) -> None:
+    def _start_deletion(self, delete: Callable[[], object]) -> None:
         """Delete this rank's files of older checkpoints or copies, in the background."""
-        self._deletion = threading.Thread(target=delete, args=arguments, daemon=True)
+        self._deletion = threading.Thread(target=delete, daemon=True)
         self._deletion.start()
 
     def _finish_deletion(self) -> None:
@@ -288,13 +244,3 @@ class CheckpointWriter:
 
         job.thread = threading.Thread(target=run, name="checkpoint writer", daemon=True)
         job.thread.start()
-
-    def _publish(self, job: Job) -> None:
-        final = publish(job.temporary, job.manifest)
-        job.published_seconds = time.perf_counter() - job.started
-        try:
-            job.retired, problems = rotate(final, self.retention, job.ranked)
-            job.problems += problems
-        except Exception as error:  # the checkpoint exists, so it has not failed
-            job.problems.append(f"{final.parent}: {error or repr(error)}")
-        job.published = True
