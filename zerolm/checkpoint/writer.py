@@ -27,7 +27,13 @@ from zerolm.checkpoint.file_writer import Cancelled
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.checkpoint.memory import MemoryCopies
 from zerolm.checkpoint.rotation import Retention
-from zerolm.checkpoint.save_job import InMemory, Job, OnDisk, Outcome, Target
+from zerolm.checkpoint.save_job import (
+    InMemory,
+    Job,
+    OnDisk,
+    Outcome,
+    Target,
+)
 from zerolm.checkpoint.snapshot import HostCopy
 from zerolm.distributed.collectives import gather_objects, gather_on_rank0
 from zerolm.engine import checkpoints

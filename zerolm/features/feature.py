@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from zerolm.checkpoint.directory import Checkpoint
     from zerolm.checkpoint.manifest import Progress
     from zerolm.distributed.layout import Layout
-    from zerolm.engine.protocol import Engine
-    from zerolm.engine.step_gate import StepGate
     from zerolm.ds_config.profile import Profile
     from zerolm.engine.protocol import Engine
+    from zerolm.engine.step_gate import StepGate
     from zerolm.plan.plan import Plan
 
 Batch = dict[str, "torch.Tensor"]
@@ -53,14 +52,20 @@ class Step(NamedTuple):
     """A step, on one rank.
 
     Attributes:
-        batches: this rank's micro-batches.
+        batches: this rank's micro-batches, on its device; as many as on other ranks.
+        position: of the global batch's first sequence in the data order.
         tokens: tokens of the global batch.
+        learning_rate: the rate to set; None: the scheduler of the ds config has set it.
+        flags: numbers to sum over ranks along with the losses.
         fault: injected fault for this rank's passes, from `fault_point`; for tests.
     """
 
     number: int
     batches: Sequence[Batch]
+    position: int
     tokens: int
+    learning_rate: float | None
+    flags: Sequence[float]
     fault: str | None
 
 

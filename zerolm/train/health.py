@@ -20,9 +20,9 @@ from zerolm.model.loss import IGNORED
 from zerolm.plan.plan import Plan
 from zerolm.train.noise_scale import Estimate, SmallBatches, SmallBatchSums, average, estimate
 from zerolm.train.norms import Blocks, UpdateMeter, is_counted_here, parameter_norm, weight_squares
-from zerolm.train.step import AUXILIARY
 
 Row = dict[str, Any]
+AUXILIARY = "train/auxiliary_loss"  # of routers
 NUM_FIGURES = 5  # of SmallBatchSums
 
 

@@ -134,7 +134,7 @@ def estimate(
     """Return the estimate of a step; None if there is too little information.
 
     A micro-batch with n of the N targets is trained on the sum of its losses * replicas / N
-    (`forward_backward`), so the gradient of its mean loss is N / (n * replicas) times its own. For
+    (`Steps`), so the gradient of its mean loss is N / (n * replicas) times its own. For
     micro-batches of different sizes, 1 / b is the mean of 1 / n.
 
     Args:

@@ -1,31 +1,30 @@
 """`Run`: the parts of a run on one rank, and what the training loop of pretrain.py does with them.
 
 It connects data feed, step, features, spike guard, checkpointing, evaluations, journal and more,
-which do not know each other. What may be off is a feature; `step` shows the order of their hooks.
-How a run starts, rolls back and ends is in the modules `resume`, `recovery` and `ending`.
+which do not know each other. What may be off is a feature; `Steps.take` shows the order of their
+hooks. How a run starts, rolls back and ends is in the modules `resume`, `recovery` and `ending`.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from zerolm.checkpoint.manifest import Progress
 from zerolm.common.faults import fault_point
-from zerolm.distributed import collectives, ulysses
+from zerolm.distributed import collectives
 from zerolm.engine.protocol import Engine
 from zerolm.engine.step_gate import StepGate
 from zerolm.evaluate.evaluator import Evaluations
-from zerolm.features.feature import Feature, Step
+from zerolm.features.feature import Feature, Step, StepResult
 from zerolm.plan.plan import Plan
 from zerolm.tracking.report_process import HtmlReport
 from zerolm.train import instrumentation, metrics, stability
-from zerolm.train import step as train_step
 from zerolm.train.checkpointing import Checkpointing
 from zerolm.train.data_feed import DataFeed
 from zerolm.train.health import Health
 from zerolm.train.journal import Journal
 from zerolm.train.profiling import StepProfiler
+from zerolm.train.step import Steps
 from zerolm.upload.process import Uploads
 from zerolm.watchdog.progress import record_progress
 
@@ -55,8 +54,6 @@ class Run:
         self.engine, self.features, self.stop, self.layout = engine, features, stop, plan.layout
         self.device, self.rank = device, engine.global_rank
         self.progress, self.stopping = Progress(), False
-        peak = plan.learning_rate.peak if plan.learning_rate else 1.0
-        self.rate_ratios = train_step.learning_rate_ratios(engine, peak)
         self.print_rank0 = partial(collectives.print_rank0, self.rank)
         self.journal = Journal(plan, self.rank, engine.world_size, device, self.print_rank0)
         self.feed = DataFeed(plan, self.rank, device, self.print_rank0)
@@ -70,6 +67,10 @@ class Run:
             feature.attach(self)
         stream_options = self.feed.stream_options(*self.layout.evaluation_shard(self.rank))
         self.token_bytes = self.feed.token_bytes()
+        self.steps = Steps(
+            plan, engine, self.gate, features, self.health, self.spike_guard,
+            self.journal.stopwatch.timing_forward, self.token_bytes,
+        )  # fmt: skip
         self.evaluations = Evaluations(
             plan, engine, device, stream_options, features, self.print_rank0, self.token_bytes
         )
@@ -100,7 +101,7 @@ class Run:
     # ---- One step
 
     def step(self, batches: Any) -> None:
-        """Read one global batch, accumulate its gradient, and take the optimizer step."""
+        """Read one global batch, take the optimizer step with it, and log what happened."""
         number, stopwatch = self.progress.step + 1, self.journal.stopwatch
         sequences = self.plan.batch_schedule(self.progress.position)
         record_progress("data", number, (self.progress.position, sequences))
@@ -108,67 +109,28 @@ class Run:
         with self.profiler.step(number), stopwatch.timing_step():
             with stopwatch.timing_data():
                 micro_batches = self.feed.take(batches, sequences)
-            fault = fault_point("step.backward", number)
-            step = Step(number, micro_batches, sequences * self.settings.seq_len, fault)
-            compute = self.passes(step)
-            for feature in reversed(self.features):  # the first one is the outermost
-                compute = partial(feature.passes, compute, step)
-            result = compute()
-            instrumentation.record_memory(self.engine, number)
-            self.health.before_update()
-            with ExitStack() as contexts:
-                for feature in self.features:
-                    contexts.enter_context(feature.update(result))
-                self.update(step, result)
-            for feature in reversed(self.features):
-                feature.after(step, result)
+            step = self.next_step(micro_batches, sequences)
+            result = self.steps.take(step)
             if self.waits_for_device(step, result):
                 stopwatch.wait_for_device()
         stopwatch.count(sequences, step.tokens)
         self.end_step(step, result, sequences)
 
-    def passes(self, step: Step) -> Any:
-        """Return a function that accumulates the gradient of a batch, with a pass over it."""
-        flags = (float(self.stop.poll()), *self.checkpointing.flags())
-        shards = [ulysses.shard_batch(batch, self.layout, self.rank) for batch in step.batches]
-
-        def compute() -> train_step.StepResult:
-            train_step.seed_step(self.settings.seed, self.progress.position, self.rank)
-            self.health.begin(step.number, len(shards))
-            for feature in self.features:
-                feature.begin(step)
-            return train_step.forward_backward(
-                self.engine,
-                shards,
-                len(self.plan.sources),
-                self.settings.seq_len,
-                self.layout,
-                flags=flags,
-                rows_differ=self.settings.rows_differ,
-                fault=step.fault,
-                timing_forward=self.journal.stopwatch.timing_forward,
-                observing_backward=self.health.observe_backward,
-                token_bytes=self.token_bytes,
-                features=self.features,
-            )
-
-        return compute
-
-    def update(self, step: Step, result: train_step.StepResult) -> None:
-        """Take the optimizer step, unless the spike guard refuses it."""
-        rate, guard = self.plan.learning_rate, self.spike_guard
-        train_step.apply_step(
-            self.engine,
-            self.gate,
-            result,
-            rate(self.progress.tokens + step.tokens) if rate else None,
-            self.rate_ratios,
-            factor=guard.factor,
-            refused=guard.check_loss(result.loss),
-            should_refuse=guard.check_grad_norm,
+    def next_step(self, micro_batches: Any, sequences: int) -> Step:
+        """Return the step after the last one, with this rank's micro-batches."""
+        number, rate = self.progress.step + 1, self.plan.learning_rate
+        tokens = sequences * self.settings.seq_len
+        return Step(
+            number,
+            micro_batches,
+            self.progress.position,
+            tokens,
+            learning_rate=rate(self.progress.tokens + tokens) if rate else None,
+            flags=(float(self.stop.poll()), *self.checkpointing.flags()),
+            fault=fault_point("step.backward", number),
         )
 
-    def waits_for_device(self, step: Step, result: train_step.StepResult) -> bool:
+    def waits_for_device(self, step: Step, result: StepResult) -> bool:
         """Return whether a step is followed by a report, save or evaluation, or is the last one."""
         settings = self.settings
         intervals = [settings.log_interval, settings.checkpoint_interval, settings.eval_interval]
@@ -177,7 +139,7 @@ class Run:
         stops = result.flags[0] > 0
         return last or stops or any(each and step.number % each == 0 for each in intervals)
 
-    def end_step(self, step: Step, result: train_step.StepResult, sequences: int) -> None:
+    def end_step(self, step: Step, result: StepResult, sequences: int) -> None:
         """Count and log a step; advance the checkpoint that is being written."""
         progress, guard = self.progress, self.spike_guard
         stop_requests, *checkpoint_flags = result.flags  # sums over ranks

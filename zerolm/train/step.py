@@ -1,4 +1,4 @@
-"""One optimizer step, with the same gradient at any ZeRO stage, world size and micro-batch size.
+"""`Steps`: an optimizer step has the same gradient at any ZeRO stage, world size and micro-batch.
 
 The loss of a micro-batch is the sum over its target tokens, divided by the number of targets in the
 GLOBAL batch, and multiplied by what DeepSpeed later divides gradients by (the world size, unless
@@ -9,7 +9,9 @@ the accumulation boundary is set by hand, so that the batch size may change duri
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,185 +19,227 @@ import torch
 from torch.profiler import record_function
 
 from zerolm.common.errors import GaveUp
+from zerolm.distributed import ulysses
 from zerolm.distributed.collectives import sum_over_ranks
-from zerolm.distributed.layout import Layout
 from zerolm.engine.protocol import Engine
-from zerolm.engine.step_gate import RefusalRule, StepGate
-from zerolm.features.feature import Feature, Forward, StepResult
+from zerolm.engine.step_gate import StepGate
+from zerolm.features.feature import Batch, Feature, Forward, Step, StepResult
 from zerolm.model.loss import IGNORED, divided, sums_by_source, token_losses
+from zerolm.optim.spikes import SpikeGuard
+from zerolm.plan.plan import Plan
+from zerolm.train import instrumentation
+from zerolm.train.health import AUXILIARY, Health
 from zerolm.watchdog.progress import record_progress
 
-Batch = dict[str, torch.Tensor]
-AUXILIARY = "train/auxiliary_loss"  # of routers
 DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # factor on a loss, by fault name
+
+
+@dataclass
+class _Sums:
+    """What a pass over a global batch adds up on this rank.
+
+    Attributes:
+        num_batches: of this rank.
+        tokens, targets: numbers in the global batch.
+        by_source: (2, S) losses and targets of each source; (4, S) with those of text and bytes.
+        penalties: weighted losses by metric; the same keys on every rank.
+        micro_losses: the mean loss of each micro-batch.
+    """
+
+    num_batches: int
+    tokens: int
+    targets: torch.Tensor | int
+    by_source: torch.Tensor
+    penalties: dict[str, torch.Tensor] = field(default_factory=dict)
+    micro_losses: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, name: str, penalty: torch.Tensor) -> None:
+        zero = self.by_source.new_zeros(())
+        self.penalties[name] = self.penalties.get(name, zero) + penalty
+
+
+class Steps:
+    """Takes the optimizer steps of a run on one rank. Every rank makes the same calls.
+
+    Args:
+        features: their hooks are called in the order of `Feature`.
+        timing_forward: context manager for each forward pass.
+        token_bytes: bytes of text of each token, for `sums_by_source`; None if not known.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        engine: Engine,
+        gate: StepGate,
+        features: Sequence[Feature],
+        health: Health,
+        guard: SpikeGuard,
+        timing_forward: Callable[[], AbstractContextManager[None]],
+        token_bytes: torch.Tensor | None,
+    ):
+        self.plan, self.settings, self.layout = plan, plan.settings, plan.layout
+        self.engine, self.gate, self.features = engine, gate, features
+        self.health, self.guard, self.timing_forward = health, guard, timing_forward
+        self.token_bytes = token_bytes
+        self.contributes = plan.layout.contributes(engine.global_rank)
+        # 1, except for optimizers with several rates, such as Muon's for matrices and for others.
+        peak = plan.learning_rate.peak if plan.learning_rate else 1.0
+        self.rate_ratios = [group["lr"] / peak for group in engine.optimizer.param_groups]
+
+    def take(self, step: Step) -> StepResult:
+        """Accumulate the gradient of a global batch, and take the optimizer step.
+
+        Raises:
+            GaveUp: fp16 found no loss scale at which the gradients are finite.
+        """
+        compute = partial(self.accumulate, step)
+        for feature in reversed(self.features):  # the first one is the outermost
+            compute = partial(feature.passes, compute, step)
+        result = compute()
+        instrumentation.record_memory(self.engine, step.number)
+        self.health.before_update()
+        with ExitStack() as contexts:
+            for feature in self.features:
+                contexts.enter_context(feature.update(result))
+            self.update(step, result)
+        for feature in reversed(self.features):
+            feature.after(step, result)
+        return result
+
+    # ---- A pass over the batch
+
+    def accumulate(self, step: Step) -> StepResult:
+        """Add the gradient of the global batch to the accumulated one, without taking the step."""
+        seed_step(self.settings.seed, step.position, self.engine.global_rank)
+        batches = [
+            ulysses.shard_batch(each, self.layout, self.engine.global_rank) for each in step.batches
+        ]
+        self.health.begin(step.number, len(batches))
+        for feature in self.features:
+            feature.begin(step)
+        sums = self._begin(batches)
+        for number, batch in enumerate(batches):
+            record_progress("forward")
+            self.engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
+            loss = self.forward(batch, sums, step.fault)
+            record_progress("backward")
+            with self.health.observe_backward(batch), record_function("backward"):
+                self.engine.backward(loss, scale_wrt_gas=False)
+        record_progress("reduce")
+        return self.reduce(sums, step.flags)
+
+    def _begin(self, batches: Sequence[Batch]) -> _Sums:
+        rows = len(batches) * len(batches[0]["targets"]) * self.layout.replicas
+        tokens = rows * self.settings.seq_len
+        targets: torch.Tensor | int = tokens
+        if self.settings.rows_differ:
+            counted = torch.stack([(batch["targets"] != IGNORED).sum() for batch in batches]).sum()
+            targets = sum_over_ranks(counted * self.contributes)
+        shape = 2 if self.token_bytes is None else 4, len(self.plan.sources)
+        by_source = torch.zeros(shape, dtype=torch.float64, device=self.engine.device)
+        return _Sums(len(batches), tokens, targets, by_source)
+
+    def forward(self, batch: Batch, sums: _Sums, fault: str | None) -> torch.Tensor:
+        """Return the loss to minimize of a micro-batch, and add what is logged of it to `sums`."""
+        with self.timing_forward(), ExitStack() as contexts:
+            for feature in self.features:
+                contexts.enter_context(feature.forward(batch))
+            contexts.enter_context(record_function("forward"))
+            outputs: list[Any] = []
+            losses_BT, auxiliary = token_losses(self.engine, batch, outputs.append)
+            forward = Forward(batch, outputs.pop(), losses_BT, sums.tokens, sums.targets)
+            penalties = {
+                name: part
+                for feature in self.features
+                for name, part in feature.losses(forward).items()
+            }
+            del forward  # frees the logits
+        if fault in DISTORTIONS:
+            losses_BT = losses_BT * DISTORTIONS[fault]
+        loss = losses_BT.sum() * divided(self.layout.gradient_divisor, sums.targets)
+        sums.micro_losses.append(losses_BT.detach().mean())
+        num_sources = len(self.plan.sources)
+        sums.by_source += sums_by_source(losses_BT, batch, num_sources, self.token_bytes)
+        if auxiliary is not None and AUXILIARY not in penalties:  # of a micro-batch
+            of_all = sums.num_batches * self.layout.replicas
+            sums.add(AUXILIARY, auxiliary.detach().double() / of_all)
+            loss = loss + auxiliary / sums.num_batches
+        for name, part in penalties.items():
+            sums.add(name, part.detach().double())
+            loss = loss + part * self.layout.gradient_divisor
+        if fault == "inf":
+            loss = loss * torch.inf  # an infinite gradient; the logged loss stays finite
+        return loss
+
+    def reduce(self, sums: _Sums, flags: Sequence[float]) -> StepResult:
+        """Sum over ranks in one reduction: losses by source, weighted losses, flags, features."""
+        zero = sums.by_source.new_zeros(())
+        of_features = [feature.sums(sums.micro_losses) for feature in self.features]
+        parts = [
+            sums.by_source.flatten() * self.contributes,
+            torch.stack([zero, *sums.penalties.values()])[1:] * self.contributes,
+            sums.by_source.new_zeros(len(flags)),
+            *(zero[None][:0] if each is None else each for each in of_features),
+        ]
+        for number, flag in enumerate(flags):
+            parts[2][number].fill_(flag)  # a copy of a tensor would wait for the device
+        figures = iter(sum_over_ranks(torch.cat(parts)).tolist())
+        by_source, penalties, flags_summed, *received = (
+            [*islice(figures, len(part))] for part in parts
+        )
+        for feature, own in zip(self.features, received, strict=True):
+            feature.summed(own)
+        num_sources = len(self.plan.sources)
+        losses, tokens, *text = (
+            by_source[start : start + num_sources] for start in range(0, len(parts[0]), num_sources)
+        )
+        return StepResult(
+            loss=sum(losses) / sum(tokens),
+            source_losses=losses,
+            source_tokens=tokens,
+            text_losses=text[0] if text else [],
+            text_bytes=text[1] if text else [],
+            penalties=dict(zip(sums.penalties, penalties, strict=True)),
+            flags=flags_summed,
+            micro_losses=sums.micro_losses,
+        )
+
+    # ---- The update
+
+    def update(self, step: Step, result: StepResult) -> None:
+        """Take the optimizer step, unless the spike guard refuses it, and complete the result."""
+        engine, gate, guard = self.engine, self.gate, self.guard
+        groups = engine.optimizer.param_groups
+        scheduled = [group["lr"] for group in groups]
+        if step.learning_rate is not None:
+            for group, ratio in zip(groups, self.rate_ratios, strict=True):
+                group["lr"] = step.learning_rate * guard.factor * ratio
+            result.learning_rate = step.learning_rate * guard.factor
+        else:
+            if guard.factor != 1.0:
+                for group, rate in zip(groups, scheduled, strict=True):
+                    group["lr"] = rate * guard.factor
+            result.learning_rate = groups[0]["lr"]
+        refused = guard.check_loss(result.loss)
+        record_progress("optimizer")
+        try:
+            with record_function("optimizer step"):
+                gate.step(engine, refused, guard.check_grad_norm)
+        except Exception as error:
+            if "loss scale already at minimum" in str(error):  # DeepSpeed raises a bare Exception
+                raise GaveUp(f"fp16: {error}") from error
+            raise
+        result.applied = engine.was_step_applied()
+        if not result.applied:  # DeepSpeed's scheduler, if there is one, has not advanced either
+            for group, rate in zip(groups, scheduled, strict=True):
+                group["lr"] = rate
+        result.clipped_to = gate.clipped_to
+        # None: DeepSpeed found an overflow before it computed the norm.
+        result.grad_norm = float("inf") if gate.grad_norm is None else gate.grad_norm
 
 
 def seed_step(seed: int, position: int, rank: int) -> None:
     """Seed dropout from the position in the data, so that no RNG state has to be checkpointed."""
     digest = hashlib.sha256(f"{seed}/step/{position}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def forward_backward(
-    engine: Engine,
-    batches: Sequence[Batch],
-    num_sources: int,
-    seq_len: int,
-    layout: Layout,
-    flags: Sequence[float],
-    *,
-    rows_differ: bool = False,
-    fault: str | None = None,
-    timing_forward: Callable[[], AbstractContextManager[None]] = nullcontext,
-    observing_backward: Callable[[Batch], AbstractContextManager[Any]] = nullcontext,
-    token_bytes: torch.Tensor | None = None,
-    features: Sequence[Feature] = (),
-) -> StepResult:
-    """Accumulate the gradient of one global batch, without taking the step. All ranks call this.
-
-    Args:
-        engine: the DeepSpeed engine.
-        batches: this rank's micro-batches of the step, on its device; as many as on other ranks.
-        num_sources: number of data sources.
-        seq_len: tokens per sequence.
-        layout: which ranks share sequences.
-        flags: numbers to sum over ranks along with the losses.
-        rows_differ: whether sequences may differ in their number of targets.
-        fault: injected fault for this rank, from `fault_point`; for tests.
-        timing_forward: context manager for each forward pass.
-        observing_backward: context manager for each backward pass, given its micro-batch.
-        token_bytes: bytes of text of each token, for `sums_by_source`.
-        features: their contexts enclose forward passes; their losses and figures are added.
-    """
-    device, contributes = engine.device, layout.contributes(engine.global_rank)
-    rows = len(batches) * len(batches[0]["targets"]) * layout.replicas
-    targets: torch.Tensor | int = rows * seq_len
-    if rows_differ:
-        counted = torch.stack([(batch["targets"] != IGNORED).sum() for batch in batches]).sum()
-        targets = sum_over_ranks(counted * contributes)
-    num_sums = 2 if token_bytes is None else 4
-    by_source = torch.zeros(num_sums, num_sources, dtype=torch.float64, device=device)
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    penalties_summed: dict[str, torch.Tensor] = {}  # the same keys on every rank
-    micro_losses: list[torch.Tensor] = []
-    for number, batch in enumerate(batches):
-        record_progress("forward")
-        engine.set_gradient_accumulation_boundary(number == len(batches) - 1)
-        with timing_forward(), ExitStack() as contexts:
-            for feature in features:
-                contexts.enter_context(feature.forward(batch))
-            contexts.enter_context(record_function("forward"))
-            outputs: list[Any] = []
-            losses_BT, auxiliary = token_losses(engine, batch, outputs.append)
-            forward = Forward(batch, outputs.pop(), losses_BT, rows * seq_len, targets)
-            penalties = {
-                name: part for feature in features for name, part in feature.losses(forward).items()
-            }
-            del forward  # frees the logits
-        if fault in DISTORTIONS:
-            losses_BT = losses_BT * DISTORTIONS[fault]
-        loss = losses_BT.sum() * divided(layout.gradient_divisor, targets)
-        micro_losses.append(losses_BT.detach().mean())
-        by_source += sums_by_source(losses_BT, batch, num_sources, token_bytes)
-        if auxiliary is not None and AUXILIARY not in penalties:  # of a micro-batch
-            part = auxiliary.detach().double() / (len(batches) * layout.replicas)
-            penalties_summed[AUXILIARY] = penalties_summed.get(AUXILIARY, zero) + part
-            loss = loss + auxiliary / len(batches)
-        for name, part in penalties.items():
-            summed = penalties_summed.get(name, zero)
-            penalties_summed[name] = summed + part.detach().double()
-            loss = loss + part * layout.gradient_divisor
-        if fault == "inf":
-            loss = loss * torch.inf  # an infinite gradient; the logged loss stays finite
-        record_progress("backward")
-        with observing_backward(batch), record_function("backward"):
-            engine.backward(loss, scale_wrt_gas=False)
-    record_progress("reduce")
-    # One reduction for all: sums by source, weighted losses, flags, and figures of features.
-    of_features = [feature.sums(micro_losses) for feature in features]
-    parts = [
-        by_source.flatten() * contributes,
-        torch.stack([zero, *penalties_summed.values()])[1:] * contributes,
-        torch.zeros(len(flags), dtype=torch.float64, device=device),
-        *(zero[None][:0] if each is None else each for each in of_features),
-    ]
-    for number, flag in enumerate(flags):
-        parts[2][number].fill_(flag)  # a copy of a tensor would wait for the device
-    figures = iter(sum_over_ranks(torch.cat(parts)).tolist())
-    by_part = [[*islice(figures, len(part))] for part in parts]
-    for feature, received in zip(features, by_part[3:], strict=True):
-        feature.summed(received)
-    losses, tokens, *text = (
-        by_part[0][start : start + num_sources] for start in range(0, len(parts[0]), num_sources)
-    )
-    return StepResult(
-        loss=sum(losses) / sum(tokens),
-        source_losses=losses,
-        source_tokens=tokens,
-        text_losses=text[0] if text else [],
-        text_bytes=text[1] if text else [],
-        penalties=dict(zip(penalties_summed, by_part[1], strict=True)),
-        flags=by_part[2],
-        micro_losses=micro_losses,
-    )
-
-
-def learning_rate_ratios(engine: Engine, peak: float) -> list[float]:
-    """Return each parameter group's learning rate divided by the run's. Call before the first step.
-
-    The ratios are 1, except for optimizers with several rates, such as Muon's for matrices and for
-    other parameters.
-
-    Args:
-        peak: the learning rate in the resolved ds config.
-    """
-    return [group["lr"] / peak for group in engine.optimizer.param_groups]
-
-
-def apply_step(
-    engine: Engine,
-    gate: StepGate,
-    result: StepResult,
-    learning_rate: float | None,
-    ratios: Sequence[float],
-    *,
-    factor: float = 1.0,
-    refused: bool = False,
-    should_refuse: RefusalRule,
-) -> None:
-    """Take the optimizer step and complete `result`. Every rank must call this.
-
-    Args:
-        learning_rate: the rate to set; None: the scheduler of the ds config has set it.
-        ratios: result of `learning_rate_ratios`, one per parameter group.
-        factor: factor on the learning rate, whether we or the scheduler set it.
-        refused: do not take the step, only clear the gradients.
-        should_refuse: given the gradient norm, returns whether to refuse the step.
-
-    Raises:
-        GaveUp: fp16 found no loss scale at which the gradients are finite.
-    """
-    groups = engine.optimizer.param_groups
-    scheduled = [group["lr"] for group in groups]
-    if learning_rate is not None:
-        for group, ratio in zip(groups, ratios, strict=True):
-            group["lr"] = learning_rate * factor * ratio
-    elif factor != 1.0:
-        for group, rate in zip(groups, scheduled, strict=True):
-            group["lr"] = rate * factor
-    result.learning_rate = groups[0]["lr"] if learning_rate is None else learning_rate * factor
-    record_progress("optimizer")
-    try:
-        with record_function("optimizer step"):
-            gate.step(engine, refused, should_refuse)
-    except Exception as error:
-        if "loss scale already at minimum" in str(error):  # DeepSpeed raises a bare Exception
-            raise GaveUp(f"fp16: {error}") from error
-        raise
-    result.applied = engine.was_step_applied()
-    if not result.applied:  # DeepSpeed's scheduler, if there is one, has not advanced either
-        for group, rate in zip(groups, scheduled, strict=True):
-            group["lr"] = rate
-    result.clipped_to = gate.clipped_to
-    # None: DeepSpeed found an overflow before it computed the norm.
-    result.grad_norm = float("inf") if gate.grad_norm is None else gate.grad_norm

@@ -85,10 +85,17 @@ class Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_arg(self, node: ast.arg) -> None:
-        if node.arg == "engine":
-            annotation = node.annotation
-            if annotation is None or (isinstance(annotation, ast.Name) and annotation.id == "Any"):
-                self.found.append(f"line {node.lineno}: engine has no type")
+        if node.arg == "engine" and _has_no_type(node.annotation):
+            self.found.append(f"line {node.lineno}: engine has no type")
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if self.kind(node.target) and _has_no_type(node.annotation):
+            self.found.append(f"line {node.lineno}: engine has no type")
+        self.generic_visit(node)
+
+
+def _has_no_type(annotation: ast.expr | None) -> bool:
+    return annotation is None or (isinstance(annotation, ast.Name) and annotation.id == "Any")
 
 
 def problems(source: str) -> list[str]:
@@ -119,6 +126,7 @@ def test_other_code_reads_only_what_is_in_the_protocol() -> None:
         'def f(engine: Engine): getattr(engine.optimizer, "loss_scale", 1.0)',
         "def f(engine: Engine, name): setattr(engine, name, 1)",
         "def f(engine: Any): ...",
+        "class Run:\n  engine: Any",
     ],
 )
 def test_a_read_of_the_inside_is_found(line) -> None:

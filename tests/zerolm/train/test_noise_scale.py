@@ -29,7 +29,7 @@ def test_the_estimate_is_unbiased():
     for _ in range(4000):
         small = true + deviation / math.sqrt(n) * generator.standard_normal((batches, 50))
         big = small.mean(0)
-        # Scaled as in `forward_backward`: sum over n targets, times world_size / all targets.
+        # Scaled as in `Steps`: sum over n targets, times world_size / all targets.
         backward = small * (n * world_size / (n * batches))
         sums = SmallBatchSums((backward**2).sum() / n**2, batches / n, n * batches, batches, 0)
         new = estimate(sums, float(np.linalg.norm(big)), world_size)
