@@ -39,7 +39,6 @@ class Units:
         old: directories with `exact`, `bands`, `members` and `dropped`, and the units in each.
         work: directory of the arrays of the new units.
         hashes: directory of their `exact` and `bands`, which may be kept.
-        num_new: the number of new units.
     """
 
     old: tuple[tuple[Path, int], ...]

@@ -60,7 +60,6 @@ class NgramIndex:
     """The n-grams of all items.
 
     Args:
-        texts: the texts of all items.
         places: the item of each text, as file and line or paragraph.
         tables: one for each length that occurs, longest first.
         num_short: number of texts that are too short to be searched for.

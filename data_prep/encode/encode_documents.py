@@ -22,7 +22,7 @@ from zerolm.shards.origins import pack_origins
 class IdCounts(NamedTuple):
     """Numbers of ids that a tokenizer should not give often."""
 
-    inner_eos_ids: int = 0  # EOS ids inside documents
+    inner_eos_ids: int = 0
     unknown_ids: int = 0
 
 

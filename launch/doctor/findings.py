@@ -15,11 +15,8 @@ class Finding:
     """One line of the table.
 
     Attributes:
-        check: name of the check.
         host: the host concerned, or `all`.
         state: OK, NOTE or RED.
-        fact: what was found.
-        fix: how to fix it.
     """
 
     check: str

@@ -138,8 +138,8 @@ def _rows(text: str) -> Iterator[tuple[str, Cells]]:
 def _reason(problems: str) -> str:
     """Return the first problem of --check, without the file and the fix."""
     line = problems.splitlines()[0]
-    if "--document_mask: true, " in line:
-        line = line.partition("true, ")[2].partition(" (model")[0]
+    if "--document_mask: true, but " in line:
+        line = line.partition("true, but ")[2].partition(" (model")[0]
     elif ": bf16, but " in line:
         line = line.partition("but ")[2].partition(" (model")[0]
     return _line(line.replace("model/config.json: ", ""))

@@ -71,7 +71,7 @@ def choose_attention(
     """
     if requested not in ATTENTION_IMPLEMENTATIONS:
         raise ConfigError(
-            f"--attn_implementation: {requested!r}, must be one of "
+            f"--attn_implementation: {requested!r} must be one of "
             f"{', '.join(ATTENTION_IMPLEMENTATIONS)}."
         )
 

@@ -155,7 +155,7 @@ def model_problem(config: "PretrainedConfig", implementation: str, major: int) -
     if version > 2:  # no dropout; transformers omits it, mostly without a warning
         for key in DROPOUT_KEYS:
             if getattr(text, key, 0.0):
-                return f"does not support dropout, the model has {key} {getattr(text, key)}."
+                return f"does not support dropout, but the model has {key} {getattr(text, key)}."
     width = head_dim(config)
     if width is None:
         return None

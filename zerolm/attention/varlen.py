@@ -165,7 +165,7 @@ def _model_problem(key: ConfigKey) -> str | None:
         if given.get("cu_seq_lens_q") is None:
             found.add("gets no document boundaries from the model.")
         if dropout := given.get("dropout"):
-            found.add(f"does not support dropout, the model has {dropout}.")
+            found.add(f"does not support dropout, but the model has {dropout}.")
         found.update(f"does not support {name}." for name in EXTRAS if given.get(name) is not None)
 
     try:

@@ -50,7 +50,6 @@ class CheckpointWriter:
     Args:
         engine: the DeepSpeed engine, of ZeRO stage 1, 2 or 3 with any offload.
         run_dir: a directory shared by all ranks.
-        retention: which older checkpoints to keep.
         read_back: read each file from the disk before it counts as written.
     """
 

@@ -157,7 +157,6 @@ class PrintableOutput:
 
     Attributes:
         stream: the stream itself, for what a command draws.
-        kept: control characters that are printed.
     """
 
     def __init__(self, stream: TextIO, kept: str):
@@ -402,7 +401,7 @@ def flag_type(parse: Callable[[str], Any], **bounds: float) -> Callable[[str], A
         try:
             return within(parse(text), **bounds)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
     return read
 

@@ -86,20 +86,20 @@ def parse_faults(text: str) -> list[Fault]:
         where = f"environment: FAULT: {part!r}"
         fields = part.split(":")
         if len(fields) != 4:
-            problems.append(f"{where}, is not point:rank:step:action. Give all four.")
+            problems.append(f"{where} is not point:rank:step:action. Give all four.")
             continue
         point, rank, step, action = fields
         name, _, value = action.partition("=")
         if point not in POINTS:
-            problems.append(f"{where}, no such point.{did_you_mean(point, POINTS)}")
+            problems.append(f"{where}: no such point.{did_you_mean(point, POINTS)}")
         if name not in names or (name == "sleep") != bool(value):
-            problems.append(f"{where}, no such action. One of: {', '.join(ACTIONS)}.")
+            problems.append(f"{where}: no such action. One of: {', '.join(ACTIONS)}.")
         try:
             numbers = [None if field == "*" else int(field) for field in (rank, step)]
             if value:
                 float(value)
         except ValueError:
-            problems.append(f"{where}, rank, step and seconds are numbers, or * for any.")
+            problems.append(f"{where}: rank, step and seconds are numbers, or * for any.")
             continue
         faults.append(Fault(point, numbers[0], numbers[1], action))
     if problems:

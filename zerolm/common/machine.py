@@ -130,7 +130,7 @@ def compile_problem(device_kind: str) -> str | None:
             return f"it needs the package triton on a GPU, which cannot be imported ({error})"
     needed = "a C++ compiler" if device_kind == "cpu" else ("a C compiler", "Python.h")
     missing = [each for each in missing_compilers(device_kind) if each.startswith(needed)]
-    return f"it needs {' and '.join(missing)}, not found on this host" if missing else None
+    return f"it needs {' and '.join(missing)}, which this host lacks" if missing else None
 
 
 def write_problem(run_dir: str | Path) -> str | None:

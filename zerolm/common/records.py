@@ -125,7 +125,7 @@ def read_json(
     if content is None:
         raise ConfigError(f"{path}: no such file. Name {what}.")
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: {_shown(value)}, must be a JSON object. Name {what}.")
+        raise ConfigError(f"{path}: {_shown(value)} must be a JSON object. Name {what}.")
     return value
 
 
@@ -312,7 +312,7 @@ def _dotted(key: str, name: str) -> str:
 
 
 def _problem(value: Any, rule: str, key: str) -> str:
-    return f"{key}: {_shown(value)}, must be {rule}" if key else f"{_shown(value)}, must be {rule}"
+    return f"{key}: {_shown(value)} must be {rule}" if key else f"{_shown(value)} must be {rule}"
 
 
 def _shown(value: Any) -> str:

@@ -25,10 +25,8 @@ def printable(text: str, kept: str = "") -> str:
     """Return text of a file for a terminal: control characters as in JSON, `\\u001b`.
 
     Those would colour, clear or retitle the terminal, and characters that turn the direction would
-    show other text than there is. The joiners of Persian, Hindi and emoji are kept.
-
-    Args:
-        kept: control characters that are kept.
+    show other text than there is. The joiners of Persian, Hindi and emoji are kept, and so is what
+    `kept` has.
     """
     if text.isprintable():
         return text
@@ -49,7 +47,7 @@ def shown(value: Any) -> str:
 def shown_setting(where: str, value: Any) -> str:
     """Format a value as it was given: as typed on the command line, as JSON in a file."""
     if isinstance(value, str) and value.isprintable() and where.startswith("command line"):
-        return value
+        return value or '""'
     return shown(value)
 
 
@@ -84,9 +82,9 @@ def parse_number(value: Any) -> int | float:
     try:
         number = Decimal(text) * factor  # in decimal, so that 2.3B is an int
     except ArithmeticError:
-        raise ValueError("not a number. Write for example 3e9, 3B, 500M or 2k.") from None
+        raise ValueError("is not a number. Write for example 3e9, 3B, 500M or 2k.") from None
     if not number.is_finite() or number.adjusted() > 30:
-        raise ValueError("not a number of a possible size. Give a finite one.")
+        raise ValueError("is not a number of a possible size. Give a finite one.")
     return int(number) if number == int(number) else float(number)
 
 
@@ -171,11 +169,11 @@ def parse_duration(value: Any) -> float:
         text += "s"
     parts = re.findall(r"([\d.]+(?:e\d+)?)([dhms])", text)
     if isinstance(value, bool) or not parts or "".join(map("".join, parts)) != text:
-        raise ValueError("not a duration. Write for example 3h50m, 90s or 2d.")
+        raise ValueError("is not a duration. Write for example 3h50m, 90s or 2d.")
     try:
         return sum(float(number) * SECONDS[unit] for number, unit in parts)
     except ValueError:
-        raise ValueError("not a duration. Write for example 3h50m, 90s or 2d.") from None
+        raise ValueError("is not a duration. Write for example 3h50m, 90s or 2d.") from None
 
 
 def duration(seconds: float) -> str:

@@ -40,7 +40,7 @@ def tokenizer_problem(directory: Path) -> str | None:
 def kernel_problems(file: Path, values: Mapping[str, Any]) -> list[str]:
     """Return the keys of a config, at any depth, that name a kernel to download, a line each."""
     return [
-        f"{file}: {key}: {_shown(name)}, names code that would be downloaded and executed. Remove "
+        f"{file}: {key}: {_shown(name)} names code that would be downloaded and executed. Remove "
         f"the key."
         for key, name in _named_kernels(values)
     ]

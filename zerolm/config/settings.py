@@ -23,7 +23,7 @@ ATTENTION_IMPLEMENTATIONS = (
     *("auto", "eager", "sdpa", VARLEN, "flex_attention"),
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
-PRECISIONS = ("bf16", "fp16", "fp32")  # --precision
+PRECISIONS = ("bf16", "fp16", "fp32")
 HIGHEST, HIGH = "highest", "high"  # --float32_matmul, as torch names them
 SELECTIVE = "selective"
 # Of --gradient_checkpointing. False: keep all activations; True: recompute each block;

@@ -26,14 +26,14 @@ def cap_problems(
     """Return (problems, notices) on the length of a run for its mixture: late stages, caps."""
     where, seq_len = settings.where("max_epochs"), settings.seq_len or 1
     problems = [
-        f"{settings.where('data_stage')}: {spec}, starts at or after the end of the run, "
+        f"{settings.where('data_stage')}: {spec} starts at or after the end of the run, "
         f"{count(total_sequences * seq_len)} tokens. Remove it, or train longer."
         for spec in settings.data_stage
         if parse_number(spec.partition(":")[0]) >= total_sequences * seq_len
     ]
     if mixture.supply is not None and mixture.supply < total_sequences:
         problems.append(
-            f"{where}: {', '.join(settings.max_epochs)}, leaves {mixture.supply * seq_len:,} "
+            f"{where}: {', '.join(settings.max_epochs)} leaves {mixture.supply * seq_len:,} "
             f"tokens for a run of {total_sequences * seq_len:,}. Raise it, add data, or train on "
             f"fewer tokens."
         )
@@ -43,7 +43,7 @@ def cap_problems(
         if cap is None or sequences <= cap * size or settings.over_max_epochs == REDISTRIBUTE:
             continue
         lines.append(
-            f"{where}: {float(cap):g}, source {name} would be read {times(sequences / size, 4)} "
+            f"{where}: {float(cap):g}: source {name} would be read {times(sequences / size, 4)} "
             f"times ({sequences * seq_len:,} tokens of {size * seq_len:,}). Lower its weight or "
             f"the length of the run, raise --max_epochs {name}=N, or use --over_max_epochs "
             f"redistribute or warn."
@@ -70,7 +70,7 @@ def skipped_data_notices(
     num_skipped = sum(stop - start for start, stop in skipped_windows)
     used = source_counts(order, end, skipped_windows).tolist()
     return [
-        f"{settings.where('max_epochs')}: {float(cap):g}, source {name} will be read "
+        f"{settings.where('max_epochs')}: {float(cap):g}: source {name} will be read "
         f"{times(sequences / size, 4)} times, because {num_skipped:,} sequences that rollbacks "
         f"skipped are made up for after the planned end"
         for name, cap, sequences, size in zip(

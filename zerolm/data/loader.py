@@ -40,7 +40,6 @@ class TokenStream(WindowStream):
 
     Args:
         seq_len: tokens in a row (T).
-        seed: determines the order.
         batch_schedule: position -> sequences of the global batch that starts there, a multiple of
             micro_batch_size * world_size. A pure function; called ahead of time.
         micro_batch_size: rows of a micro-batch (M).

@@ -194,7 +194,6 @@ def resolve_mixture(
         weights: weights in the first stage; 0 for a source that a later stage adds.
         find: returns the number of a source by its name.
         num_windows: windows of each source, at least 1.
-        problems: one line each.
     """
     if not any(weights):
         problems.append(
@@ -206,14 +205,14 @@ def resolve_mixture(
     for number in range(len(weights)):
         if is_valid and not any(stage.weights[number] for stage in stages):
             problems.append(
-                f"{settings.where('data')}: {settings.data[number]}, has no weight in any stage. "
+                f"{settings.where('data')}: {settings.data[number]} has no weight in any stage. "
                 f"Name it in a --data_stage, or leave the source out."
             )
     caps = _parse_caps(settings, len(weights), find, problems)
     for spec, cap, size in zip(settings.data, caps, num_windows, strict=True):
         if cap is not None and cap * size < 1:
             problems.append(
-                f"{settings.where('max_epochs')}: {float(cap):g}, is less than one of the {size} "
+                f"{settings.where('max_epochs')}: {float(cap):g} is less than one of the {size} "
                 f"sequences of {spec}. Raise it, or leave the source out."
             )
     problems += _group_problems(settings)
@@ -230,10 +229,10 @@ def _group_problems(settings: Settings) -> list[str]:
         return []
     problems = []
     if later % seq_len:
-        problems.append(f"{where}, must be a multiple of --seq_len {seq_len}. Choose one.")
+        problems.append(f"{where} must be a multiple of --seq_len {seq_len}. Choose one.")
     if settings.packing == BEST_FIT:
         problems.append(
-            f"{where}, needs --packing concat: packed rows of another length are other rows. "
+            f"{where} needs --packing concat: packed rows of another length are other rows. "
             f"Remove one of them."
         )
     return problems
@@ -252,7 +251,7 @@ def _parse_stages(
         start = -(-tokens // seq_len)
         if stages and start <= stages[-1].start:
             problems.append(
-                f"{where}: {spec}, starts at or before the previous stage. Give stages in "
+                f"{where}: {spec} starts at or before the previous stage. Give stages in "
                 f"ascending order of their tokens, at least one sequence apart."
             )
             continue
@@ -275,7 +274,7 @@ def _parse_stage(
         tokens = -1
     if not (colon and rest and isinstance(tokens, int) and tokens > 0):
         problems.append(
-            f"{where}: {spec}, must be the number of tokens at which the stage starts, above 0, "
+            f"{where}: {spec} must be the number of tokens at which the stage starts, above 0, "
             f"and its weights. Write for example 2B:web=0.3,code=0.7."
         )
         return 0, None, None
@@ -289,12 +288,12 @@ def _parse_stage(
             number, value = find(name if equals else part), parse_number(weight)
             consumed[number] = int(windows or 0)
         except ValueError as error:
-            problems.append(f"{where}: {spec}, {part}: {error}")
+            problems.append(f"{where}: {spec}: {part} {error}")
             continue
         if number in named:
-            problems.append(f"{where}: {spec}, {name}: is named twice. Give it one weight.")
+            problems.append(f"{where}: {spec}: {name} is named twice. Give it one weight.")
         if value < 0:
-            problems.append(f"{where}: {spec}, {part}: a weight must not be below 0. Correct it.")
+            problems.append(f"{where}: {spec}: {part}: a weight must not be below 0. Correct it.")
         named.add(number)
         weights[number] = float(value)
     if len(problems) == num_problems:
@@ -319,20 +318,20 @@ def _parse_caps(
             cap = Fraction(repr(float(parse_number(number))))
             source = find(name) if equals else None
         except ValueError as error:
-            problems.append(f"{where}: {spec}, {error}")
+            problems.append(f"{where}: {spec} {error}")
             continue
         if cap <= 0:
             example = f"{name}=4" if equals else "4"
-            problems.append(f"{where}: {spec}, must be above 0. Write for example {example}.")
+            problems.append(f"{where}: {spec} must be above 0. Write for example {example}.")
         elif (source in named) if source is not None else (default is not None):
-            problems.append(f"{where}: {spec}, is the second limit. Give one limit.")
+            problems.append(f"{where}: {spec} is the second limit. Give one limit.")
         elif source is None:
             default = cap
         else:
             named[source] = cap
     if not settings.max_epochs and settings.over_max_epochs:
         problems.append(
-            f"{settings.where('over_max_epochs')}: {settings.over_max_epochs}, needs --max_epochs. "
+            f"{settings.where('over_max_epochs')}: {settings.over_max_epochs} needs --max_epochs. "
             f"Add it, or remove this."
         )
     return [named.get(number, default) for number in range(num_sources)]

@@ -179,7 +179,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
         actual = file.stat().st_size if file.is_file() else None
         if actual != size:
             state = "is missing" if actual is None else f"has {actual} bytes"
-            problems.append(f"{file}: {state}, its manifest says {size} bytes. {command}")
+            problems.append(f"{file}: {state}, but its manifest says {size} bytes. {command}")
     if problems:
         raise ShardError(problems)
     return Packing(source.directory, manifest, source.num_tokens, {})

@@ -52,7 +52,7 @@ def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, floa
         colon = COLON_WEIGHT.fullmatch(spec)
         if colon and not Path(spec).exists() and Path(colon[1]).is_dir():
             problems.append(
-                f"{where}: {spec}, a weight follows an equals sign. Write {colon[1]}={colon[2]}."
+                f"{where}: {spec}: a weight follows an equals sign. Write {colon[1]}={colon[2]}."
             )
             continue
         try:
@@ -61,13 +61,13 @@ def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, floa
             path, weight = spec, None  # "=" may be part of a name
             if not is_url(spec) and not Path(spec).exists():
                 problems.append(
-                    f"{where}: {spec}, its weight is not a number. Write for example "
+                    f"{where}: {spec}: its weight is not a number. Write for example "
                     f"{spec.rpartition('=')[0]}=0.7."
                 )
                 continue
         if weight is not None and (weight < 0 or (weight == 0 and not settings.data_stage)):
             problems.append(
-                f"{where}: {spec}, a weight must be above 0. Correct it, or leave the source out."
+                f"{where}: {spec}: a weight must be above 0. Correct it, or leave the source out."
             )
         specs.append((path, weight))
     return specs
@@ -97,14 +97,14 @@ def _weights(
         if num_given:
             unweighted = next(path for path, weight in specs if weight is None)
             problems.append(
-                f"{where}: {unweighted}, has no weight while others have. Give all of them one, or "
+                f"{where}: {unweighted} has no weight while others have. Give all of them one, or "
                 f"none for shares by size."
             )
         sizes = [source.num_tokens for source in training]
         weights = temperature_weights(sizes, settings.mixture_temperature or 1.0)
     if settings.mixture_temperature not in (None, 1) and num_given:
         problems.append(
-            f"{settings.where('mixture_temperature')}: {settings.mixture_temperature:g}, derives "
+            f"{settings.where('mixture_temperature')}: {settings.mixture_temperature:g} derives "
             f"weights from sizes, but --data gives weights. Remove one of them "
             f"(--no-mixture_temperature)."
         )
@@ -134,7 +134,7 @@ def source_problems(
         manifest = source.directory / MANIFEST
         if vocab_size is not None and source.vocab_size > vocab_size:
             problems.append(
-                f"{manifest}: vocab_size: {source.vocab_size}, must not exceed the model's "
+                f"{manifest}: vocab_size: {source.vocab_size} must not exceed the model's "
                 f"vocab_size {vocab_size} ({settings.model_config}). Raise that, or tokenize with "
                 f"the model's tokenizer."
             )
@@ -151,12 +151,12 @@ def source_problems(
                 problems += [f"{problem} (--{flag})" for problem in error.problems]
         elif seq_len and num_windows(source.num_tokens, seq_len) < 1:
             problems.append(
-                f"{manifest}: num_tokens: {source.num_tokens}, must be at least --seq_len + 1 = "
+                f"{manifest}: num_tokens: {source.num_tokens} must be at least --seq_len + 1 = "
                 f"{seq_len + 1} for one sequence. Lower --seq_len, or add data."
             )
         elif seq_len and flag == "data" and num_windows(source.num_tokens, longest) < 1:
             problems.append(
-                f"{manifest}: num_tokens: {source.num_tokens}, must be at least --later_seq_len + "
+                f"{manifest}: num_tokens: {source.num_tokens} must be at least --later_seq_len + "
                 f"1 = {longest + 1}. Lower --later_seq_len, or add data."
             )
         problems += _tokenizer_problems(source, everything[0][1])
@@ -164,7 +164,7 @@ def source_problems(
             other_flag, other = seen[source.fingerprint]
             why = "validation data must be held out" if other_flag != flag else "give it once"
             problems.append(
-                f"{settings.where(flag)}: {source.directory}, holds the same tokens as "
+                f"{settings.where(flag)}: {source.directory} holds the same tokens as "
                 f"--{other_flag} {other.directory}: {why}. Remove one of them."
             )
         seen.setdefault(source.fingerprint, (flag, source))
@@ -176,7 +176,7 @@ def _tokenizer_problems(source: Source, first: Source) -> list[str]:
     if ours == theirs:
         return []
     return [
-        f"{source.directory / MANIFEST}: tokenizer.fingerprint: {ours[:16]}, must equal that of "
+        f"{source.directory / MANIFEST}: tokenizer.fingerprint: {ours[:16]} must equal that of "
         f"{first.directory}, {theirs[:16]}: the ids were made by different tokenizers. Tokenize "
         f"both with the same one."
     ]
@@ -212,8 +212,7 @@ def find_source(name: str, sources: Sequence[Source]) -> int:
         return matches[0]
     if matches:
         candidates = " or ".join(names[number] for number in matches)
-        raise ValueError(f"several sources are called {name}. Write {candidates}.")
+        raise ValueError(f"is the name of several sources. Write {candidates}.")
     raise ValueError(
-        f"no source is called {name!r}.{did_you_mean(name, names)} The sources are: "
-        f"{', '.join(names)}."
+        f"names no source.{did_you_mean(name, names)} The sources are: {', '.join(names)}."
     )

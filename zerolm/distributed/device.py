@@ -222,5 +222,5 @@ def inference_device(requested: str | None) -> str:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = _unusable(error) if device.startswith("cuda") else f"cannot be used: {error}"
-        raise ConfigError(f"--device: {device!r}, {why} Or use --device cpu.") from None
+        raise ConfigError(f"--device: {device!r} {why} Or use --device cpu.") from None
     return device

@@ -19,7 +19,6 @@ class Layout(NamedTuple):
     """The number of ranks, and how many of them share a sequence.
 
     Attributes:
-        world_size: number of all ranks.
         tensor: degree of tensor parallelism: ranks over which the matrices of a replica are
             sharded.
         sequence: degree of sequence parallelism: ranks over which the sequences of a replica are

@@ -87,7 +87,7 @@ ASSERTIONS = (
     ),
     Assertion(
         "zero_optimization.legacy_stage1", lambda profile, value: value is True,
-        "DeepSpeed has removed the old stage 1", "Remove the key",
+        "chooses the old stage 1, which DeepSpeed has removed", "Remove the key",
         "engine.py: The deprecated version of ZeRO Stage 1 is not supported",
     ),
     Assertion(
@@ -138,12 +138,12 @@ def construction_problems(profile: Profile) -> list[str]:
         *path, name = key.split(".")
         value = block(profile.json, *path).get(name, MISSING)
         if refused(profile, value):
-            written = "missing" if value is MISSING else shown(value)
-            problems.append(f"{key}: {written}, {rule}. {fix}.")
+            subject = "missing, but" if value is MISSING else shown(value)
+            problems.append(f"{key}: {subject} {rule}. {fix}.")
     judged = {problem.partition(":")[0] for problem in problems}
     # DeepSpeed computes with them, and takes a list for one value of each parameter group.
     problems += [
-        f"{key}: {shown(value)}, must be a number. Correct it."
+        f"{key}: {shown(value)} must be a number. Correct it."
         for name, value in profile.scheduler_params.items()
         if (key := f"scheduler.params.{name}") not in judged
         and name not in (*NO_NUMBERS, "warmup_num_steps", "cycle_second_step_size")

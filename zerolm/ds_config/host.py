@@ -46,7 +46,7 @@ def with_nvme_path(profile: Profile, settings: Settings, problems: list[str]) ->
             offload["nvme_path"] = path
         elif path not in (None, written):
             problems.append(
-                f"{key}: {shown(written)}, contradicts {settings.where('nvme_path')} {path}. "
+                f"{key}: {shown(written)} contradicts {settings.where('nvme_path')} {path}. "
                 f'Set it to "auto", or remove the flag.'
             )
     if path is not None and not used and resolved:
@@ -65,7 +65,7 @@ def nvme_problems(profile: Profile) -> list[str]:
         if device == "nvme"
     }
     problems = [
-        f"{profile.name}: zero_optimization.{name}.nvme_path: {path}, {why}"
+        f"{profile.name}: zero_optimization.{name}.nvme_path: {path}: {why}"
         for name, path in paths.items()
         if isinstance(path, str) and path != AUTO and (why := write_problem(path))
     ]
@@ -98,7 +98,7 @@ def kernel_problems(profile: Profile, device_kind: str) -> list[str]:
     found = []
     if profile.uses_muon and (why := compile_problem(device_kind)):
         found.append(
-            f"{profile.name}: optimizer.type: {profile.optimizer.name}, compiles its update with "
+            f"{profile.name}: optimizer.type: {profile.optimizer.name} compiles its update with "
             f"torch.compile, but {why}. Install it, or use AdamW."
         )
     needed = needed_kernels(profile)
@@ -107,7 +107,7 @@ def kernel_problems(profile: Profile, device_kind: str) -> list[str]:
     from deepspeed.git_version_info import installed_ops
 
     return found + [
-        f"{profile.name}: {key}, needs DeepSpeed's {operator} operator, built with the CUDA "
+        f"{profile.name}: {key} needs DeepSpeed's {operator} operator, built with the CUDA "
         f"toolkit, but {why}. {fix}"
         for operator, key, fix in needed
         if not installed_ops.get(operator)

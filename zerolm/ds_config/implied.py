@@ -109,14 +109,14 @@ def _implied_batch(
     implied: dict[str, Implied] = {}
     if batch and accumulation and not micro and batch % (accumulation * replicas):
         return implied, [
-            f"train_batch_size: {batch}, must be a multiple of gradient_accumulation_steps "
+            f"train_batch_size: {batch} must be a multiple of gradient_accumulation_steps "
             f"{accumulation} x world size {replicas}. Change one of them."
         ]
     if micro and accumulation:
         product = micro * accumulation * replicas
         if batch and batch != product:
             return implied, [
-                f"train_batch_size: {batch}, must be train_micro_batch_size_per_gpu {micro} x "
+                f"train_batch_size: {batch} must be train_micro_batch_size_per_gpu {micro} x "
                 f"gradient_accumulation_steps {accumulation} x world size {replicas} = {product}."
                 f' Set one of them to "auto".'
             ]
@@ -157,8 +157,8 @@ def implied_token_counts(
         lower = -1 if steps <= 1 else tokens_after(int(steps) - 1)
         if name in settings.explicit and not lower < given <= tokens:
             problems.append(
-                f"scheduler.params.{key}: {shown(steps)} steps are {tokens} tokens, contradicts "
-                f'{settings.where(name)} {given}. Remove one, or write "auto".'
+                f"scheduler.params.{key}: {shown(steps)} steps are {tokens} tokens, which "
+                f'contradicts {settings.where(name)} {given}. Remove one, or write "auto".'
             )
         elif name not in settings.explicit:
             implied[name] = Implied(tokens, f"scheduler.params.{key}")
@@ -180,7 +180,7 @@ def contradictions(
         if not same:
             text, where = written or shown(value), settings.where(setting)
             problems.append(
-                f"{profile.name}: {key}: {text}, contradicts {where} "
+                f"{profile.name}: {key}: {text} contradicts {where} "
                 f'{shown_setting(where, given)}. Remove one of them, or write "auto" in the JSON.'
             )
     return problems

@@ -30,13 +30,13 @@ def problems(profile: Profile) -> list[str]:
     clipping = profile.json.get("gradient_clipping", AUTO)
     if clipping != AUTO and clipping != 0:
         found.append(
-            f"gradient_clipping: {shown(clipping)}, would shrink Muon's orthogonalized update "
+            f"gradient_clipping: {shown(clipping)} would shrink Muon's orthogonalized update "
             f"(DeepSpeed#8439). Set it to 0."
         )
     if profile.zero_stage == 3 and profile.zero.get("reduce_scatter") not in (None, False):
         found.append(
-            "zero_optimization.reduce_scatter: true, must be false for Muon at stage 3. Set it to "
-            "false."
+            "zero_optimization.reduce_scatter: true does not work with Muon at stage 3. Set it "
+            "to false."
         )
     return found
 
@@ -59,13 +59,13 @@ def _param_problems(profile: Profile) -> list[str]:
         if not number or (key == "momentum" and value >= 1):
             below = " below 1" if key == "momentum" else ""
             found.append(
-                f"optimizer.params.{key}: {shown(value)}, must be a number of at least 0{below}. "
+                f"optimizer.params.{key}: {shown(value)} must be a number of at least 0{below}. "
                 f"Correct it."
             )
     method = params.get("ns_method", NEWTON_SCHULZ[0])
     if method not in NEWTON_SCHULZ:
         found.append(
-            f"optimizer.params.ns_method: {shown(method)}, must be one of "
+            f"optimizer.params.ns_method: {shown(method)} must be one of "
             f"{', '.join(NEWTON_SCHULZ)}. Correct it."
         )
     rates = [key for key in ("muon_lr", "adam_lr") if key in params]

@@ -134,23 +134,23 @@ def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
     if why := NOT_ELEMENTWISE.get(kind):
         return [
             *problems,
-            f"optimizer.type: {written}, {why}, but ZeRO passes flat shards, so the loss curve "
+            f"optimizer.type: {written} {why}, but ZeRO passes flat shards, so the loss curve "
             f"would depend on the world size. Use AdamW, Muon or Lion.",
         ]
     if kind not in map(str.lower, OPTIMIZERS):
         return problems + _torch_optimizer_problems(profile)
     if kind in NEEDS_MUP and importlib.util.find_spec("mup") is None:
         problems.append(
-            f"optimizer.type: {written}, needs the mup package. Install it, or use AdamW."
+            f"optimizer.type: {written} needs the mup package. Install it, or use AdamW."
         )
     if offload != "none" and kind not in WITH_CPU_OFFLOAD:
         problems.append(
-            f"optimizer.type: {written}, does not support offload_optimizer. Use AdamW, Lion or "
+            f"optimizer.type: {written} does not support offload_optimizer. Use AdamW, Lion or "
             f"Adagrad, or remove zero_optimization.offload_optimizer."
         )
     elif not on_gpu and kind == "lion" and offload == "none":
         problems.append(
-            f"optimizer.type: {written}, needs a GPU or zero_optimization.offload_optimizer. Use "
+            f"optimizer.type: {written} needs a GPU or zero_optimization.offload_optimizer. Use "
             f"AdamW, or add the block."
         )
     if kind == "muon":
@@ -170,25 +170,25 @@ def _torch_optimizer_problems(profile: Profile) -> list[str]:
     unavailable = (why for word, why in UNAVAILABLE.items() if name.lower().startswith(word))
     if why := next(unavailable, ""):
         return [
-            f"optimizer.type: {name}, is neither in DeepSpeed nor in torch.optim, and {why}. Use "
+            f"optimizer.type: {name} is neither in DeepSpeed nor in torch.optim, and {why}. Use "
             f"AdamW, Muon or Lion."
         ]
     try:
         optimizer = custom.optimizer_class(name)
     except ValueError as error:
         if custom.is_dotted(name):
-            return [f"optimizer.type: {name}, {error}"]
+            return [f"optimizer.type: {name} {error}"]
         choices = [*OPTIMIZERS, *(name for name in dir(torch.optim) if name[0].isupper())]
         hint = did_you_mean(name, choices) or " Use AdamW."
-        return [f"optimizer.type: {name}, is neither in DeepSpeed nor in torch.optim.{hint}"]
+        return [f"optimizer.type: {name} is neither in DeepSpeed nor in torch.optim.{hint}"]
     if profile.optimizer_offload != "none":
         return [
-            f"optimizer.type: {name}, does not support offload_optimizer. Use AdamW, Lion or "
+            f"optimizer.type: {name} does not support offload_optimizer. Use AdamW, Lion or "
             f"Adagrad, or remove zero_optimization.offload_optimizer."
         ]
     if profile.json.get("zero_allow_untested_optimizer") is not True:
         return [
-            f"optimizer.type: {name}, is not tested with ZeRO, so DeepSpeed refuses it. Set "
+            f"optimizer.type: {name} is not tested with ZeRO, so DeepSpeed refuses it. Set "
             f"zero_allow_untested_optimizer to true, or use AdamW."
         ]
     if not custom.is_dotted(name):
@@ -213,9 +213,9 @@ def _trial_problems(profile: Profile) -> list[str]:
             return []
     except Exception as error:  # whatever its code raises
         reason = f"{type(error).__name__}: {error}"
-        return [f"optimizer.type: {name}, fails on a small matrix ({reason}). Correct it."]
+        return [f"optimizer.type: {name} fails on a small matrix ({reason}). Correct it."]
     return [
-        f"optimizer.type: {name}, updates shards of a matrix differently from the full matrix, but "
+        f"optimizer.type: {name} updates shards of a matrix differently from the full matrix, but "
         f"ZeRO passes flat shards, so the loss curve would depend on the world size. Make its "
         f"arithmetic elementwise, or use AdamW, Muon or Lion."
     ]
@@ -226,7 +226,7 @@ def _adam_param_problems(profile: Profile) -> list[str]:
     problems = []
     if "max_grad_norm" in params:
         problems.append(
-            f"optimizer.params.max_grad_norm: {shown(params['max_grad_norm'])}, is a top-level "
+            f"optimizer.params.max_grad_norm: {shown(params['max_grad_norm'])} is a top-level "
             f'key. Write "gradient_clipping": {shown(params["max_grad_norm"])} instead.'
         )
     torch_adam, offloaded = uses_torch_adam(profile), profile.optimizer_offload != "none"
@@ -240,9 +240,9 @@ def _adam_param_problems(profile: Profile) -> list[str]:
     for key in ("lr", "eps", "weight_decay"):
         value = params.get(key, 0)
         if value != AUTO and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            problems.append(f'optimizer.params.{key}: {shown(value)}, must be a number or "auto".')
+            problems.append(f'optimizer.params.{key}: {shown(value)} must be a number or "auto".')
     if params.get("amsgrad") and not torch_adam:
-        problems.append("optimizer.params.amsgrad: true, needs torch_adam. Remove it.")
+        problems.append("optimizer.params.amsgrad: true needs torch_adam. Remove it.")
     if params.get("bias_correction") is False and torch_adam:
         problems.append(
             "optimizer.params.bias_correction: false, but torch's Adam always corrects bias. "
@@ -255,7 +255,7 @@ def _adam_param_problems(profile: Profile) -> list[str]:
         and all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas)
     ):
         problems.append(
-            f"optimizer.params.betas: {shown(betas)}, must be two numbers from 0 to below 1, or "
+            f"optimizer.params.betas: {shown(betas)} must be two numbers from 0 to below 1, or "
             f'"auto". Write for example [0.9, 0.95].'
         )
     return problems
@@ -287,13 +287,13 @@ def scheduler_problems(profile: Profile) -> list[str]:
         )
     if "warmup_type" in known and (shape := params.get("warmup_type", "log")) not in WARMUP_TYPES:
         problems.append(
-            f"scheduler.params.warmup_type: {shown(shape)}, must be log or linear: for others "
+            f"scheduler.params.warmup_type: {shown(shape)} must be log or linear: for others "
             f"DeepSpeed takes log. Correct it."
         )
     steps = params.get("warmup_num_steps", 1)
     if steps != AUTO and not (is_number(steps) and steps >= 0 and steps == int(steps)):
         problems.append(
-            f"scheduler.params.warmup_num_steps: {shown(steps)}, must be a whole number, at least "
+            f"scheduler.params.warmup_num_steps: {shown(steps)} must be a whole number, at least "
             f"0. Correct it."
         )
     return problems

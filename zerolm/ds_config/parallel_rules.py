@@ -26,7 +26,7 @@ def ds_problems(profile: Profile, world_size: int) -> list[str]:
     tensor = profile.json.get("tensor_parallel")
     if tensor is not None and not isinstance(tensor, Mapping):
         return [
-            f"tensor_parallel: {shown(tensor)}, must be an object. Write "
+            f"tensor_parallel: {shown(tensor)} must be an object. Write "
             f'{{"autotp_size": N}}, or remove it.'
         ]
     written = {
@@ -37,9 +37,9 @@ def ds_problems(profile: Profile, world_size: int) -> list[str]:
         if value is None or (value == 0 and not isinstance(value, bool)):
             continue
         if not is_degree(value):
-            return [f"{key}: {shown(value)[:60]}, must be a positive whole number. Correct it."]
+            return [f"{key}: {shown(value)[:60]} must be a positive whole number. Correct it."]
         if world_size % value:
-            return [f"{key}: {value}, must divide the world size {world_size}. Change one of them."]
+            return [f"{key}: {value} must divide the world size {world_size}. Change one of them."]
     degrees = [profile.tensor_parallel, profile.sequence_parallel]
     if max(degrees) == 1:
         return []
@@ -139,14 +139,14 @@ def model_problems(
     name, size = f"{settings.deepspeed_config}: {key}", layout.replica_size
     if config.model_type not in MODEL_TYPES:
         return [
-            f"{name}: {size}, not supported for {config.model_type} ({settings.model_config}), "
+            f"{name}: {size} is not supported for {config.model_type} ({settings.model_config}), "
             f"only for {', '.join(MODEL_TYPES)}. Remove it, or use another model."
         ]
     divided = ["num_attention_heads", "num_key_value_heads"]
     divided += ["intermediate_size", "vocab_size"] if layout.tensor > 1 else []
     text = config.get_text_config()
     found = [
-        f"{name}: {size}, must divide {what} {getattr(text, what)} ({settings.model_config}). "
+        f"{name}: {size} must divide {what} {getattr(text, what)} ({settings.model_config}). "
         f"Change one of them."
         for what in divided
         if getattr(text, what) % size
@@ -155,7 +155,7 @@ def model_problems(
         found.append(f"{name}: not supported together with --compile. Remove one of them.")
     if settings.gradient_checkpointing == SELECTIVE:
         found.append(
-            f"{settings.where('gradient_checkpointing')}: selective, not supported together with "
+            f"{settings.where('gradient_checkpointing')}: selective is not supported together with "
             f"{name}. Use full, or remove one of them."
         )
     if layout.tensor > 1:
@@ -178,26 +178,26 @@ def _sequence_flags(
     found = []
     if settings.seq_len and settings.seq_len % size:
         found.append(
-            f"{name}: {size}, must divide {settings.where('seq_len')} {settings.seq_len}. Change "
+            f"{name}: {size} must divide {settings.where('seq_len')} {settings.seq_len}. Change "
             f"one of them."
         )
     if settings.document_mask:
         # ulysses_sp.py, uattn_wrapper: discards the mask and uses causal attention
         found.append(
-            f"{settings.where('document_mask')}: true, not supported together with {name}: "
+            f"{settings.where('document_mask')}: true is not supported together with {name}: "
             f"DeepSpeed's attention discards every mask, so tokens would attend across documents. "
             f"Remove one of them."
         )
     if settings.attn_implementation in ("eager", "flex_attention", "varlen"):
         found.append(
-            f"{settings.where('attn_implementation')}: {settings.attn_implementation}, not "
+            f"{settings.where('attn_implementation')}: {settings.attn_implementation} is not "
             f"supported together with {name}. Use sdpa or auto."
         )
     text: Any = config.get_text_config()
     window = getattr(text, "sliding_window", None)
     if window and getattr(text, "use_sliding_window", True):
         found.append(
-            f"{name}: {size}, not supported for a model with sliding_window {window} "
+            f"{name}: {size} is not supported for a model with sliding_window {window} "
             f"({settings.model_config}): DeepSpeed's attention discards every mask. Remove one of "
             f"them."
         )

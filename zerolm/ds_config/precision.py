@@ -47,7 +47,7 @@ def with_precision(
     chosen, reason = weight_precision(profile.json, flag)
     if flag is not None and (against := _contradiction(profile, flag, chosen, reason)):
         problems.append(
-            f'{profile.name}: {against}, contradicts {where} {flag}. Set it to "auto", or remove '
+            f'{profile.name}: {against} contradicts {where} {flag}. Set it to "auto", or remove '
             f"the flag."
         )
         return profile, []
@@ -150,12 +150,12 @@ def precision_problems(profile: Profile, on_gpu: bool) -> list[str]:
         )
     elif profile.precision == "fp16" and not on_gpu and not cpu_has_fp16():
         problems.append(
-            "fp16.enabled: true, is not supported by this CPU. Remove the block, and write "
+            "fp16.enabled: true is not supported by this CPU. Remove the block, and write "
             '"bf16": {"enabled": "auto"}.'
         )
     if profile.grad_accum_dtype not in (None, "fp32", "fp16", "bf16"):
         problems.append(
-            f"data_types.grad_accum_dtype: {shown(profile.grad_accum_dtype)}, must be fp32, fp16 "
+            f"data_types.grad_accum_dtype: {shown(profile.grad_accum_dtype)} must be fp32, fp16 "
             f"or bf16. Correct it."
         )
     stored = profile.block("data_types").get("param_dtype")
@@ -166,7 +166,7 @@ def precision_problems(profile: Profile, on_gpu: bool) -> list[str]:
         )
     if bf16.get("check_grad_overflow") is False:
         problems.append(
-            f"{bf16_key}.check_grad_overflow: false, would step on non-finite gradients and report "
+            f"{bf16_key}.check_grad_overflow: false would step on non-finite gradients and report "
             f"their norm as -1. Remove the key."
         )
     problems += _master_problems(profile)
@@ -184,7 +184,7 @@ def _master_problems(profile: Profile) -> list[str]:
         if given.get(f"{name}_master_weights_and_grads") is not True:
             if states:
                 found.append(
-                    f"{key}.bf16_optimizer_states: true, needs {masters}. Set that to true too, or "
+                    f"{key}.bf16_optimizer_states: true needs {masters}. Set that to true too, or "
                     f"remove the key."
                 )
             continue
@@ -193,18 +193,18 @@ def _master_problems(profile: Profile) -> list[str]:
         cpu_adam = cpu_adam and not profile.optimizer.params.get("torch_adam")
         if profile.precision != name:
             found.append(
-                f"{masters}: true, needs {name}, but the weights are {profile.precision}. Remove "
+                f"{masters}: true needs {name}, but the weights are {profile.precision}. Remove "
                 f"the key."
             )
         elif (offload or not states) and not (offload and cpu_adam):
             instead = " or bf16_optimizer_states" if name == "bf16" and not offload else ""
             found.append(
-                f"{masters}: true, needs zero_optimization.offload_optimizer with Adam or AdamW"
+                f"{masters}: true needs zero_optimization.offload_optimizer with Adam or AdamW"
                 f"{instead}. Add it, or remove the key."
             )
         elif profile.uses_bf16_optimizer:
             found.append(
-                f"{masters}: true, has no effect at stage 1 with data_types.grad_accum_dtype fp32, "
+                f"{masters}: true has no effect at stage 1 with data_types.grad_accum_dtype fp32, "
                 f"where DeepSpeed uses another optimizer class. Use stage 2, or remove the key."
             )
     return found
@@ -228,9 +228,9 @@ def _autocast_problems(profile: Profile) -> list[str]:
         # Without a dtype torch chooses float16 on a GPU, without a loss scale. With float16 a
         # GradScaler skips steps that engine.was_step_applied() reports as taken.
         problems.append(
-            f"torch_autocast.dtype: {'missing' if dtype is None else shown(dtype)}, must be "
-            f"bfloat16, since DeepSpeed does not report steps that float16 autocast skips. Write "
-            f'"dtype": "bfloat16".'
+            f"torch_autocast.dtype: {'missing, but it' if dtype is None else shown(dtype)} must be "
+            f"bfloat16, since DeepSpeed does not report the steps that float16 autocast skips. "
+            f'Write "dtype": "bfloat16".'
         )
     if profile.precision == "fp16":
         problems.append(
@@ -239,6 +239,6 @@ def _autocast_problems(profile: Profile) -> list[str]:
         )
     if profile.zero.get("zero_quantized_weights") is True:
         problems.append(
-            "torch_autocast.enabled: true, does not work with zero_quantized_weights. Remove one."
+            "torch_autocast.enabled: true does not work with zero_quantized_weights. Remove one."
         )
     return problems

@@ -38,7 +38,6 @@ def resolve_profile(
         profile: a profile that has no problems.
         settings: resolved.
         hidden_size: the model's; None keeps DeepSpeed's default bucket sizes.
-        micro_batch_size: sequences per micro-batch.
         accumulation: micro-batches per optimizer step.
         replicas: number of data-parallel ranks or groups of ranks.
         warmup_steps, total_steps: optimizer steps, for a `scheduler` block.
@@ -95,7 +94,7 @@ def deepspeed_problems(profile: Profile) -> list[str]:
         DeepSpeedConfig(config)
     except Exception as error:  # it raises assertions, ValueErrors and its own
         text = reason(error, named=False)
-        return [f"{profile.name}: refused by DeepSpeed: {text}. Correct the file."]
+        return [f"{profile.name}: is refused by DeepSpeed: {text}. Correct the file."]
     return []
 
 

@@ -133,12 +133,7 @@ REFUSALS = (
 
 
 def rule_problems(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
-    """Find combinations of keys that DeepSpeed or pretrain.py does not support.
-
-    Args:
-        on_gpu: whether the run has accelerators.
-        world_size: number of ranks.
-    """
+    """Find combinations of keys that DeepSpeed or pretrain.py does not support."""
     problems = _zero_problems(profile, on_gpu, world_size)
     problems += precision_problems(profile, on_gpu)
     problems += optimizer_problems(profile, on_gpu)
@@ -154,7 +149,7 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
     zero, stage = profile.zero, profile.zero_stage
     if stage == 0:
         written = shown(zero.get("stage"))
-        return [f"zero_optimization.stage: {written}, must be 1, 2 or 3. Correct it."]
+        return [f"zero_optimization.stage: {written} must be 1, 2 or 3. Correct it."]
     problems = []
     if profile.param_offload != "none" and stage != 3:
         problems.append(
@@ -165,29 +160,25 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
         if device == "nvme":
             key = f"zero_optimization.{name}"
             if stage != 3:
-                problems.append(f"{key}.device: nvme, needs stage 3, got {stage}. Use cpu instead.")
+                problems.append(f"{key}.device: nvme needs stage 3, got {stage}. Use cpu instead.")
             if not block(zero, name).get("nvme_path"):
                 problems.append(
-                    f"{key}.nvme_path: missing, device nvme needs it. Name a directory."
+                    f"{key}.nvme_path: missing, but device nvme needs it. Name a directory."
                 )
     if profile.block("aio").get("use_gds") is True and not on_gpu:
-        problems.append("aio.use_gds: true, needs a GPU. Remove the key.")
+        problems.append("aio.use_gds: true needs a GPU. Remove the key.")
     for key in QUANTIZED_KEYS:
         if zero.get(key) is True and not on_gpu:
-            problems.append(f"zero_optimization.{key}: true, needs a GPU. Remove the key.")
+            problems.append(f"zero_optimization.{key}: true needs a GPU. Remove the key.")
     secondary = zero.get("zero_hpz_partition_size", 1)
     if isinstance(secondary, int) and secondary > 1 and world_size % secondary:
         key = "zero_optimization.zero_hpz_partition_size"
-        problems.append(f"{key}: {secondary}, must divide the world size {world_size}. Change it.")
+        problems.append(f"{key}: {secondary} must divide the world size {world_size}. Change it.")
     return problems
 
 
 def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
-    """List options that are allowed, but change the loss curve or are easily misread.
-
-    Args:
-        on_gpu, world_size: see `rule_problems`.
-    """
+    """List options that are allowed, but change the loss curve or are easily misread."""
     notices = []
     if profile.zero.get("stage", 0) == 0:
         # engine.py scales the loss for a ZeROOptimizer only, so at stage 0 fp16 gradients would be
@@ -275,7 +266,7 @@ def _refusals(profile: Profile) -> list[str]:
         *path, name = key.split(".")
         value = block(profile.json, *path).get(name, _MISSING)
         if REFUSED_VALUES[values](value):
-            problems.append(f"{key}: {shown(value)[:60]}, is not supported: {why}. {instead}.")
+            problems.append(f"{key}: {shown(value)[:60]} is not supported: {why}. {instead}.")
     return problems
 
 

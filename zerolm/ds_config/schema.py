@@ -93,7 +93,7 @@ def _type(
 def _truth(value: Any) -> Any:
     """Return a switch as DeepSpeed tests it, for which any text is true."""
     if isinstance(value, str) and value.lower() not in _TRUE_TEXTS:
-        raise RuleError("DeepSpeed reads any text as true. Write true or false.")
+        raise RuleError("is text, which DeepSpeed reads as true. Write true or false.")
     return bool(value) if isinstance(value, (int, float, str)) else value
 
 
@@ -330,18 +330,18 @@ def _type_problems(kind: Any, value: Any, where: str) -> list[str]:
             if (where, *found["loc"]) != ("zero_optimization", "stage")  # `rules` has a better one
         ]
     except (AttributeError, TypeError) as error:
-        return [f"{where}: refused by DeepSpeed: {error}. Correct the block."]
+        return [f"{where}: is refused by DeepSpeed: {error}. Correct the block."]
     return []
 
 
 def _problem(where: str, found: Any) -> str:
     if isinstance(rule := found.get("ctx", {}).get("error"), RuleError):
-        return f"{where}: {shown(found['input'])}, {rule}"
-    given = "" if isinstance(found["input"], Mapping) else f"{shown(found['input'])}, "
+        return f"{where}: {shown(found['input'])} {rule}"
+    given = "" if isinstance(found["input"], Mapping) else f"{shown(found['input'])} "
     if found["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{where}: {given}must be an object. Write {{...}} or remove it."
     message = found["msg"].rstrip(".")
-    return f"{where}: {given}refused by DeepSpeed: {message}. Correct the value."
+    return f"{where}: {given}is refused by DeepSpeed: {message}. Correct the value."
 
 
 def inner_model(kind: Any) -> Any:

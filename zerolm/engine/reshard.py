@@ -120,7 +120,7 @@ def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) ->
         # Stages 1 and 2 save masters without the padding at their end.
         if master.numel() > size or master.dtype != master_dtype:
             problems.append(
-                f"{path}: masters: {master.numel()} values of {master.dtype}, must be at most "
+                f"{path}: masters: {master.numel()} values of {master.dtype} must be at most "
                 f"{size} of {master_dtype}. Use the precision that it was written with."
             )
         if set(entries) != set(states[0]):
@@ -141,7 +141,7 @@ def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) ->
             else:
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value)
                 problems.append(
-                    f"{path}: state.{key}: {shape}, must be a number, or have a value for each "
+                    f"{path}: state.{key}: {shape} must be a number, or have a value for each "
                     f"weight ({size} here). {SAME_TOPOLOGY}"
                 )
     return facts

@@ -127,7 +127,7 @@ def copy_partitions(
                 values = values[copy.source_offset : copy.source_offset + copy.length]
                 if len(values) != copy.length or not values.is_floating_point():
                     found = f"{len(values)} values of {values.dtype}"
-                    raise ValueError(f"{files[source_rank].name}: {found}, not {copy.length}")
+                    raise ValueError(f"{files[source_rank].name}: has {found}, not {copy.length}")
                 flats[copy.group][key][copy.offset : copy.offset + copy.length] = values
     return flats
 

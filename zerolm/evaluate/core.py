@@ -121,7 +121,7 @@ def _read_task(base: Path, entry: Any, where: str, baselines: dict[str, float], 
         ) from None
     if kind not in KEYS:
         raise ConfigError(
-            f"{config}: {label}: icl_task_type {kind!r}, must be one of {', '.join(KEYS)}."
+            f"{config}: {label}: icl_task_type {kind!r} must be one of {', '.join(KEYS)}."
         )
     baseline = baselines.get(label, math.nan)
     if not baseline < 1:

@@ -91,7 +91,7 @@ def _problems(
     vocab_size = config.get_text_config().vocab_size
     if source.vocab_size > vocab_size:
         raise ShardError(
-            f"{source.directory}: vocab_size {source.vocab_size}, the model has {vocab_size}."
+            f"{source.directory}: vocab_size {source.vocab_size}, but the model has {vocab_size}."
         )
     if packing != "concat":
         open_packing(source, seq_len)

@@ -27,7 +27,6 @@ class KeepAlive:
 
     Args:
         tick: signals the watchdog that this rank makes progress; called from a thread.
-        has_peers: whether other ranks wait.
         send: sends `STILL_WORKING` to the other ranks.
     """
 

@@ -67,12 +67,12 @@ def problems(settings: Settings) -> list[str]:
         if changed and not any(getattr(settings, each) for each in required):
             flags = " or ".join(f"--{each}" for each in required)
             found.append(
-                f"{settings.where(name)}: {getattr(settings, name)}, needs {flags}. Add it, or "
+                f"{settings.where(name)}: {getattr(settings, name)} needs {flags}. Add it, or "
                 f"remove this setting."
             )
     if settings.needle_items and (settings.seq_len or MIN_NEEDLE_TEXT) < MIN_NEEDLE_TEXT:
         found.append(
-            f"{settings.where('needle_items')}: {settings.needle_items}, needs --seq_len "
+            f"{settings.where('needle_items')}: {settings.needle_items} needs --seq_len "
             f"{MIN_NEEDLE_TEXT} or more: a needle has 16 tokens. Raise it, or remove this setting."
         )
     return found

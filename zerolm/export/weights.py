@@ -105,8 +105,8 @@ def fitting(name: str, weight: Any, expected: torch.Tensor) -> torch.Tensor:
     if not isinstance(weight, torch.Tensor) or weight.shape != expected.shape:
         found = list(getattr(weight, "shape", [])) or type(weight).__name__
         raise ConfigError(
-            f"{name}: {found} in the weights, must be {list(expected.shape)}, as the model's "
-            f"config says. Use another checkpoint, or a copy of this one."
+            f"{name}: has shape {found}, but the model's config implies "
+            f"{list(expected.shape)}. Use another checkpoint, or a copy of this one."
         )
     return weight.to(expected.dtype)
 

@@ -134,18 +134,18 @@ class Completep(Feature):
             for name in BASES:
                 if getattr(settings, name):
                     yield (
-                        f"{settings.where(name)}: {getattr(settings, name)}, has no effect without "
+                        f"{settings.where(name)}: {getattr(settings, name)} has no effect without "
                         f"--parametrization {COMPLETEP}. Add it, or remove the flag."
                     )
             return
         where = f"{settings.where('parametrization')}: {COMPLETEP}"
         for name in BASES:
             if not getattr(settings, name):
-                yield f"{where}, needs --{name}: that of the model where the rate was found."
+                yield f"{where} needs --{name}: that of the model where the rate was found."
         rate = profile.optimizer.params.get("lr", AUTO)
         if "learning_rate" not in settings.origins and rate == AUTO:
             yield (
-                f"{where}, needs --learning_rate: the one that was found at the base size, not the "
+                f"{where} needs --learning_rate: the one that was found at the base size, not the "
                 f"default for this model."
             )
         if case.initial is not None:
@@ -153,18 +153,18 @@ class Completep(Feature):
         optimizer = profile.optimizer
         if optimizer.kind not in ADAM:
             yield (
-                f"{where}, not supported together with {settings.deepspeed_config}: "
+                f"{where} is not supported together with {settings.deepspeed_config}: "
                 f"optimizer.type: {optimizer.name}: how its step scales was not derived. Use AdamW."
             )
         elif optimizer.kind == "adam" and optimizer.params.get("adam_w_mode") is False:
             yield (
-                f"{where}, not supported together with {settings.deepspeed_config}: "
+                f"{where} is not supported together with {settings.deepspeed_config}: "
                 f"optimizer.params.adam_w_mode: false: decay that is part of the gradient scales "
                 f"in another way. Use AdamW."
             )
         if profile.scheduler:
             yield (
-                f"{where}, not supported together with {settings.deepspeed_config}: scheduler, "
+                f"{where} is not supported together with {settings.deepspeed_config}: scheduler, "
                 f"which sets one learning rate for all parameters. Use --schedule."
             )
         if config.get_text_config().tie_word_embeddings:

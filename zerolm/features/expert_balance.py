@@ -106,7 +106,7 @@ class ExpertBalance(Feature):
                 )
             if settings.compile:
                 yield (
-                    f"{where}, not supported together with --compile: a compiled block does not "
+                    f"{where} is not supported together with --compile: a compiled block does not "
                     f"count the tokens of its experts. Remove one of the flags."
                 )
         if not (settings.global_router_loss or settings.router_z_loss):

@@ -34,7 +34,7 @@ class Fp8(Feature):
         where = f"{settings.where('fp8')}: true"
         if profile.json and profile.precision != "bf16":
             yield (
-                f"{where}, needs bf16 weights, but those of {settings.deepspeed_config} are "
+                f"{where} needs bf16 weights, but those of {settings.deepspeed_config} are "
                 f"{profile.precision}. Enable bf16 in it, or remove the flag."
             )
         if why := layers.unsupported_device(case.device):

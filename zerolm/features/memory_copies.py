@@ -58,7 +58,7 @@ class MemoryCopies(Feature):
         where = f"{settings.where('memory_checkpoint_interval')}: {interval}"
         if "nvme" in (plan.profile.optimizer_offload, plan.profile.param_offload):
             yield (
-                f"{where}, states on NVMe cannot be copied to memory. Remove the flag, or use a "
+                f"{where}: states on NVMe cannot be copied to memory. Remove the flag, or use a "
                 f"profile without NVMe."
             )
         if plan.device == "absent":
@@ -74,7 +74,7 @@ class MemoryCopies(Feature):
         for place, free in places.items():
             if free is not None and free < needed:
                 yield (
-                    f"{where}, {memory.KEPT} copies of {ranks} rank(s) need "
+                    f"{where}: {memory.KEPT} copies of {ranks} rank(s) need "
                     f"{shown_bytes(needed)}, but {place} has {shown_bytes(free)} free. Remove the "
                     f"flag, use more hosts, or make it larger (docker run --shm-size, mount -o "
                     f"remount,size=)."

@@ -72,18 +72,18 @@ class QkClip(Feature):
             yield f"{where}, but {why} ({settings.model_config}). Remove the flag."
         if settings.compile:
             yield (
-                f"{where}, not supported together with --compile: the logits cannot be measured in "
-                f"a compiled block. Remove one of the flags."
+                f"{where} is not supported together with --compile: the logits cannot be measured "
+                f"in a compiled block. Remove one of the flags."
             )
         if settings.attn_implementation == "flex_attention":
             yield (
-                f"{where}, not supported together with --attn_implementation flex_attention, whose "
-                f"masks cannot be read. Use sdpa or auto."
+                f"{where} is not supported together with --attn_implementation flex_attention, "
+                f"whose masks cannot be read. Use sdpa or auto."
             )
         if parallel := parallel_key(case.profile, case.world_size):
             yield (
-                f"{where}, not supported together with {settings.deepspeed_config}: {parallel}: no "
-                f"rank has the logits of all heads and tokens. Remove one of them."
+                f"{where} is not supported together with {settings.deepspeed_config}: {parallel}: "
+                f"no rank has the logits of all heads and tokens. Remove one of them."
             )
         yield from master_problems(case.profile, where, "clipped", "clipping")
 

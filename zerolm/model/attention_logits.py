@@ -307,7 +307,6 @@ def largest_logits(
         scaling: factor on the product of query and key.
         mask: (B or 1, H or 1, T, T): True, or not the lowest number, for pairs that attend; None:
             a query attends to itself and earlier keys, of the same document and in the window.
-        documents_BT: document number of each token.
         window: number of keys for a query; None: all.
     """
     batch, heads, length, width = query_BHTD.shape

@@ -95,8 +95,8 @@ def _drop_padding_outside(file: Path, config: "PretrainedConfig", notices: list[
     if padding is None or size is None or 0 <= padding < size or has_padding_position(config):
         return
     notices.append(
-        f"{file}: pad_token_id: {padding}, ignored: it is outside the vocabulary of {size} tokens, "
-        f"and pretraining has no padding"
+        f"{file}: pad_token_id: {padding} is ignored: it is outside the vocabulary of {size} "
+        f"tokens, and pretraining has no padding"
     )
     for part in (text, config):
         part.pad_token_id = None
@@ -110,7 +110,7 @@ def _size_problems(where: str, values: dict[str, Any]) -> list[str]:
         elif type(value) is int:
             limits = [limit for name, limit in LIMITS if name.search(key)]
             if limits and value > limits[0]:
-                problems.append(f"{where}: {key}: {value}, must be at most {limits[0]:,}.")
+                problems.append(f"{where}: {key}: {value} must be at most {limits[0]:,}.")
     return problems
 
 
@@ -232,22 +232,22 @@ def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
     for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
         value = getattr(text_config, key, None)
         if isinstance(value, int) and value < 1:
-            problems.append(f"{file}: {key}: {value}, must be at least 1.")
+            problems.append(f"{file}: {key}: {value} must be at least 1.")
     for key, value in vars(text_config).items():
         if key.rpartition("_")[2] in ("eps", "epsilon") and value is not None and not value >= 0:
-            problems.append(f"{file}: {key}: {value}, must not be negative: its root is taken.")
+            problems.append(f"{file}: {key}: {value} must not be negative: its root is taken.")
     layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
     for heads, groups in dict.fromkeys(map(_heads, layers)):
         if isinstance(heads, int) and heads < 1:
-            problems.append(f"{file}: num_attention_heads: {heads}, must be at least 1.")
+            problems.append(f"{file}: num_attention_heads: {heads} must be at least 1.")
         elif isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
             problems.append(
-                f"{file}: num_key_value_heads: {groups}, must divide num_attention_heads, {heads}."
+                f"{file}: num_key_value_heads: {groups} must divide num_attention_heads, {heads}."
             )
     experts, active = num_experts(config)
     if experts and active and not 1 <= active <= experts:
         problems.append(
-            f"{file}: num_experts_per_tok: {active}, must be from 1 to {experts}, the number of "
+            f"{file}: num_experts_per_tok: {active} must be from 1 to {experts}, the number of "
             f"experts."
         )
     return problems

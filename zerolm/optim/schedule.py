@@ -27,7 +27,6 @@ class LearningRate:
         minimum: learning rate at the end of the run, if the schedule uses it.
         warmup_tokens: length of the warm-up from 0 to the peak, in tokens.
         decay_tokens: length of the final decay, in tokens, if the schedule uses it.
-        total_tokens: length of the run, in tokens.
     """
 
     kind: str

@@ -102,7 +102,6 @@ class SpikeGuard:
     Call in each step, in this order: `check_loss`, `check_grad_norm`, `end_step`.
 
     Args:
-        policy: thresholds and responses.
         history: state from the checkpoint of a resumed run.
 
     Attributes:

@@ -24,18 +24,11 @@ from zerolm.common.values import (
     parse_duration,
     parse_path,
     parse_real,
-    shown,
     shown_setting,
     within,
 )
 from zerolm.config.flag import with_default
-from zerolm.config.settings import (
-    COMMAND_LINE,
-    FIRST_FLAGS,
-    GROUPS,
-    RECOMPUTE_NAMES,
-    Settings,
-)
+from zerolm.config.settings import COMMAND_LINE, FIRST_FLAGS, GROUPS, RECOMPUTE_NAMES, Settings
 from zerolm.parts.inheritance import OWN_SETTINGS, Layer, derived_names
 from zerolm.parts.other_names import answer_for
 from zerolm.parts.settings import FLAGS, RunSettings
@@ -97,7 +90,7 @@ def parse_settings(
     explicit = frozenset(given) - (derived - flags.keys()) - {"local_rank"}
     settings = RunSettings(**given, explicit=explicit, inherited=inherited, origins=origins)
     problems += [
-        f"{settings.where(name)}: {given[name]}, only for --check. Add --check; a real run gets "
+        f"{settings.where(name)}: {given[name]} is only for --check. Add --check; a real run gets "
         f"its ranks from the deepspeed launcher."
         for name in ONLY_CHECKED
         if name in given and not settings.check
@@ -185,7 +178,7 @@ def _branch_settings(
     trunk = RunFiles(run_of(branch)[0]).record
     if not trunk.is_file():
         problems.append(
-            f"{COMMAND_LINE}: --branch: {branch}, there is no {trunk}. Name the directory of a run "
+            f"{COMMAND_LINE}: --branch: {branch}: there is no {trunk}. Name the directory of a run "
             f"that has started, with or without a step: runs/first@1000."
         )
         return Layer({}), None, False
@@ -206,7 +199,7 @@ def _accept(
     try:
         given[name] = convert(name, value)
     except ValueError as error:
-        problems.append(f"{where}: {shown_setting(where, value)}, {error}")
+        problems.append(f"{where}: {shown_setting(where, value)} {error}")
         return
     origins[name] = where
     if given[name] is None:  # "auto": as if not given
@@ -229,7 +222,7 @@ def convert(name: str, value: Any) -> Any:
         converted = tuple(map(parse_path, converted)) if several else parse_path(converted)
     if about["choices"] and converted not in about["choices"]:
         choices = about["choices"]
-        raise ValueError(f"not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
+        raise ValueError(f"is not one of {', '.join(choices)}.{did_you_mean(str(value), choices)}")
     return within(converted, **about["bounds"])
 
 
@@ -243,7 +236,9 @@ def _read_flags(
     while remaining:
         argument = remaining.pop(0)
         if not argument.startswith("--"):
-            problems.append(f"{COMMAND_LINE}: {argument}, not a flag. Remove it, or quote values.")
+            problems.append(
+                f"{COMMAND_LINE}: {argument} is not a flag. Remove it, or quote values."
+            )
             continue
         written, equals, value = argument[2:].partition("=")
         name = written.replace("-", "_")
@@ -266,12 +261,12 @@ def _read_flags(
         if name not in FLAGS:
             choices = [f"--{known}" for known in (*FLAGS, *other_flags) if known != "local_rank"]
             near = answer_for(name) or did_you_mean(f"--{name}", choices)
-            problems.append(f"{COMMAND_LINE}: --{written}, no such flag.{near or ' See --help.'}")
+            problems.append(f"{COMMAND_LINE}: --{written}: no such flag.{near or ' See --help.'}")
             while remaining and not remaining[0].startswith("--"):
                 remaining.pop(0)  # further values of it
         elif not has_value:
             problems.append(
-                f"{COMMAND_LINE}: --{name}, has no value. Write --{name} {_placeholder(name)}."
+                f"{COMMAND_LINE}: --{name} has no value. Write --{name} {_placeholder(name)}."
             )
         elif FLAGS[name]["kind"] == "list":
             flags[name] = (*(flags.get(name) or ()), value)
@@ -304,7 +299,7 @@ def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
         if name not in choices:
             hint = answer_for(name) or did_you_mean(name, choices)
             hint = hint or " Remove it; --help all lists the settings."
-            problems.append(f"{path}: settings.{written}: {shown(value)}, no such setting.{hint}")
+            problems.append(f"{path}: settings.{written}: no such setting.{hint}")
         elif value is not None:
             known[name] = value
     derived = derived_names(record) & known.keys() if is_record else frozenset()

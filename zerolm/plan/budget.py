@@ -173,19 +173,19 @@ def batch_problems(settings: Settings, world_size: int) -> list[str]:
     for name, tokens in (("batch_tokens", batch), ("batch_ramp_start", start)):
         if tokens and tokens % seq_len:
             problems.append(
-                f"{settings.where(name)}: {tokens}, must be a multiple of --seq_len {seq_len}. "
+                f"{settings.where(name)}: {tokens} must be a multiple of --seq_len {seq_len}. "
                 f"Use {defaults.nearest_multiples(tokens, seq_len)}."
             )
     if settings.batch_ramp_tokens and not start:
         problems.append(
-            f"{settings.where('batch_ramp_tokens')}: {settings.batch_ramp_tokens}, needs "
+            f"{settings.where('batch_ramp_tokens')}: {settings.batch_ramp_tokens} needs "
             f"--batch_ramp_start. Add it, or remove this flag."
         )
     if problems:
         return problems
     if start and (batch % start or start == batch):
         return [
-            f"{settings.where('batch_ramp_start')}: {start}, must be a divisor of --batch_tokens "
+            f"{settings.where('batch_ramp_start')}: {start} must be a divisor of --batch_tokens "
             f"{batch} and smaller. Use for example {batch // 4 or seq_len}."
         ]
     name, smallest = ("batch_ramp_start", start) if start else ("batch_tokens", batch)
@@ -196,8 +196,8 @@ def batch_problems(settings: Settings, world_size: int) -> list[str]:
     unit = micro * world_size * seq_len
     fits = [str(size) for size in _divisors(sequences // world_size)]
     problem = (
-        f"{settings.where(name)}: {smallest} tokens are {sequences} sequences, must be a multiple "
-        f"of {world_size} rank(s) x micro-batch {micro}. Use --{name} "
+        f"{settings.where(name)}: {smallest} tokens are {sequences} sequences, which must be a "
+        f"multiple of {world_size} rank(s) x micro-batch {micro}. Use --{name} "
         f"{defaults.nearest_multiples(smallest, unit)}"
     )
     if sequences % world_size == 0:
@@ -218,24 +218,24 @@ def schedule_problems(settings: Settings) -> list[str]:
         problems.append(_long_warmup(settings, warmup, total))
     if decay and kind is not None and not SCHEDULES[kind].uses_decay_tokens:
         problems.append(
-            f"{settings.where('decay_tokens')}: {decay}, needs --schedule {WITH_DECAY_TOKENS}, got "
+            f"{settings.where('decay_tokens')}: {decay} needs --schedule {WITH_DECAY_TOKENS}, got "
             f"{kind}. Remove it (--no-decay_tokens), or use --schedule {WITH_DECAY_TOKENS}."
         )
     elif decay and total and decay + (warmup or 0) > total:
         problems.append(
-            f"{settings.where('decay_tokens')}: {decay}, plus --warmup_tokens {warmup or 0} must "
+            f"{settings.where('decay_tokens')}: {decay} plus --warmup_tokens {warmup or 0} must "
             f"not exceed --total_tokens {total}. Use at most {max(1, total - (warmup or 0))}."
         )
     ends_low = kind is None or SCHEDULES[kind].uses_minimum
     if ends_low and peak is not None and low is not None and low > peak:
         problems.append(
-            f"{settings.where('min_learning_rate')}: {low}, must not exceed --learning_rate "
+            f"{settings.where('min_learning_rate')}: {low} must not exceed --learning_rate "
             f"{peak}. Lower it, for example to {peak / 10:.3g}."
         )
     ramp = settings.batch_ramp_tokens
     if ramp and total and ramp > total:
         problems.append(
-            f"{settings.where('batch_ramp_tokens')}: {ramp}, must not exceed --total_tokens "
+            f"{settings.where('batch_ramp_tokens')}: {ramp} must not exceed --total_tokens "
             f"{total}. Use for example {max(1, total // 10)}."
         )
     return problems + _evaluation_problems(settings)
@@ -246,20 +246,20 @@ def _long_warmup(settings: Settings, warmup: int, total: int) -> str:
     where = settings.where("warmup_tokens")
     if not where.endswith(WARMUP_STEPS) or not settings.seq_len or not settings.batch_tokens:
         return (
-            f"{where}: {warmup}, must not exceed --total_tokens {total}. Use for example "
+            f"{where}: {warmup} must not exceed --total_tokens {total}. Use for example "
             f"{max(1, total // 100)}."
         )
     schedule = batch_schedule(settings)
     steps, last = (num_steps(schedule, settings.seq_len, tokens) for tokens in (warmup, total))
     return (
-        f"{where}: {steps} steps, must not exceed the {last} steps of the run (--total_tokens "
+        f"{where}: {steps} steps must not exceed the {last} steps of the run (--total_tokens "
         f'{total}). Use for example {max(1, last // 100)}, or "auto".'
     )
 
 
 def _evaluation_problems(settings: Settings) -> list[str]:
     problems = [
-        f"{settings.where(name)}: {getattr(settings, name)}, needs --val_data. Add it, or remove "
+        f"{settings.where(name)}: {getattr(settings, name)} needs --val_data. Add it, or remove "
         f"this flag."
         for name in ("eval_interval", "eval_tokens")
         if name in settings.explicit and not settings.val_data
@@ -267,7 +267,7 @@ def _evaluation_problems(settings: Settings) -> list[str]:
     tokens, seq_len = settings.eval_tokens, settings.seq_len
     if settings.val_data and tokens and seq_len and tokens < seq_len:
         problems.append(
-            f"{settings.where('eval_tokens')}: {tokens}, must be at least --seq_len {seq_len}, one "
+            f"{settings.where('eval_tokens')}: {tokens} must be at least --seq_len {seq_len}, one "
             f"sequence. Use {seq_len} or more."
         )
     return problems

@@ -100,7 +100,7 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
     key = by_lower_name.get(lowered) or by_lower_name.get(aliases.get(lowered, ""))
     if key is None:
         raise ConfigError(
-            f"command line: --hardware: {requested}, no such device."
+            f"command line: --hardware: {requested}: no such device."
             f"{did_you_mean(requested, devices)} Use one of {', '.join(devices)}, cpu for this "
             f"machine, or a file like zerolm/plan/hardware.json."
         )
@@ -129,7 +129,7 @@ def parse(
         if like is not None:
             if like not in (base or {}):
                 hint = did_you_mean(str(like), base or {}) or " Correct it."
-                problems.append(f"{path}: devices.{name}.like: {like}, no such device.{hint}")
+                problems.append(f"{path}: devices.{name}.like: {like}: no such device.{hint}")
                 continue
             known = dataclasses.asdict((base or {})[like])
         known.update(entry)
@@ -142,7 +142,7 @@ def parse(
                 problems.append(f"{path}: devices.{name}.{key}: missing. Add it.")
             elif key not in texts and not _is_figure(known[key]):
                 problems.append(
-                    f"{path}: devices.{name}.{key}: {json.dumps(known[key])}, must be a positive "
+                    f"{path}: devices.{name}.{key}: {json.dumps(known[key])} must be a positive "
                     f"number. Correct it."
                 )
         if not any(f"devices.{name}." in problem for problem in problems):

@@ -130,7 +130,7 @@ def _with_micro_batch(
         )
     if accumulation and micro * accumulation * layout.replicas != batch:
         found.problems.append(
-            f"{profile.name}: gradient_accumulation_steps: {accumulation}, contradicts "
+            f"{profile.name}: gradient_accumulation_steps: {accumulation} contradicts "
             f"{settings.where('batch_tokens')} {settings.batch_tokens}: {batch} sequences / "
             f'({layout.replicas} rank(s) x micro-batch {micro or "auto"}). Set it to "auto", '
             f"or change the batch."

@@ -75,7 +75,7 @@ def find(settings: Settings, found: Findings) -> tuple[Settings, Start | None]:
             return settings, None
         trunk = run_of(settings.branch)[0].resolve()
         if settings.run_dir is not None and Path(settings.run_dir).resolve() == trunk:
-            raise ConfigError(f"{where}, is the --run_dir itself. Choose another --run_dir.")
+            raise ConfigError(f"{where} is the --run_dir itself. Choose another --run_dir.")
         if not RunFiles(run_of(settings.branch)[0]).record.is_file():
             return settings, None  # reported when the settings are parsed
         if own is not None or (settings.run_dir and traces_of_checkpoints(files.checkpoints)):
@@ -177,7 +177,7 @@ def _with_schedule(
     total, kind = settings.total_tokens, settings.schedule
     if total is not None and total <= tokens:
         raise ConfigError(
-            f"{settings.where('total_tokens')}: {total}, must be above the {tokens} tokens that "
+            f"{settings.where('total_tokens')}: {total} must be above the {tokens} tokens that "
             f"--branch {settings.branch} has been trained on. Give a larger number, or branch "
             f"from an earlier step."
         )

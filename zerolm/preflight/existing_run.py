@@ -66,7 +66,7 @@ def check_directory(settings: Settings, found: Findings) -> Path:
     problem = machine.write_problem(settings.run_dir) if first else None
     problem = problem or _occupied(Path(settings.run_dir))
     if problem:
-        found.problems.append(f"{settings.where('run_dir')}: {settings.run_dir}, {problem}")
+        found.problems.append(f"{settings.where('run_dir')}: {settings.run_dir}: {problem}")
     else:
         found.problems += upload_problems(settings)
         found.problems += _wrong_kinds(Path(settings.run_dir))
@@ -167,8 +167,8 @@ def _check_disk(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
     has = f"its file system has {shown_bytes(free)} free"
     if free < size:
         found.problems.append(
-            f"{where}, {has}, a checkpoint needs about {shown_bytes(size)}. Free some space, or "
-            f"choose another directory."
+            f"{where}: {has}, but a checkpoint needs about {shown_bytes(size)}. Free some space, "
+            f"or choose another directory."
         )
     elif free < required:
         found.notices.append(

@@ -51,7 +51,7 @@ def detect(
         value = environment.get(name, "1" if name == "WORLD_SIZE" else "0")
         if not value.isdigit() or (name == "WORLD_SIZE" and value == "0"):
             found.problems.append(
-                f"environment: {name}: {value!r}, must be a whole number. Start the run with "
+                f"environment: {name}: {value!r} must be a whole number. Start the run with "
                 f"deepspeed, or unset it."
             )
             return Host(1, NO_DEVICE)

@@ -198,6 +198,6 @@ def _output_problems(profile: Profile, settings: Settings) -> list[str]:
     if isinstance(path, str) and Path(path).resolve().is_relative_to(directory.resolve()):
         return []
     return [
-        f"{profile.name}: flops_profiler.output_file: {shown(path)}, must be in {directory}: "
+        f"{profile.name}: flops_profiler.output_file: {shown(path)} must be in {directory}: "
         f"DeepSpeed overwrites it. Name a file there, or remove the key to print the profile."
     ]

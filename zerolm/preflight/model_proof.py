@@ -76,7 +76,7 @@ class Finding:
         first, *others = self.keys
         values = [f"Use {shown(first.right)}", *(f"{k.key} {shown(k.right)}" for k in others)]
         fix = ", or ".join(values)
-        return f"{path}: {first.key}: {shown(first.value)}, {self.text}. {fix}" + "." * self.refuses
+        return f"{path}: {first.key}: {shown(first.value)}: {self.text}. {fix}" + "." * self.refuses
 
 
 class _NotComputableError(Exception):

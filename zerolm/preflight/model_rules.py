@@ -29,14 +29,14 @@ def attention_problems(settings: Settings, device: str, precision: str | None = 
     where = settings.where("attn_implementation")
     if attention == VARLEN or attention.startswith("flash"):
         if device == "cpu":
-            return [f"{where}: {attention}, needs a GPU. Use auto."]
+            return [f"{where}: {attention} needs a GPU. Use auto."]
         if precision == "fp32":
             return [
-                f"{where}: {attention}, needs bf16 or fp16, but {settings.deepspeed_config} "
+                f"{where}: {attention} needs bf16 or fp16, but {settings.deepspeed_config} "
                 f"computes in fp32. Enable bf16 there, or use auto."
             ]
     if attention == "flex_attention" and device == "cpu":
-        return [f"{where}: {attention}, has no backward pass on a CPU. Use sdpa or eager."]
+        return [f"{where}: {attention} has no backward pass on a CPU. Use sdpa or eager."]
     return []
 
 
@@ -47,10 +47,10 @@ def matmul_problems(settings: Settings, precision: str, device: str) -> list[str
     where = f"{settings.where('float32_matmul')}: {settings.float32_matmul}"
     if precision != "fp32":
         return [
-            f"{where}, needs fp32, but {settings.deepspeed_config} computes in {precision}. Remove "
+            f"{where} needs fp32, but {settings.deepspeed_config} computes in {precision}. Remove "
             f"the flag."
         ]
-    return [f"{where}, needs a GPU. Remove the flag."] if device == "cpu" else []
+    return [f"{where} needs a GPU. Remove the flag."] if device == "cpu" else []
 
 
 # Families whose code multiplies float32 values by weights of the run's precision, which torch
@@ -94,8 +94,8 @@ def model_problems(
         why := document_mask.unsupported_reason(config, model_class, kernel)
     ):
         problems.append(
-            f"{settings.where('document_mask')}: true, {why} ({settings.model_config}). Remove the "
-            f"flag, or use a model with full or sliding-window attention."
+            f"{settings.where('document_mask')}: true, but {why} ({settings.model_config}). Remove "
+            f"the flag, or use a model with full or sliding-window attention."
         )
     return problems
 
@@ -105,7 +105,7 @@ def _varlen_problems(settings: Settings, config: "PretrainedConfig") -> list[str
 
     why = varlen.model_problem(config)
     where = settings.where("attn_implementation")
-    return [f"{where}: varlen, {why} ({settings.model_config}) Use auto."] if why else []
+    return [f"{where}: varlen {why} ({settings.model_config}) Use auto."] if why else []
 
 
 def _position_problems(settings: Settings, config: "PretrainedConfig") -> list[str]:
@@ -116,7 +116,7 @@ def _position_problems(settings: Settings, config: "PretrainedConfig") -> list[s
     first = value - positions
     padding = f", of which {first} precede the first token" if first else ""
     return [
-        f"{settings.where('seq_len')}: {seq_len}, must not exceed the model's {key} "
+        f"{settings.where('seq_len')}: {seq_len} must not exceed the model's {key} "
         f"{value}{padding} ({settings.model_config}). Use at most {positions}, or raise it in the "
         f"model config."
     ]

@@ -106,7 +106,7 @@ def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[
         line = f"{path}: {one} ({one.where})"
         if one.obstacle:
             lines.append(
-                f"{line}, cannot be carried over: {one.obstacle}. {OLD_VALUE}, or choose another "
+                f"{line} cannot be carried over: {one.obstacle}. {OLD_VALUE}, or choose another "
                 f"--run_dir."
             )
         elif not accepted:

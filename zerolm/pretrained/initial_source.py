@@ -19,7 +19,6 @@ class InitialSource:
         hub_id: "" unless the source is a model of the hub.
         digest: hex SHA-256 that identifies the weights, see docs/initialization.md.
         about: tokens, files and dtype of the weights, for the user.
-        vocab_size: vocabulary size of the source.
         weights: initial values; None if the run resumes and reads none.
         checkpoint: directory of the checkpoint; None for a model directory.
         generation: special ids of its config, and the content of its generation_config.json.

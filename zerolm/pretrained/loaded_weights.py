@@ -35,7 +35,6 @@ class LoadedWeights:
 
     Args:
         config: the run's, which may have a larger vocabulary than the source.
-        source_config: the config of the weights.
         where: names the weights in messages.
         seed: seed of the additional rows of a larger vocabulary.
 
@@ -193,7 +192,7 @@ def _dtype_problems(listed: Mapping[str, Tensor], where: str) -> list[str]:
         if tensor.dtype not in allowed:
             other.setdefault(tensor.dtype, []).append(name)
     return [
-        f"{where}: {_shown(names)}: {dtype}, only {', '.join(sorted(allowed))} can be trained. "
+        f"{where}: {_shown(names)}: {dtype}: only {', '.join(sorted(allowed))} can be trained. "
         f"Give the unquantised weights."
         for dtype, names in other.items()
     ]
@@ -213,7 +212,7 @@ def _check(
         if not {name, source} <= missing:
             missing -= {name, source}
     problems = [
-        f"{where}: {name}: has shape {tuple(found)}, its config implies {tuple(expected)}. The "
+        f"{where}: {name}: has shape {tuple(found)}, but its config implies {tuple(expected)}. The "
         f"config.json does not belong to these weights."
         for name, found, expected in sorted(info.mismatched_keys)[:SHOWN]
     ]

@@ -171,7 +171,7 @@ def _rope_problems(new: Mapping[str, Any], old: Mapping[str, Any], path: str) ->
         longest, before = new.get(limit) or 0, old.get(limit) or 0
         if leaf == ORIGINAL and value >= longest > before:
             problems.append(
-                f"{path}: {key}: {value}, must be below {limit} {longest}; transformers takes that "
+                f"{path}: {key}: {value} must be below {limit} {longest}; transformers takes that "
                 f"where the key is missing. Give the length that the weights were trained at, "
                 f"{before}."
             )

@@ -29,7 +29,7 @@ def write_report(
     """Write the report of one run, or of several compared.
 
     Args:
-        run_dirs: run directories; the runs may still be in progress.
+        run_dirs: their runs may still be in progress.
         output: default: `report.html` in the first run directory.
         price_per_hour: dollars that a device costs; the report shows no price without it.
 

@@ -54,7 +54,7 @@ def allocate(settings: Settings, sources: Sequence[Source]) -> list[str]:
     minimum = sum(overhead) + MIN_BYTES * len(remote)
     if size < minimum:
         return [
-            f"{settings.where('data_cache_bytes')}: {size}, must be at least {minimum} for "
+            f"{settings.where('data_cache_bytes')}: {size} must be at least {minimum} for "
             f"{len(remote)} sources in stores; recommended is at least 1% of their "
             f"{shown_bytes(sum(blocks) * BLOCK_BYTES)}. Raise it."
         ]
@@ -105,7 +105,7 @@ def _directory_problems(
     where = f"{settings.where('data_cache')}: {directory}"
     if settings.data_cache is None and (problem := privacy_problem(directory)):
         return [
-            f"{where}, {problem}: its content cannot be trusted. Remove it (or have its owner do "
+            f"{where} {problem}: its content cannot be trusted. Remove it (or have its owner do "
             f"so), or give --data_cache a directory."
         ]
     existing = directory
@@ -117,19 +117,19 @@ def _directory_problems(
         stat = os.statvfs(existing)
     except OSError as error:
         return [
-            f"{where}, is not writable ({error.strerror}). Give --data_cache a directory on a disk "
+            f"{where} is not writable ({error.strerror}). Give --data_cache a directory on a disk "
             f"of this node."
         ]
     if settings.data_cache is None and _is_in_memory(existing, Path("/proc/self/mountinfo")):
         return [
-            f"{where}, the directory for temporary files is in this node's memory (tmpfs), which a "
+            f"{where}: the directory for temporary files is in this node's memory (tmpfs), which a "
             f"cache of {shown_bytes(needed)} would take from the ranks. Give --data_cache a "
             f"directory on a disk of this node, or that directory explicitly."
         ]
     available = stat.f_bavail * stat.f_frsize + reclaimable_bytes(directory, names)
     if available < needed:
         return [
-            f"{where}, its file system has {shown_bytes(available)} for a cache of "
+            f"{where}: its file system has {shown_bytes(available)} for a cache of "
             f"{shown_bytes(needed)}. Lower --data_cache_bytes, or choose another --data_cache."
         ]
     return []

@@ -108,8 +108,8 @@ def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
         raise ShardError(f"{path}: format is not {FORMAT!r}. This is not a token shard directory.")
     if manifest.get("version") != VERSION:
         raise ShardError(
-            f"{path}: version {manifest.get('version')!r}, this release reads version {VERSION}. "
-            f"Tokenize again, or use the release that wrote it."
+            f"{path}: version {manifest.get('version')!r}, but this release reads version "
+            f"{VERSION}. Tokenize again, or use the release that wrote it."
         )
     problems = _wrong_keys(manifest, _KEYS, "")
     if not problems:

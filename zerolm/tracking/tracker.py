@@ -4,7 +4,7 @@ To add one:
 
 1. Write a subclass of `Tracker` in a new module of this folder.
 2. Give it a flag in zerolm/config/settings.py, with `tracker="zerolm.tracking.MODULE:CLASS"`.
-3. Name its files in `RunFiles`, and describe them in docs/operate.md and docs/run_directory.md.
+3. Describe it in docs/operate.md, and its files in docs/run_directory.md.
 
 No other code names it. The flag's name is the tracker's name in messages and the name of its
 directory in the run directory, which exists before `open` and holds `mirror.log` and `lock`. The
@@ -61,7 +61,7 @@ class Tracker:
             return []
         where = settings.where(name)
         return [
-            f"{where}: {shown_setting(where, getattr(settings, name))}, needs the package "
+            f"{where}: {shown_setting(where, getattr(settings, name))} needs the package "
             f"{cls.package}. Install it with bash launch/setup.sh {cls.package}, or leave the "
             f"flag out."
         ]

@@ -33,10 +33,8 @@ class Checkpointing:
     the interval, the run is down to its regular saves; only these count as failures.
 
     Args:
-        engine: the DeepSpeed engine.
         probe_batches: returns the micro-batches of the fixed probe batch.
         stop: the `StopRequest`, which records how long a save takes.
-        print_rank0: prints on rank 0.
 
     Attributes:
         newest: path of the newest complete checkpoint.

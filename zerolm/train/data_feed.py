@@ -27,7 +27,6 @@ class DataFeed:
 
     Args:
         device: device of the micro-batches.
-        print_rank0: prints on rank 0.
 
     Attributes:
         order: the data order, set by `batches`.

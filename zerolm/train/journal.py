@@ -32,9 +32,6 @@ from zerolm.watchdog import startup
 class Journal:
     """Logs a run. Every rank makes the same calls; only rank 0 writes and prints.
 
-    Args:
-        print_rank0: prints on rank 0.
-
     Attributes:
         log: the `RunLog`; a new one after each start and rollback.
         stopwatch: times the steps between two reports.

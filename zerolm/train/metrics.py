@@ -49,7 +49,6 @@ def data_row(
     """Return the tokens and epochs of each source that the run has consumed.
 
     Args:
-        order: the run's `Order`.
         position: number of sequences consumed.
         skipped_windows: sequences of the order that rollbacks skip.
     """

@@ -33,9 +33,7 @@ class Run:
     """A run on one rank: its engine, its progress and its logs. Every rank makes the same calls.
 
     Args:
-        engine: the DeepSpeed engine.
         features: built by `zerolm.features.build`; they have changed the model and the engine.
-        stop: requests to save and stop.
 
     Attributes:
         progress: how far the run is, as saved in checkpoints.

@@ -26,7 +26,6 @@ class Uploads:
     """Starts the uploader when there is a checkpoint to send. Only `finish` blocks.
 
     Args:
-        run_dir: run directory.
         url: URL of the store; None or "off" makes every method a no-op.
         keep: number of checkpoints to keep in the store, 0 for all.
         active: whether this is the first rank; False makes every method a no-op.

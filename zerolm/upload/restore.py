@@ -41,7 +41,6 @@ def restore(
     """Fetch the newest complete checkpoint of a store, and the run's record stored with it.
 
     Args:
-        url: URL of the store.
         run_dir: run directory. The caller holds its lock, so that no run writes to it.
         step: fetch the checkpoint of this step instead of the newest.
         log: called with one line for each damaged checkpoint, and for the restored one.
@@ -83,7 +82,6 @@ def complete_steps(url: str, step: int | None = None) -> list[str]:
     """Return the names of the complete checkpoints of a store, oldest first.
 
     Args:
-        url: URL of the store.
         step: return only the checkpoint of this step.
 
     Raises:

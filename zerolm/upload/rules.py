@@ -32,7 +32,7 @@ def upload_problems(settings: Settings) -> list[str]:
     where = f"{settings.where('upload_to')}: {url}"
     problem = url_problem(url)
     if problem:
-        return [f"{where}, {problem}"]
+        return [f"{where}: {problem}"]
     file, separator, _ = settings.where("upload_to").partition(": settings.")
     if separator and settings.where("run_dir").startswith(COMMAND_LINE):
         recorded = read_json(file, "a run.json")
@@ -59,7 +59,6 @@ def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping
     It reads from the store, so only one rank should call it.
 
     Args:
-        settings: settings of the run.
         problems: a problem is appended if the store does not answer: the run might restart at
             step 0.
     """
@@ -70,7 +69,7 @@ def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping
         return call_within(REACH_SECONDS, lambda: _newest_record(url))
     except StoreError as error:
         problems.append(
-            f"{settings.where('upload_to')}: {url}, cannot be read, and --run_dir "
+            f"{settings.where('upload_to')}: {url} cannot be read, and --run_dir "
             f"{settings.run_dir} has no checkpoint: the run might restart at step 0. {error}. "
             f"Correct the URL or the credentials, wait until the store responds, or use "
             f"--upload_to off."

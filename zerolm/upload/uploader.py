@@ -40,7 +40,6 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
 
     Args:
         run_dir: run directory; the run may still be running.
-        url: URL of the store.
         keep: number of checkpoints to keep in the store, 0 for all; older ones are not sent.
 
     Returns:

@@ -181,7 +181,7 @@ def _cause(number: int, path: Path | None) -> str:
         what="inodes" if path and _no_inodes(path) else "space",
         files=_limit(resource.RLIMIT_NOFILE),
         raise_files=_raise_files(4096),
-        address_space=f": ulimit -v allows {shown_bytes(space)}, raise it" if space else "",
+        address_space=f": ulimit -v allows {shown_bytes(space)}; raise it" if space else "",
         processes=f": ulimit -u allows this user {processes}" if processes else "",
     )
 

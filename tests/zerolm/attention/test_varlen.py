@@ -117,7 +117,7 @@ def test_without_boundaries_text_is_generated_as_by_sdpa():
     [
         ("llama", {}, None),
         ("mistral", {"sliding_window": 8}, None),
-        ("llama", {"attention_dropout": 0.1}, "does not support dropout, the model has 0.1."),
+        ("llama", {"attention_dropout": 0.1}, "does not support dropout, but the model has 0.1."),
         ("llama", {"head_dim": 288}, "supports head dimensions up to 256, the model has 288."),
         ("gemma2", {}, "does not support softcap."),
         ("gpt_oss", {"num_local_experts": 4}, "does not support s_aux."),

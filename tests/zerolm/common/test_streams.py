@@ -31,7 +31,7 @@ def add_flags(parser): pass
 def run(arguments):
     text = pathlib.Path("text").read_bytes().decode()
     print(text), print(text, file=sys.stderr)
-    raise ConfigError(f"file: {text}, must be printable. Correct it.")
+    raise ConfigError(f"file: {text} must be printable. Correct it.")
 """
 
 
@@ -49,7 +49,7 @@ def test_text_of_a_file_does_not_control_the_terminal(tmp_path):
     shown = f"{escaped} \tna\u200cme \u0645\n"
     assert done.returncode == 2 and done.stdout.decode().startswith(shown)
     errors = done.stderr.decode()
-    assert errors.startswith(shown.replace(r"\r", "\r")) and f"file: {shown}, must be" in errors
+    assert errors.startswith(shown.replace(r"\r", "\r")) and f"file: {shown} must be" in errors
 
 
 FORBIDDEN = """\

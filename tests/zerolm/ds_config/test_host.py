@@ -76,7 +76,7 @@ def test_a_contradicting_path_and_a_host_without_libaio_are_refused(tmp_path, mo
     config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}
     config["zero_optimization"]["offload_param"]["nvme_path"] = "/other"
     host.with_nvme_path(Profile.parse(config), settings, problems)
-    assert '/other", contradicts command line: --nvme_path /disk' in "\n".join(problems)
+    assert '/other" contradicts command line: --nvme_path /disk' in "\n".join(problems)
     (tmp_path / "file").write_text("")
     config["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "file")
     monkeypatch.setattr(host, "has_asynchronous_io", lambda: False)

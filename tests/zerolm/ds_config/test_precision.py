@@ -126,7 +126,7 @@ def test_a_resumed_run_keeps_its_precision_on_another_device(began, device, expe
 def test_a_flag_against_an_explicit_block_is_refused_with_both_places(config, flag, against):
     _, notices, [problem] = decide(config, flag)
     assert notices == []
-    assert problem.startswith(f"ds.json: {against}, contradicts command line: --precision {flag}. ")
+    assert problem.startswith(f"ds.json: {against} contradicts command line: --precision {flag}. ")
 
 
 if __name__ == "__main__":

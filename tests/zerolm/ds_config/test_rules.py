@@ -172,22 +172,22 @@ BAD = {
     ),
     "a switch that is text": (
         {"torch_autocast": {"enabled": "false"}},
-        'torch_autocast.enabled: "false", DeepSpeed reads any text as true',
+        'torch_autocast.enabled: "false" is text, which DeepSpeed reads as true',
         "Write true or false",
     ),
     "no master weights for 16-bit states": (
         {**zero(2), "bf16": {"enabled": True, "bf16_optimizer_states": True}},
-        "bf16.bf16_optimizer_states: true, needs bf16.bf16_master_weights_and_grads",
+        "bf16.bf16_optimizer_states: true needs bf16.bf16_master_weights_and_grads",
         "remove the key",
     ),
     "16-bit master weights without offload": (
         {**zero(2), "bf16": {"enabled": True, "bf16_master_weights_and_grads": 1}},
-        "bf16.bf16_master_weights_and_grads: true, needs zero_optimization.offload_optimizer",
+        "bf16.bf16_master_weights_and_grads: true needs zero_optimization.offload_optimizer",
         "or bf16_optimizer_states",
     ),
     "16-bit master weights of other weights": (
         {**zero(2), "bf16": {"enabled": False, "bf16_master_weights_and_grads": True}},
-        "bf16.bf16_master_weights_and_grads: true, needs bf16, but the weights are fp32",
+        "bf16.bf16_master_weights_and_grads: true needs bf16, but the weights are fp32",
         "Remove the key",
     ),
     "weights of another precision": (
@@ -198,10 +198,10 @@ BAD = {
     "checkpoints of DataStates": ({"datastates_ckpt": {}}, "datastates_ckpt", "Remove the block"),
     "SuperOffload": (
         zero(3, offload_optimizer={"device": "cpu", "super_offload": True}),
-        "offload_optimizer.super_offload: true, is not supported: it needs CUDA",
+        "offload_optimizer.super_offload: true is not supported: it needs CUDA",
         "Remove the key",
     ),
-    "storage without a GPU": ({"aio": {"use_gds": 1}}, "aio.use_gds: true, needs a GPU", "Remove"),
+    "storage without a GPU": ({"aio": {"use_gds": 1}}, "aio.use_gds: true needs a GPU", "Remove"),
     "data efficiency": ({"data_efficiency": {"enabled": True}}, "data_efficiency", "--data"),
     "a secret": ({"comet": {"api_key": "abc"}}, "comet.api_key: a secret", "COMET_API_KEY"),
     "sums of gradients": ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: "sum"', "mean"),

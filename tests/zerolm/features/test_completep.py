@@ -96,7 +96,7 @@ def test_each_family_trains_as_with_multipliers_in_the_forward_pass(family) -> N
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("--base_layers 2", "2, has no effect without --parametrization completep"),
+        ("--base_layers 2", "2 has no effect without --parametrization completep"),
         ("--parametrization completep --learning_rate 1e-3", "needs --base_hidden_size"),
         (FLAGS.replace("--learning_rate 1e-3", ""), "needs --learning_rate"),
         (f"{FLAGS} --model_config tied.json", "ties the embeddings"),

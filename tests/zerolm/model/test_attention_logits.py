@@ -93,8 +93,8 @@ def test_models_whose_queries_and_keys_cannot_be_scaled_are_refused_with_the_rea
     )  # fmt: skip
     problems = "\n".join(problems_of(settings, config_of("qwen3"), "cuda"))
     assert "--qk_clip: 100, but qwen3 normalizes queries and keys (q_norm)" in problems
-    assert "--qk_clip: 100, not supported together with --compile" in problems
-    assert "--qk_clip: 100, not supported together with --attn_implementation flex" in problems
+    assert "--qk_clip: 100 is not supported together with --compile" in problems
+    assert "--qk_clip: 100 is not supported together with --attn_implementation flex" in problems
     assert not problems_of(RunSettings(qk_clip=100.0), config_of("qwen2"), "cpu")
 
 

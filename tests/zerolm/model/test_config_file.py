@@ -78,7 +78,7 @@ def test_all_problems_are_reported_at_once(refusal):
     ("content", "complaint"),
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "[], must be a JSON object"),
+        ("[]", "[] must be a JSON object"),
         (
             {"modeltype": "llama"},
             'model_type: missing. Name an architecture, for example "llama"',
@@ -92,13 +92,13 @@ def test_all_problems_are_reported_at_once(refusal):
             {"model_type": "orion", "auto_map": {"AutoModel": "model.Model"}},
             "'orion' is unknown to the installed transformers. The code that auto_map names is",
         ),
-        ({"model_type": "gpt2", "n_head": 0}, "num_attention_heads: 0, must be at least 1"),
+        ({"model_type": "gpt2", "n_head": 0}, "num_attention_heads: 0 must be at least 1"),
         ({"model_type": "musicgen"}, "'musicgen' holds several text models"),
         ({**LLAMA, "hidden_size": 65}, "not a multiple of the number of attention heads"),
         ({**LLAMA, "num_key_value_heads": 3}, "must divide num_attention_heads, 4"),
-        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers: 0, must be at least 1"),
-        ({**LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000, must be at most"),
-        ({**LLAMA, "rms_norm_eps": -1.0}, "rms_norm_eps: -1.0, must not be negative"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers: 0 must be at least 1"),
+        ({**LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 must be at most"),
+        ({**LLAMA, "rms_norm_eps": -1.0}, "rms_norm_eps: -1.0 must not be negative"),
         ({"model_type": "mixtral", "num_experts_per_tok": 9}, "must be from 1 to 8"),
     ],
 )
@@ -319,12 +319,12 @@ def test_keys_about_the_form_of_outputs_do_not_reach_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"hidden_size": 10**9}, "hidden_size: 1000000000, must be at most 100,000,000"),
-        ({"head_dim": 10**9}, "head_dim: 1000000000, must be at most 100,000,000"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000, must be at most 10,000"),
+        ({"hidden_size": 10**9}, "hidden_size: 1000000000 must be at most 100,000,000"),
+        ({"head_dim": 10**9}, "head_dim: 1000000000 must be at most 100,000,000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 must be at most 10,000"),
         (
             {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": -1},
-            "num_experts_per_tok: -1, must be from 1 to 8",
+            "num_experts_per_tok: -1 must be from 1 to 8",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -27,26 +27,26 @@ def hint(settings: RunSettings, problem: str) -> str:
 
 def test_the_subject_and_the_flags_before_the_fix_are_named(settings):
     fp8, scale = settings.where("fp8"), settings.where("parametrization")
-    assert hint(settings, f"{fp8}: true, needs a GPU. Remove the flag.") == "--no-fp8"
-    assert hint(settings, f"{scale}: completep, has another scale. Remove --init_from, or the "
+    assert hint(settings, f"{fp8}: true needs a GPU. Remove the flag.") == "--no-fp8"
+    assert hint(settings, f"{scale}: completep has another scale. Remove --init_from, or the "
                           "flag.") == "--no-init_from or --no-parametrization"  # fmt: skip
-    assert hint(settings, f"{fp8}: true, not with this. Use bf16, or remove this setting.")
-    assert hint(settings, f"{fp8}: true, contradicts the key. Remove one of them.") == "--no-fp8"
-    assert hint(settings, f"{fp8}: true, needs masters. Remove the_key, or the flag.") == "--no-fp8"
+    assert hint(settings, f"{fp8}: true does not work with this. Use bf16, or remove this setting.")
+    assert hint(settings, f"{fp8}: true contradicts the key. Remove one of them.") == "--no-fp8"
+    assert hint(settings, f"{fp8}: true needs masters. Remove the_key, or the flag.") == "--no-fp8"
     assert hint(settings, "command line: --compile: not supported together with --fp8. Remove one "
                           "of the flags.") == "--no-fp8"  # fmt: skip
 
 
 def test_what_was_written_or_is_recommended_is_not(settings):
     for problem in (
-        "command line: --compile: true, needs a GPU. Remove the flag.",
-        f"{settings.where('seq_len')}: 64, must be larger. Raise it.",
+        "command line: --compile: true needs a GPU. Remove the flag.",
+        f"{settings.where('seq_len')}: 64 must be larger. Raise it.",
         "command line: --compile: has no effect without --fp8. Add it, or remove the flag.",
         f"{settings.where('fp8')}: true. Remove it (--no-fp8).",
-        "ds.json: fp16.enabled: true, not with --fp8. Remove the block.",
-        "ds.json: torch_autocast.enabled: true, not with --fp8. Remove torch_autocast.",
+        "ds.json: fp16.enabled: true does not work with --fp8. Remove the block.",
+        "ds.json: torch_autocast.enabled: true does not work with --fp8. Remove torch_autocast.",
         "ds.json: scheduler: sets the rates of --fp8. Remove the scheduler block, and use --x.",
-        "ds.json: fp16.enabled: true, not with --fp8, whose scales drop to 0.",
+        "ds.json: fp16.enabled: true does not work with --fp8, whose scales drop to 0.",
         "data: row 7 is not text for --seq_len. Correct it, or remove the row.",
     ):
         assert hint(settings, problem) == ""

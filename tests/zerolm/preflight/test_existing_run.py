@@ -152,7 +152,7 @@ def test_changes_that_affect_the_curve_are_allowed_if_accepted(inputs, a_run):
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        ("--model_config dropout.json", "attention_dropout: 0.0 -> 0.1 (--model_config), cannot"),
+        ("--model_config dropout.json", "attention_dropout: 0.0 -> 0.1 (--model_config) cannot"),
         (
             "--deepspeed_config fp32.json",
             "precision: bf16 -> fp32 (--deepspeed_config; the run began",

@@ -174,7 +174,7 @@ def test_check_refuses_and_names_the_file(tmp_path):
     base = write_inputs(tmp_path)
     write_json(base / "blind.json", {**MISTRAL, "sliding_window": 0})
     (problem,) = refusal(base, " --model_config blind.json", WORLD_SIZE="1")
-    assert problem.startswith(f"{base}/blind.json: sliding_window: 0, ")
+    assert problem.startswith(f"{base}/blind.json: sliding_window: 0: ")
 
 
 def test_random_state_and_threads_are_as_before(tmp_path):

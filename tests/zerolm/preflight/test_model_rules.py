@@ -76,12 +76,12 @@ def test_torchs_varlen_is_refused_with_the_reason():
     settings, _ = parse_settings(["--seq_len", "32", "--attn_implementation", "varlen"])
     assert not attention_problems(settings, "absent", "bf16")
     (problem,) = attention_problems(settings, "cpu", "bf16")
-    assert problem.endswith("--attn_implementation: varlen, needs a GPU. Use auto.")
+    assert problem.endswith("--attn_implementation: varlen needs a GPU. Use auto.")
     (problem,) = attention_problems(settings, "cuda", "fp32")
-    assert "--attn_implementation: varlen, needs bf16 or fp16" in problem
+    assert "--attn_implementation: varlen needs bf16 or fp16" in problem
     assert model_problems(settings, layers("mistral", sliding_window=8)) == []
     (problem,) = model_problems(settings, layers("gemma2"))
-    assert "--attn_implementation: varlen, does not support softcap. (" in problem
+    assert "--attn_implementation: varlen does not support softcap. (" in problem
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_fp8_is_refused_without_bf16_on_older_gpus_and_without_linear_layers(mon
 
     gpt2 = layers("gpt2")  # its Conv1D is no linear layer
     precision, device, model = found(settings, gpt2, fp32, "cuda")
-    assert "--fp8: true, needs bf16 weights, but those of d.json are fp32" in precision
+    assert "--fp8: true needs bf16 weights, but those of d.json are fp32" in precision
     assert "this GPU has compute capability 8.6, and fp8 needs 8.9" in device
     assert "gpt2 has no linear layers in its blocks (m)" in model
     llama = layers("llama", intermediate_size=96)

@@ -35,7 +35,7 @@ def test_another_architecture_is_refused_at_once() -> None:
 
 LONGER = {"max_position_embeddings": 128}
 LIMIT = "NEW: max_position_embeddings: 128, --init_from SOURCE has 32: the longest --seq_len"
-GUESSED = "rope_parameters.original_max_position_embeddings: 128, must be below max_position_embed"
+GUESSED = "rope_parameters.original_max_position_embeddings: 128 must be below max_position_embed"
 LONGROPE = {"short_factor": [1.0] * 4, "original_max_position_embeddings": 32}
 
 

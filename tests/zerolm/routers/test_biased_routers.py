@@ -84,7 +84,7 @@ def test_experts_without_weights_and_routers_without_a_bias_are_refused() -> Non
     )  # fmt: skip
     problems = "\n".join(problems_of(settings, config_of("mixtral"), "cpu"))
     assert "--balance_rate: 0.001, but mixtral has no router with a bias" in problems
-    assert "--balance_rate: 0.001, not supported together with --compile" in problems
+    assert "--balance_rate: 0.001 is not supported together with --compile" in problems
     assert not problems_of(RunSettings(balance_rate=0.001), config_of("deepseek_v3"), "cpu")
 
 

@@ -20,7 +20,7 @@ from zerolm.shards.reader import open_source
     ("change", "named"),
     [
         ({"format": "other"}, "format is not"),
-        ({"version": 2}, "version 2, this release reads version 1"),
+        ({"version": 2}, "version 2, but this release reads version 1"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"vocab_size": "1000"}, "vocab_size is '1000', not of type int"),
         ({"vocab_size": 70_000}, "uint16 cannot hold vocab_size 70000"),

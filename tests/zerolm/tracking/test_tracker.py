@@ -33,7 +33,7 @@ def test_a_missing_package_is_reported_before_the_run(monkeypatch) -> None:
     assert Wanting.problems("tensorboard", settings, {}) == []
     monkeypatch.setattr(tracker.importlib.util, "find_spec", lambda name: None)
     (problem,) = Wanting.problems("tensorboard", settings, {})
-    assert "tensorboard: true, needs the package tensorboard" in problem
+    assert "tensorboard: true needs the package tensorboard" in problem
     assert "bash launch/setup.sh tensorboard" in problem
 
 

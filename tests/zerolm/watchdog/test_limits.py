@@ -20,12 +20,12 @@ LIMITS = {
     "address space": (
         "ulimit -v 8000000",
         "import torch; torch.empty(1 << 36)",
-        "out of memory: ulimit -v allows 7.63 GiB, raise it.",
+        "out of memory: ulimit -v allows 7.63 GiB; raise it.",
     ),
     "memory of Python": (
         "ulimit -v 1000000",
         "b'0' * (1 << 36)",
-        "out of memory: ulimit -v allows 977 MiB, raise it.",
+        "out of memory: ulimit -v allows 977 MiB; raise it.",
     ),
     "shared memory": (
         "mount -t tmpfs -o size=64k none /dev/shm",
