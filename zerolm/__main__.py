@@ -36,7 +36,6 @@ COMMANDS = Group(
                     "upload": "copy the checkpoints of a run to an object store",
                     "restore": "restore a run from an object store",
                     "wandb-sync": "send a run directory to W&B as a new W&B run",
-                    "wandb-workspace": "create a W&B workspace with panels for a run's metrics",
                     "mirror": "",  # started by a run only
                 },
             },

@@ -89,7 +89,7 @@ CHOOSE_DEVICES = ("num_gpus", "num_nodes", "hostfile", "include", "exclude")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag, for help and completion; `run` parses the command itself."""
+    """Add every flag, for the help; `run` parses the command itself."""
     add_launcher_flags(parser.add_argument_group("DeepSpeed's launcher"), LAUNCHER_FLAGS)
     add_all_settings(parser)
 

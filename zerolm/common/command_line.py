@@ -1,4 +1,4 @@
-"""Command lines with subcommands: dispatch, help by topic, shell completion, errors, exit codes.
+"""Command lines with subcommands: dispatch, help by topic, errors, exit codes.
 
 A command is a module that is imported only when the command is used, so that `--help` is instant.
 The module has two functions:
@@ -40,7 +40,6 @@ from zerolm.common.values import (
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_OUTPUT_CLOSED = 128 + signal.SIGPIPE
-COMPLETION = "_ARGCOMPLETE"  # set by the shell when it asks argcomplete for completions
 CURSOR_UP = "\x1b[A"
 WIDTH = 100
 SYNTAX = (
@@ -71,7 +70,7 @@ class Command:
         topic: heading under which the command is listed.
         takes_run: the command that starts a run may follow `--`; `run` gets it as the list
             `arguments.run_command`, None without `--`.
-        own_parser: `run` gets argv as a list and parses it; `add_flags` only serves completion.
+        own_parser: `run` gets argv as a list and parses it.
         passes_on: words that are not its flags are for another command; `run` gets them as the list
             `arguments.others`.
     """
@@ -118,8 +117,6 @@ def run_program(group: Group, argv: Sequence[str], program: str) -> int:
     Args:
         program: what the user typed to start it, such as `zerolm`, for usage lines and messages.
     """
-    if COMPLETION in os.environ:
-        _complete(group, program)
     open_standard_streams()
     streams: Any = sys.stdout, sys.stderr
     if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may lack a character
@@ -411,28 +408,3 @@ count_from_zero = flag_type(parse_count, minimum=0)
 number = flag_type(parse_real, above=0)
 size_bytes = flag_type(parse_bytes, minimum=1)
 duration = flag_type(parse_duration)  # in seconds
-
-
-# -------------------------------------------------------------------------------------------------
-# Shell completion
-
-
-def _complete(group: Group, program: str) -> None:
-    """Print completions for the shell, and exit."""
-    import argcomplete
-
-    parser = argparse.ArgumentParser(prog=program)
-    _add_commands(parser, group, os.environ["COMP_LINE"].split())
-    argcomplete.autocomplete(parser)
-
-
-def _add_commands(parser: argparse.ArgumentParser, group: Group, typed: Sequence[str]) -> None:
-    """Add the commands to a parser; only those that were typed are imported for their flags."""
-    subparsers = parser.add_subparsers(parser_class=argparse.ArgumentParser)
-    for name, command in group.commands.items():
-        if isinstance(command, Group):
-            _add_commands(subparsers.add_parser(name, help=command.description), command, typed)
-        elif command.help:
-            subparser = subparsers.add_parser(name, help=command.help)
-            if name in typed:
-                importlib.import_module(command.module).add_flags(subparser)

@@ -1,7 +1,7 @@
 """The table of all metrics, and what of it the report, the trackers and the console show.
 
-The tables of docs/metrics.md, the panels of `report.html`, the W&B workspace, the console line and
-the progress bar are derived from `METRICS`. A metric that is not in it is still logged, sent to
+The tables of docs/metrics.md, the panels of `report.html`, the console line and the
+progress bar are derived from `METRICS`. A metric that is not in it is still logged, sent to
 trackers, and drawn in a panel of its own, in the section `OTHER`. Standard library only.
 
     python -m tests.test_tables    # writes the tables of docs/metrics.md

@@ -124,9 +124,7 @@ def add_settings(
             options |= {"nargs": "?", "const": "full"}
         elif about["kind"] == "list":
             options["action"] = "append"
-        action = parser.add_argument(f"--{name}", **options)
-        if about["choices"]:  # for shell completion; settings_of checks them
-            action.completer = lambda known=about["choices"], **_: known  # type: ignore[attr-defined]
+        parser.add_argument(f"--{name}", **options)
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
@@ -354,7 +352,7 @@ def _parser(usage: str, add_flags: AddFlags | None) -> Parser:
 
 
 def add_all_settings(parser: argparse.ArgumentParser) -> None:
-    """Add every setting to a parser that serves help and completion."""
+    """Add every setting to a parser that serves the help."""
     for group, title in GROUPS.items():
         names = [name for name, about in FLAGS.items() if about["group"] == group]
         add_settings(parser.add_argument_group(title), names)

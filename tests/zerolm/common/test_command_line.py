@@ -136,7 +136,7 @@ def test_every_switch_states_its_default(words, capsys):
 
 
 def test_no_help_imports_anything_heavy():
-    """Neither the help of a command nor completion waits for torch, nor for what imports it."""
+    """The help of a command does not wait for torch, nor for what imports it."""
     modules = sorted({command.module for command in ALL.values()})
     script = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
     script += "print(sorted({name.partition('.')[0] for name in sys.modules}))"
@@ -357,47 +357,3 @@ def test_a_closed_output_ends_a_command_without_a_traceback(words, tmp_path):
         assert process.returncode in (0, 141)
     else:
         assert process.returncode == 0
-
-
-# -------------------------------------------------------------------------------------------------
-# Completion
-
-
-def completions(line, directory):
-    """Return what the shell is given for a line that is being typed."""
-    answer = directory / "answer"
-    variables = {
-        "_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_SHELL": "bash",
-        "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><;|&(:", "_ARGCOMPLETE_STDOUT_FILENAME": answer,
-        "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9",
-    }  # fmt: skip
-    script = "import sys; from zerolm.console import console_script; sys.exit(console_script())"
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    subprocess.run(
-        [sys.executable, "-c", script], cwd=directory, timeout=120, check=True,
-        env=environment(**{k: str(v) for k, v in variables.items()}, PYTHONPATH=path),
-    )  # fmt: skip
-    return {word.strip() for word in answer.read_text().split("\n")} - {""}
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("zerolm pl", {"plan", "plot"}),
-        ("zerolm data tok", {"tokenize"}),
-        ("zerolm data tokenize --val", {"--val_fraction", "--val_output"}),
-        ("zerolm plan --device", {"--devices", "--devices_per_node"}),
-        ("zerolm render sl", {"slurm"}),
-        ("zerolm export --precision b", {"bf16"}),
-        ("zerolm train --num_", {"--num_gpus", "--num_nodes", "--num_workers"}),
-        ("zerolm train --num_gpus 2 --schedule w", {"wsd"}),
-        ("zerolm train --no-skip", {"--no-skip_spikes"}),
-        ("zerolm train --deepspeed_config ds_configs/ze", {"ds_configs/zero2.json"}),
-        ("zerolm export runs/fi", {"runs/first/"}),
-    ],
-)
-def test_the_shell_completes_commands_flags_values_and_paths(line, expected, tmp_path):
-    (tmp_path / "ds_configs").mkdir()
-    (tmp_path / "ds_configs" / "zero2.json").write_text("{}")
-    (tmp_path / "runs" / "first").mkdir(parents=True)
-    assert completions(line, tmp_path) == expected
