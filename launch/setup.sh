@@ -22,15 +22,14 @@ fail() {
 
 # Hash of everything that .venv depends on, its path included: scripts in .venv/bin contain it.
 expected_hash() {
-    local config=none
-    [[ -f $venv/pyvenv.cfg ]] && config=$(grep -E '^(version|include-system)' $venv/pyvenv.cfg)
     {
         cat setup.cfg pyproject.toml constraints.txt launch/setup.sh launch/install.py
-        printf '%s\n' "$PWD" "$config"
+        echo "$PWD"
+        grep -E '^(version|include-system)' $venv/pyvenv.cfg
     } | sha256sum | cut -d ' ' -f 1
 }
 
-# True if .venv has these extras and the torch of ZEROLM_TORCH, and nothing has changed.
+# True if .venv has these extras and the torch that is wanted, and nothing has changed.
 is_done() {
     local hash extras torch extra
     [[ -x $venv/bin/python && -f $stamp ]] || return 1
@@ -42,45 +41,27 @@ is_done() {
     done
 }
 
-find_python() {
-    local candidate rejected=()
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.12 python3.13 python3.11 python3.10; do
-        if ! "$candidate" -c '' 2>/dev/null; then
-            [[ $candidate != "${PYTHON:-}" ]] || fail "PYTHON=$PYTHON does not run."
-            continue
-        elif ! "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-            rejected+=("$candidate is older than 3.10")
-        elif ! "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
-            rejected+=("$candidate has no venv module: apt-get install python3-venv")
-        else
-            echo "$candidate"
-            return
-        fi
-        [[ $candidate != "${PYTHON:-}" ]] || break
-    done
-    fail "needs Python 3.10 or newer with the venv module." "${rejected[@]:-no python3 was found}"
-}
-
-# False if .venv was copied or moved here, or its Python is gone, which pip cannot repair.
-venv_works() {
-    [[ -x $venv/bin/python ]] &&
-        $venv/bin/python -c 'import sys; sys.exit(sys.prefix != sys.argv[1])' "$PWD/$venv" \
-            2>/dev/null
-}
-
 make_environment() {
-    local python
-    python=$(find_python)
-    echo "setup: create $venv with $("$python" --version)"
-    "$python" -m venv --clear $venv || fail "$python -m venv failed"
+    local python why="no python3 was found"
+    local candidates=(python3 python3.12 python3.13 python3.11 python3.10)
+    [[ -z ${PYTHON:-} ]] || candidates=("$PYTHON")
+    for python in "${candidates[@]}"; do
+        "$python" -c '' 2>/dev/null || continue
+        why="$python is older, or has no venv module: apt-get install python3-venv"
+        "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' \
+            2>/dev/null || continue
+        echo "setup: create $venv with $("$python" --version)"
+        "$python" -m venv --clear $venv || fail "$python -m venv failed"
+        return
+    done
+    [[ -z ${PYTHON:-} || $why != no* ]] || fail "PYTHON=$PYTHON does not run."
+    fail "needs Python 3.10 or newer with the venv module." "$why"
 }
 
 command -v flock >/dev/null || fail "needs flock: apt-get install util-linux"
 mkdir -p .cache
-is_done "$@" && exit 0
-
 exec 9>.cache/setup.lock
-if ! flock --nonblock 9; then
+if ! is_done "$@" && ! flock --nonblock 9; then
     echo "setup: waiting for another setup in this directory"
     flock 9
 fi
@@ -88,7 +69,9 @@ is_done "$@" && exit 0
 
 command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null ||
     fail "needs a C++ compiler, to build DeepSpeed's operators: apt-get install g++"
-venv_works || make_environment
+# A .venv that was copied or moved here, or whose Python is gone, cannot be repaired by pip.
+$venv/bin/python -c 'import sys; sys.exit(sys.prefix != sys.argv[1])' "$PWD/$venv" 2>/dev/null ||
+    make_environment
 $venv/bin/python -c 'import pip' 2>/dev/null || $venv/bin/python -m ensurepip ||
     fail "$venv/bin/python -m ensurepip failed"
 

@@ -89,10 +89,10 @@ COMMANDS = (
 def resolve(resolution: str, python: str, clone: Path, until: float) -> int | None:
     """Write constraints.txt of the clone with the versions that uv chooses. Return as `run`."""
     installer, file = Installer(), clone / "constraints.txt"
-    uv = [installer.uv[0], "pip", "compile", "--no-config", "--quiet", "--no-header"]
-    command = [*uv, "--no-annotate", "--extra", "dev", "--resolution", resolution]
+    uv = [installer.programs[0][0], "pip", "compile", *installer.uv_options, "--no-header"]
+    command = [*uv, "--quiet", "--no-annotate", "--extra", "dev", "--resolution", resolution]
     command += ["--python", python, "--output-file", str(file), "setup.cfg"]
-    environment = os.environ | installer.uv_environment | {"DS_BUILD_OPS": "0"}
+    environment = os.environ | {"DS_BUILD_OPS": "0"}
     file.unlink()
     code = run(command, clone, environment, until)
     if code == 0:  # set-up looks for a CPU build itself
