@@ -29,7 +29,7 @@ def main() -> None:
         type=lambda text: text.split(","),
         help="comma-separated phases (default: %(default)s)",
     )
-    add("--write", action="store_true", help="write the rows of these families to docs/models.md")
+    add("--write", action="store_true", help="record these families, and update docs/models.md")
     arguments = parser.parse_args()
     families = arguments.only.split(",") if arguments.only else list(FAMILIES)
     for family in families if arguments.again else ():

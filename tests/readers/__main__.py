@@ -1,6 +1,6 @@
 """Reads exports of every family with other programs; writes their outcomes.
 
-    python -m tests.readers --output /tmp/readers --write             # all: the table in docs
+    python -m tests.readers --output /tmp/readers --write             # all, and the tables
     python -m tests.readers --output /tmp/readers --readers mlx --families llama,gpt2
 
 The programs are installed in `.cache/readers` first; llama.cpp is built from source there.
@@ -22,9 +22,11 @@ def main() -> None:
         "--output", type=Path, required=True, help="for the models; those that are there are kept"
     )
     parser.add_argument("--readers", default=",".join(table.READERS))
-    parser.add_argument("--families", help="separated by commas; all of docs/models.md by default")
     parser.add_argument(
-        "--write", action="store_true", help="write the results and docs/readers.md"
+        "--families", help="separated by commas; by default all that can be trained"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the results, their table and docs/readers.md"
     )
     arguments = parser.parse_args()
     names = arguments.families.split(",") if arguments.families else table.families()
@@ -46,7 +48,7 @@ def main() -> None:
                 print(f"{reader} {name}: {what}", flush=True)
     if arguments.write:
         table.RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
-        table.write_page(results, LIMITS)
+        table.write_tables(results, LIMITS)
 
 
 if __name__ == "__main__":

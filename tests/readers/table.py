@@ -1,4 +1,4 @@
-"""Outcomes of the other programs for each family, and their table in docs/readers.md."""
+"""Outcomes of the other programs for each family: their table, and its summary for the docs."""
 
 import json
 import re
@@ -10,10 +10,12 @@ from typing import Any
 import torch
 
 from tests import ROOT
+from tests.model_families.table import recorded
 from tests.readers import environment
 
 PROGRAM = Path(__file__).with_name("read_models.py")
 RESULTS = ROOT / "benchmarks" / "results" / "readers.json"
+TABLE = ROOT / "benchmarks" / "results" / "readers.md"
 PAGE, BEGIN, END = ROOT / "docs" / "readers.md", "<!-- Generated", "<!-- End of the generated part"
 READERS = {
     "transformers": "transformers 4.57.6", "llama_cpp": "llama.cpp (llama-cpp-python 0.3.36)",
@@ -28,9 +30,8 @@ UNKNOWN = (  # what the programs say of families that they do not have
 
 
 def families() -> list[str]:
-    """Return the families that can be trained, from the table in docs/models.md."""
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    return re.findall(r"^\| `([^`]+)` \| \d", text, re.MULTILINE)
+    """Return the families that can be trained."""
+    return [name for name, row in recorded().items() if row["zero2"][:1].isdigit()]
 
 
 def read(reader: str, directory: Path, names: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -94,14 +95,24 @@ def table_of(results: Mapping[str, Mapping[str, str]], limits: Mapping[str, str]
     return "\n".join([*lines, "", *numbered])
 
 
-def write_page(results: Mapping[str, Mapping[str, str]], limits: Mapping[str, str]) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    heading, _, after = rest.partition("\n")
-    after = after[after.index(END) :]
-    PAGE.write_text(
-        f"{before}{BEGIN}{heading}\n\n{table_of(results, limits)}\n\n{after}", encoding="utf-8"
-    )
+def summary_of(results: Mapping[str, Mapping[str, str]]) -> str:
+    """Return the families of each program by the kind of its outcome."""
+    lines = ["| program | computes the same | differs | refused |", "|---|---|---|---|"]
+    for reader, title in READERS.items():
+        kinds: dict[str, list[str]] = {"equal": [], "differs": [], "refused": []}
+        for family, cell in sorted(results.get(reader, {}).items()):
+            if cell:
+                kinds[cell.partition(": ")[0]].append(f"`{family}`")
+        lines.append(f"| {title} | {' | '.join(map(', '.join, kinds.values()))} |")
+    return "\n".join(lines)
+
+
+def write_tables(results: Mapping[str, Mapping[str, str]], limits: Mapping[str, str]) -> None:
+    for path, table in ((TABLE, table_of(results, limits)), (PAGE, summary_of(results))):
+        before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+        heading, _, after = rest.partition("\n")
+        after = after[after.index(END) :]
+        path.write_text(f"{before}{BEGIN}{heading}\n\n{table}\n\n{after}", encoding="utf-8")
 
 
 def load() -> dict[str, Any]:

@@ -44,7 +44,7 @@ def keep_freed_memory() -> bool:
 
     glibc maps each allocation above 32 MiB separately, and the kernel zeroes its pages on first
     touch. For logits and tensors of their size that took a sixth of a step's CPU time
-    (docs/speed.md). A process that keeps freed memory stays at its peak between steps, which it
+    (docs/log.md). A process that keeps freed memory stays at its peak between steps, which it
     reaches in every step anyway.
 
     Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.

@@ -117,8 +117,8 @@ class Settings:
     )
     later_seq_len: int | None = count(
         "data",
-        "read text in an order in which a branch with this --seq_len, a multiple of the present "
-        "one, can go on with windows that are unread (default: --seq_len)",
+        "leave text unread in windows of this length, a multiple of --seq_len, for a branch "
+        "(default: --seq_len)",
         "TOKENS",
         changes_curve=True,
     )
@@ -130,8 +130,8 @@ class Settings:
     packing: str = flag(
         "data",
         "text",
-        "concat: split concatenated documents into sequences; best_fit: pack complete "
-        "documents into sequences, with the index that `zerolm data pack` writes",
+        "concat: split concatenated documents; best_fit: pack complete documents, with the index "
+        "that `zerolm data pack` writes",
         default=CONCAT,
         choices=(CONCAT, BEST_FIT),
         changes_curve=True,
@@ -234,8 +234,7 @@ class Settings:
     init_from: str | None = flag(
         "model",
         "text",
-        "existing weights to start a new run from: a Hugging Face model directory or hub id, or "
-        "a run of this project, with --model_config or the config of the source",
+        "existing weights to start from: a Hugging Face model directory or hub id, or a run",
         shows="MODEL|RUN[@STEP]",
         changes_curve=True,
         unchangeable="the run began with the weights of the old one",
@@ -268,8 +267,7 @@ class Settings:
         "model",
         "text",
         'precision of the weights, where the DeepSpeed JSON has "auto" or nothing (default: for '
-        "auto bf16, or fp32 on a device that emulates bf16; fp32 if it enables neither bf16 nor "
-        "fp16)",
+        "auto bf16, or fp32 on a device that emulates it; else fp32)",
         choices=PRECISIONS,
         probed=True,
     )
@@ -288,8 +286,8 @@ class Settings:
     )
     loss_chunk_tokens: int | None = count(
         "model",
-        "compute the loss for this many tokens at a time, to save memory; 0: for all of a "
-        "micro-batch (default: 0, or chunks of 512 MiB if its logits exceed 16 GiB in float32)",
+        "compute the loss for this many tokens at a time, to save memory; 0: for all at once "
+        "(default: 0, or chunks of 512 MiB for logits above 16 GiB)",
         "N",
         minimum=0,
         follows=True,
@@ -323,8 +321,7 @@ class Settings:
     shard_within: int | None = count(
         "run",
         "with ZeRO-1 in bf16: shard optimizer states over groups of N neighbouring ranks, such as "
-        "those of a host; each group has all states, and only sums of gradients pass between "
-        "groups (default: over all ranks)",
+        "those of a host (default: over all ranks)",
         "N",
         minimum=2,
     )
@@ -370,8 +367,7 @@ class Settings:
     )
     checkpoint_read_back: bool = switch(
         "run",
-        "read each file of a checkpoint from the disk before it counts as written; every resume "
-        "compares all checksums",
+        "read each file of a checkpoint from the disk before it counts as written",
     )
     checkpoint_failures: int = count(
         "run",
@@ -389,8 +385,8 @@ class Settings:
     hang_timeout: float = flag(
         "run",
         "duration",
-        "time without progress after which the run ends and names the rank at fault; three times "
-        "that until the first step is done; 0: never",
+        "time without progress after which the run ends and names the rank at fault; threefold "
+        "until the first step is done; 0: never",
         shows="DURATION",
         minimum=0.0,
         default=600.0,
@@ -447,8 +443,7 @@ class Settings:
     hardware: str | None = flag(
         "run",
         "text",
-        "with --check: devices to check for, such as H100, as for `zerolm plan`; cpu: ranks on the "
-        "CPU of this machine (default: the devices of this machine)",
+        "with --check: devices to check for, such as H100, or cpu (default: those of this machine)",
         shows="NAME|FILE",
         saved=False,
     )

@@ -57,8 +57,8 @@ class Ema(Feature):
     class Flags:
         ema_tokens: int = count(
             "budget",
-            "keep an exponential moving average of the weights with this half-life, evaluate it "
-            "beside them, and save it in checkpoints; 0: off",
+            "keep an exponential moving average of the weights with this half-life, and evaluate "
+            "it; 0: off",
             "TOKENS",
             default=0,
             minimum=0,

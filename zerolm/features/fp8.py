@@ -17,8 +17,7 @@ class Fp8(Feature):
     class Flags:
         fp8: bool = switch(
             "model",
-            "multiply in 8-bit floating point in the linear layers of the blocks while training, "
-            "with a scale for each tensor; with --compile",
+            "multiply in 8-bit floating point in the linear layers of the blocks while training",
             changes_curve=True,
             probed=True,
             no_tensor_parallel="DeepSpeed replaces the linear layers",

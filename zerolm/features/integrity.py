@@ -21,13 +21,12 @@ class Integrity(Feature):
         corruption_checks: bool = switch(
             "stability",
             "compare states between steps, and compute a step with odd gradients again before it "
-            "is applied, to find what hardware has changed without an error; passes over a batch "
-            "are equal in every bit on a CPU, on a GPU as far as its kernels are",
+            "is applied, to find values that hardware has changed without an error",
         )
         replay_interval: int = count(
             "stability",
-            "with --corruption_checks: compute the first step of each start twice, and one step of "
-            "so many, chosen at random; 0: none",
+            "with --corruption_checks: compute the first step of each start twice, and one at "
+            "random in each interval; 0: none",
             "STEPS",
             default=400,
             minimum=0,

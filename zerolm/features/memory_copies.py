@@ -38,8 +38,8 @@ class MemoryCopies(Feature):
     class Flags:
         memory_checkpoint_interval: int = count(
             "run",
-            "also copy the states into the memory of each host (/dev/shm) at this interval, from "
-            "where the same command resumes after the run was killed; 0: never",
+            "also copy the states into the memory of each host (/dev/shm), from which a killed run "
+            "resumes; 0: never",
             "STEPS",
             minimum=0,
             default=0,

@@ -202,39 +202,36 @@ _KINDS: tuple[EventKind, ...] = (
         "the run begins: `world_size`, `zero_stage`; `init_from`: existing weights, if any",
         _started, state=RUNNING),
     EventKind("branched", "notable",
-        "the run begins from a checkpoint of another run (`--branch`): `run`, its directory; "
-        "`tokens`; `digest` of the checkpoint; `changes`: old and new value of each setting that "
-        "affects the loss curve; `branch`: the same of that run, if it is a branch too", _branched),
+        "the run begins from a checkpoint of another (`--branch`): `run`, its directory; `tokens`; "
+        "`digest` of the checkpoint; `changes` of settings that affect the loss curve; `branch`: "
+        "the same of that run, if it is a branch too", _branched),
     EventKind("resume", "plain",
-        "the run resumes from `checkpoint`: `world_size`, `zero_stage`; `resharded`: what has "
-        "changed in its topology, `old -> new` each", _resumed,
+        "the run resumes from `checkpoint`: `world_size`, `zero_stage`; `resharded`: changes of "
+        "the topology", _resumed,
         AlertRule("INFO", "restarted", "checkpoint"), RUNNING),
     EventKind("startup", "quiet",
-        "the first step of this start is done: `seconds` since the launcher began; `parts` of "
-        "them; `lost_seconds` since the last row of metrics of an earlier start", _startup),
+        "the first step of this start is done: `seconds` since the launcher began, and their "
+        "`parts`; `lost_seconds` since the last row of metrics before", _startup),
     EventKind("recovered", "quiet",
-        "the first step is done that the start before had not done: `seconds` since that start "
-        "failed; `parts` of them; `repeated_steps` between its failure and its newest checkpoint",
+        "the first new step after a failure is done: `seconds` since the failure, and their "
+        "`parts`; `repeated_steps`",
         _recovered),
     EventKind("rows_lost", "notable",
         "the run resumes, but `metrics.jsonl` lacks rows before its checkpoint: `problem`"),
     EventKind("changed", "notable",
-        "`changes`: old and new value of each setting that affects the loss curve and was accepted "
-        "by `--accept_changes`", _changes),
+        "`changes` that `--accept_changes` accepted: old and new values", _changes),
     EventKind("checkpoint", "quiet",
-        "`checkpoint`, the name of its directory, is published; `copy_seconds` that training was "
-        "paused for; `seconds` until it was published",
+        "`checkpoint`, a directory, is published after `seconds`; training paused for "
+        "`copy_seconds`",
         "{checkpoint}: copied in {copy_seconds:seconds}, on disk after {seconds:seconds}"),
     EventKind("checkpoint_failed", "bad",
         "`checkpoint`, `error` of each rank that could not write, `next_try`: its step; after "
         "`--checkpoint_failures` intervals in a row the run ends",
         alert=AlertRule("ERROR", "checkpoint not written", "error")),
     EventKind("checkpoint_problem", "notable",
-        "`problem` beside a checkpoint that was published: an old one could not be removed, or "
-        "`latest` could not be written; logged once"),
+        "`problem` beside a published checkpoint, such as an old one that could not be removed"),
     EventKind("memory_copy_failed", "notable",
-        "`error` of each rank that could not copy its states to memory "
-        "(`--memory_checkpoint_interval`); logged once"),
+        "`error` of each rank that could not copy its states to memory"),
     EventKind("checkpoint_stall", "notable", "training was paused for long", _stalled,
         written=False),
     EventKind("damaged", "bad",
@@ -242,9 +239,7 @@ _KINDS: tuple[EventKind, ...] = (
         "and actual size or hash", alert=AlertRule("WARN", "damaged checkpoint", "checkpoint")),
     EventKind("evaluation_failed", "notable",
         "`evaluation`: `hellaswag`, `core`, `samples` or the name of a task; `error`. Training "
-        "continued. "
-        "If the run ended in the evaluation, twice at this step, no further evaluation is run "
-        "at this step"),
+        "continued; after two crashes this step is not evaluated"),
     EventKind("evaluation_interrupted", "notable",
         "the run ended, or was killed, during `evaluation`, which is retried once"),
     EventKind("spike", "notable",
@@ -264,21 +259,21 @@ _KINDS: tuple[EventKind, ...] = (
         "from step {from_step} back to {to_step}, skips sequences {skipped_window}: {reason}",
         AlertRule("WARN", "rolled back", "reason")),
     EventKind("replayed", "quiet",
-        "the step was computed again from the same batch before it was applied, and the results "
-        "are equal: `why`, `odd` for its gradients or losses, `spot` for a random check",
+        "the step was computed again from the same batch, with equal results: `why`, `odd` for its "
+        "gradients or losses, `spot` for a random check",
         "computed again ({why}), the same result"),
     EventKind("nondeterministic", "notable",
-        "two passes over the same batch differ slightly, as with kernels that sum in no fixed "
-        "order; replays are compared with `tolerance`, relative to the norm of each gradient",
+        "two passes over the same batch differ slightly; replays are compared with `tolerance`, "
+        "relative to the norm of each gradient",
         "two passes over a batch differ slightly; compared with a tolerance of {tolerance:.1e}"),
     EventKind("corrupt_step", "bad",
-        "one of three passes over the same batch was wrong, and the other two were equal; theirs "
-        "was applied: `why`, as in `replayed`; `problem`; `places`: rank, host and device of each "
-        "that computed it; `parameters` whose gradients were wrong", _corrupt,
+        "one of three passes over the same batch was wrong, and the result of the others was "
+        "applied: `why`; `problem`; `places`: rank, host and device; `parameters` whose gradients "
+        "were wrong", _corrupt,
         AlertRule("ERROR", "silent corruption corrected", "problem")),
     EventKind("corrupted", "bad",
-        "hardware has changed values without an error; the step was not applied, and the run ended "
-        "with exit code 77: `reason`; `places`: rank, host and device",
+        "hardware has changed values; the run ended with exit code 77: `reason`; `places`: rank, "
+        "host and device",
         alert=AlertRule("ERROR", "silent corruption", "reason"), state=FAILED),
     EventKind("rank_lost", "bad",
         "the process of a rank ended before the run: `ended`, the signal, exit code or error; "
@@ -286,13 +281,13 @@ _KINDS: tuple[EventKind, ...] = (
         "`[first, count]` of that step, its stack file; `found_by`, the rank that reports it",
         _ranks, AlertRule("ERROR", "a rank was lost", "ended"), FAILED),
     EventKind("hang", "bad",
-        "a rank was stopped, silent, or without progress: the same keys as `rank_lost`; with "
-        "`device`, `doing`, the function that the rank was in; if no rank is at fault, `ranks` is "
-        "empty, and `reason` names the collective that does not finish", _ranks,
+        "a rank was stopped, silent, or without progress: as `rank_lost`, with `device` and "
+        "`doing`, the function that the rank was in; if no rank is at fault, `ranks` is empty, and "
+        "`reason` names the collective that does not finish", _ranks,
         AlertRule("ERROR", "hang", "ended"), FAILED),
     EventKind("launcher_lost", "bad",
-        "the process that started the ranks of a host is gone: the same keys as "
-        "`rank_lost`, and `host`, `pid`, `reason`",
+        "the process that started the ranks of a host is gone: as `rank_lost`, with `host`, `pid` "
+        "and `reason`",
         alert=AlertRule("ERROR", "launcher lost", "reason"), state=FAILED),
     EventKind("slow_host", "notable",
         "a host has been slower than the others for minutes, or no longer is: `host`; `slow`; "
@@ -315,16 +310,15 @@ _KINDS: tuple[EventKind, ...] = (
     EventKind("checkpoint_damaged", "bad",
         "`problem` of a checkpoint in the store, which was not restored"),
     EventKind("attempt_failed", "bad",
-        "by the supervisor: `attempt`, its number; `reasons`, a line each: rank, host, signal, "
-        "stacks; `parts`: seconds from the last progress of a rank until the failure was noticed, "
-        "and then until all processes had ended, at `ended_at` (seconds since 1970)",
+        "by the supervisor: `attempt`, its number; `reasons`, a line each; `parts`: seconds until "
+        "the failure was noticed and until all processes had ended, at `ended_at` (seconds since "
+        "1970)",
         alert=AlertRule("WARN", "an attempt failed", "reasons"), state=FAILED),
     EventKind("supervisor_stopped", "bad",
         "by the supervisor, which does not start the run again: `attempt`; `reason`, its diagnosis",
         alert=AlertRule("ERROR", "supervisor stopped", "reason"), state=FAILED),
     EventKind("tracker_failed", "notable",
-        "`tracker`, `error`; training continued without it. The end of the run names what the "
-        "tracker lacks, and the command that sends it"),
+        "`tracker`, `error`; training continued without it"),
     EventKind("stopped", "plain",
         "`reason`: the signal, `--stop_after`, or that `deepspeed` has ended", state=STOPPED),
     EventKind("failed", "bad",
