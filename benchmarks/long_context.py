@@ -27,7 +27,8 @@ from benchmarks.contenders import argv, launcher, pretrain
 from benchmarks.machine import hardware
 from benchmarks.tables import parser, show, table
 from tests.launching import free_port
-from zerolm.evaluate.exported_loss import HeldOut, held_out_figures
+from zerolm.evaluate.held_out import HeldOut
+from zerolm.evaluate.validation import validation_loss
 from zerolm.shards.reader import open_source
 from zerolm.shards.writer import ShardWriter
 
@@ -134,11 +135,13 @@ def measure(scratch: Path) -> tuple[list[list[str]], list[list[str]]]:
         (f"branch, {LONG:,} tokens, theta x 8", "branch", LONG, THETAS[1]),
     ]
     positions, distances = [], []
-    held_out = [open_source(scratch / "held-out")]
+    sources = [open_source(scratch / "held-out")]
     for name, run_name, seq_len, theta in cases:
         model = load(scratch / f"{run_name}-model", theta)
-        given = HeldOut([], seq_len, 2**16, by_position=True)
-        figures = held_out_figures(model, held_out, given, lambda *_: None)
+        options = {"seq_len": seq_len, "micro_batch_size": 4, "rank": 0, "world_size": 1}
+        held_out = HeldOut(sources, ["text"], 2**16 // seq_len, options, None)
+        figures = validation_loss(model, held_out.batches("cpu"), ["text"], by_position=True)
+        model.eval()
         cells = [f"{figures[key]:.3f}" for key in POSITIONS]
         positions.append([name, *cells])
         if seq_len == LONG:

@@ -105,8 +105,10 @@ def imports_of(name: str) -> set[str]:
             named |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{name}: use absolute imports"
-            named.add(node.module or "")
-            named |= {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {f"{node.module}.{alias.name}" for alias in node.names} & set(MODULES)
+            named |= modules
+            if len(modules) < len(node.names):
+                named.add(node.module or "")
     return named & set(MODULES) - {name}
 
 

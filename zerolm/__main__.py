@@ -32,7 +32,7 @@ COMMANDS = Group(
                     "export": "write a checkpoint as a Hugging Face model directory",
                     "generate": "continue a prompt with the model of a run",
                     "merge": "write a weighted mean of checkpoints as a model directory",
-                    "evaluate": "run HellaSwag and lm-eval tasks on an exported model",
+                    "evaluate": "compute loss and downstream tasks of an exported model",
                     "upload": "copy the checkpoints of a run to an object store",
                     "restore": "restore a run from an object store",
                     "wandb-sync": "send a run directory to W&B as a new W&B run",

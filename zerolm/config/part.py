@@ -23,7 +23,7 @@ class Part:
         METRICS, SECTION: its metrics, and their section in `zerolm.run_dir.metrics.SECTIONS`.
     """
 
-    name: ClassVar[str]
+    name: str
     Flags: ClassVar[type] = NoFlags
     SECTION: ClassVar[str] = ""
     METRICS: ClassVar[tuple[Metric, ...]] = ()

@@ -41,7 +41,6 @@ FIRST_FLAGS = (
     *("data", "val_data", "model_config", "deepspeed_config", "run_dir", "total_tokens"),
     *("seq_len", "batch_tokens", "micro_batch_size", "learning_rate"),
 )
-OWN_TEXTS = "ranks that share a matrix would evaluate different texts"
 WANDB_MODES = ("auto", "online", "offline", "off")
 REFUSE, WARN, REDISTRIBUTE = EPOCH_POLICIES = ("refuse", "warn", "redistribute")
 GROUPS = {
@@ -153,9 +152,6 @@ class Settings:
     )
     eval_tokens: int | None = count(
         "data", "validation tokens per evaluation (default: 1M, or all if fewer)", "TOKENS"
-    )
-    loss_by_position: bool = switch(
-        "data", "also log the validation loss of the window's first, middle and last quarter"
     )
 
     batch_tokens: int | None = count(
@@ -448,100 +444,11 @@ class Settings:
         saved=False,
     )
 
-    needle_items: int = count(
-        "evaluation",
-        "with each validation, find random keys in this many windows of --val_data; 0: off",
-        "N",
-        minimum=0,
-        default=0,
-        no_tensor_parallel=OWN_TEXTS,
-    )
-    hellaswag: str | None = flag(
-        "evaluation",
-        "text",
-        "evaluate on HellaSwag, from a JSON lines file or a Hugging Face dataset",
-        shows="PATH|ID",
-        no_tensor_parallel=OWN_TEXTS,
-    )
-    hellaswag_items: int = count(
-        "evaluation",
-        "use only the first N items of HellaSwag; 0: all",
-        "N",
-        minimum=0,
-        default=1000,
-    )
-    core: str | None = flag(
-        "evaluation",
-        "text",
-        "evaluate on CORE, the 22 tasks of DCLM; directory of the unpacked eval_bundle",
-        shows="DIR",
-        no_tensor_parallel=OWN_TEXTS,
-    )
-    core_items: int = count(
-        "evaluation",
-        "use only N items of each task of CORE; 0: all",
-        "N",
-        minimum=0,
-        default=500,
-    )
-    eval_tasks: tuple[str, ...] = flag(
-        "evaluation",
-        "list",
-        "lm-eval tasks to evaluate on (needs bash launch/setup.sh lm-eval); may be repeated",
-        shows="NAME[,NAME]",
-        default=(),
-        no_tensor_parallel=OWN_TEXTS,
-    )
-    eval_task_path: str | None = flag(
-        "evaluation", "text", "directory with additional lm-eval task files (yaml)", shows="PATH"
-    )
-    eval_task_items: int | None = count(
-        "evaluation", "use only the first N documents of each lm-eval task (default: all)", "N"
-    )
     downstream_interval: int | None = count(
         "evaluation",
-        "optimizer steps between evaluations on HellaSwag, CORE and lm-eval tasks (default: "
-        "--eval_interval)",
+        "optimizer steps between evaluations on downstream tasks (default: --eval_interval)",
         "STEPS",
         follows=True,
-    )
-    prompts: str | None = flag(
-        "evaluation",
-        "text",
-        "prompts to generate samples from: one per line, or .jsonl with a key `prompt`",
-        shows="PATH",
-        no_tensor_parallel=OWN_TEXTS,
-    )
-    sample_interval: int | None = count(
-        "evaluation",
-        "training tokens between samples (default: each time the tokens have doubled, and at the "
-        "end)",
-        "TOKENS",
-    )
-    sample_length: int = count("evaluation", "maximum new tokens of a sample", "TOKENS", default=64)
-    temperature: float = flag(
-        "evaluation",
-        "real",
-        "sampling temperature; 0: always the most likely token",
-        shows="X",
-        default=0.8,
-        minimum=0.0,
-    )
-    top_k: int = count(
-        "evaluation",
-        "sample from the N most likely tokens; 0: from all",
-        "N",
-        0,
-        default=50,
-    )
-    top_p: float = flag(
-        "evaluation",
-        "real",
-        "sample from the most likely tokens whose probabilities add up to X; 1: from all",
-        shows="X",
-        default=1.0,
-        above=0,
-        maximum=1,
     )
 
     spike_threshold: float = flag(

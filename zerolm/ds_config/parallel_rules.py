@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.values import shown
-from zerolm.config.settings import OWN_TEXTS, SELECTIVE, Settings, flags_of
+from zerolm.config.settings import SELECTIVE, Settings, flags_of
 from zerolm.ds_config.profile import Profile, is_degree
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def model_problems(
 def _tensor_flags(settings: Settings, name: str) -> list[str]:
     return [
         f"{settings.where(flag)}: not supported together with {name}: {why}. Remove the flag"
-        + (", or evaluate an export." if why == OWN_TEXTS else ".")
+        + (", or evaluate an export." if about["group"] == "evaluation" else ".")
         for flag, about in flags_of(settings).items()
         if (why := about["no_tensor_parallel"]) and getattr(settings, flag)
     ]

@@ -1,5 +1,125 @@
-"""Evaluation of a model: validation loss, HellaSwag, tasks of lm-eval, and generated samples.
+"""Evaluations of a model, in a run or exported: one module each, and this list of them.
 
-Runs inside training on all ranks, or on an exported model in one process. Must not depend on
-checkpoints or the training loop.
+Its order is the order in which they run (`Evaluation`). A module of one imports little at its top,
+so that `--help` is instant. Must not depend on checkpoints or the training loop.
 """
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from zerolm.common.errors import ConfigError
+from zerolm.evaluate.core import Core
+from zerolm.evaluate.evaluation import Evaluation
+from zerolm.evaluate.hellaswag import HellaSwag
+from zerolm.evaluate.lm_eval import LmEval
+from zerolm.evaluate.needle import Needle
+from zerolm.evaluate.samples import Samples
+from zerolm.evaluate.validation import Validation
+
+if TYPE_CHECKING:
+    from zerolm.plan.plan import Plan
+    from zerolm.shards.reader import Source
+
+DOWNSTREAM = "downstream_interval"  # the setting of most evaluations
+
+EVALUATIONS: tuple[type[Evaluation], ...] = (
+    Validation,
+    Needle,
+    HellaSwag,
+    Core,
+    LmEval,
+    Samples,
+)
+OUTCOMES = tuple(kind.name for kind in EVALUATIONS if kind.OUTCOMES)  # for `RunFiles.outcomes`
+
+
+def _downstream(settings: Any) -> list[type[Evaluation]]:
+    return [kind for kind in EVALUATIONS if kind.interval == DOWNSTREAM and kind.wanted(settings)]
+
+
+def downstream_interval(settings: Any, default: int) -> int | None:
+    """Return the value of the setting in a run; None if nothing is evaluated at it."""
+    if not _downstream(settings):
+        return settings.downstream_interval
+    return settings.downstream_interval or settings.eval_interval or default
+
+
+def problems(settings: Any) -> list[str]:
+    """Return the problems of the settings themselves, one line each."""
+    needs: dict[str, tuple[str, ...]] = {
+        DOWNSTREAM: tuple(kind.setting for kind in EVALUATIONS if kind.interval == DOWNSTREAM)
+    }
+    for kind in EVALUATIONS:
+        needs |= dict.fromkeys([each.name for each in fields(kind.Flags)], (kind.setting,))
+        needs[kind.setting] = tuple(kind.requires)
+    found = []
+    for name, required in needs.items():
+        default = settings.__dataclass_fields__[name].default
+        changed = name in settings.explicit and getattr(settings, name) != default
+        if changed and required and not any(getattr(settings, each) for each in required):
+            flags = " or ".join(f"--{each}" for each in required)
+            found.append(
+                f"{settings.where(name)}: {getattr(settings, name)} needs {flags}. Add it, or "
+                f"remove this setting."
+            )
+    return found + [line for kind in EVALUATIONS for line in kind.problems(settings)]
+
+
+def input_problems(
+    settings: Any,
+    sources: "Sequence[Source]",
+    config: Any,
+    environment: Mapping[str, str],
+) -> list[str]:
+    """Return the problems of the files, tasks and tokenizer that the settings name, one line each.
+
+    The caller refuses only a new run for these. A resumed run continues without the evaluation: a
+    file may have moved since, or a hub may be down. Only rank 0 reads inputs that only it uses.
+
+    Args:
+        sources: training sources; empty if none could be opened.
+        config: that of the model; None if it could not be read.
+        environment: the launcher's variables.
+    """
+    wanted = [kind for kind in EVALUATIONS if kind.on_texts and kind.wanted(settings)]
+    if not wanted or not sources:
+        return []
+    from zerolm.evaluate.text_coder import TextCoder
+
+    try:
+        coder = TextCoder(sources[0].tokenizer_directory(), sources[0].eos_id)
+    except ConfigError as error:
+        where = settings.where(wanted[0].setting)
+        return [f"{where}: needs a tokenizer: {problem}" for problem in error.problems]
+    if environment.get("RANK", "0") != "0":
+        return []
+    found = []
+    max_length = None if config is None else max_text_tokens(settings, config, coder.tokenizer)
+    for kind in wanted:
+        try:
+            kind.check(settings, coder, max_length)
+        except ConfigError as error:
+            found += [f"{settings.where(kind.setting)}: {problem}" for problem in error.problems]
+    return found
+
+
+def max_text_tokens(settings: Any, config: Any, tokenizer: Any) -> int:
+    """Return the maximum tokens of a text in a forward pass during a run.
+
+    At most a training sequence: the model has learned no positions beyond it, and training may
+    leave no memory for more. `settings` are resolved as far as possible.
+    """
+    from zerolm.evaluate.text_coder import max_length
+
+    positions = max_length(config, tokenizer)
+    return positions if settings.seq_len is None else min(positions, settings.seq_len)
+
+
+def summary(plan: "Plan") -> dict[str, str]:
+    """Return the lines of evaluations in the plan of a run."""
+    lines = {name: line for kind in EVALUATIONS for name, line in kind.summary(plan).items()}
+    if names := [kind.label(plan.settings) for kind in _downstream(plan.settings)]:
+        every = plan.settings.downstream_interval
+        lines["downstream"] = f"{', '.join(names)} every {every} steps"
+    return lines

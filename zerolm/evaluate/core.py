@@ -1,6 +1,6 @@
 """CORE of DCLM as nanochat computes it: reading the bundle, building the prompts, and the score.
 
-Must not depend on a model or ranks. Li et al., "DataComp-LM" (https://arxiv.org/abs/2406.11794),
+Li et al., "DataComp-LM" (https://arxiv.org/abs/2406.11794),
 section 3.5. Source of every step: nanochat 92d63d4, `core_eval.py` and `base_eval.py`; the
 differences are in docs/evaluation.md.
 """
@@ -10,10 +10,14 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolm.common.errors import ConfigError, reason
+from zerolm.config.flag import count, flag
+from zerolm.evaluate.evaluation import OWN_TEXTS, Evaluation, ExportFlag, Headline, Scores
+from zerolm.run_dir.metrics import HIGHER, Metric, Panel
 
 if TYPE_CHECKING:
     from zerolm.evaluate.likelihood import Row
@@ -26,6 +30,72 @@ CHUNK_ITEMS = 256  # whose prompts are in memory at once
 EXAMPLE = "the unpacked eval_bundle, see docs/evaluation.md"
 
 Item = dict[str, Any]
+
+
+class Core(Evaluation):
+    """The mean and the centered accuracy of each task; `core.json` has the outcomes."""
+
+    name = setting = "core"
+    logged_key = "eval/core"
+    OUTCOMES = "tasks"
+    EXPORT = (ExportFlag("core"), ExportFlag("core_items", default=0))
+    # fmt: off
+    METRICS = (
+        Metric("eval/core", "share",
+            Panel("CORE", points=True,
+                about="Mean centered accuracy of the tasks of CORE: random answers get 0."),
+            "mean of the centered accuracies of the tasks of CORE, as DCLM and nanochat define it: "
+            "random answers get 0, perfect ones 1", better=HIGHER),
+        Metric("eval/core/<task>", "share",
+            Panel("CORE by task", many=True, points=True,
+                about="Centered accuracy of each task: random answers get 0."),
+            "centered accuracy of one task of CORE", better=HIGHER),
+    )
+    # fmt: on
+    HEADLINES = (Headline("eval/core", "CORE", "{:.4f}", "mean centered accuracy"),)
+
+    @dataclass(frozen=True)
+    class Flags:
+        core: str | None = flag(
+            "evaluation",
+            "text",
+            "evaluate on CORE, the 22 tasks of DCLM; directory of the unpacked eval_bundle",
+            shows="DIR",
+            no_tensor_parallel=OWN_TEXTS,
+        )
+        core_items: int = count(
+            "evaluation",
+            "use only N items of each task of CORE; 0: all",
+            "N",
+            minimum=0,
+            default=500,
+        )
+
+    @classmethod
+    def label(cls, settings: Any) -> str:
+        return f"CORE ({settings.core_items or 'all'} items of each task)"
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.tasks: list[Task] = []
+
+    def read(self) -> None:
+        if not self.tasks:
+            self.tasks = read_bundle(self.settings.core, self.settings.core_items)
+
+    def measure(self, runner: Any, step: int = 0) -> Scores:
+        self.read()
+        correct: list[list[bool]] = [[] for _ in self.tasks]
+        for number, items in chunks(self.tasks):
+            task = self.tasks[number]
+            rows = [item_rows(task, item, runner.coder, runner.max_length) for item in items]
+            scores = iter(runner.score([row for of_item in rows for row in of_item]))
+            correct[number] += [
+                is_correct(task, item, of_item, [next(scores) for _ in of_item])
+                for item, of_item in zip(items, rows, strict=True)
+            ]
+        found = figures(self.tasks, correct)
+        return Scores(found, {"core": found["core"], self.OUTCOMES: to_json(self.tasks, correct)})
 
 
 class Task(NamedTuple):
@@ -235,11 +305,11 @@ def item_rows(task: Task, number: int, coder: "TextCoder", max_length: int) -> l
     if task.kind == LANGUAGE_MODELING:
         encoded, scored = encoded[1:], scored[1:]
     rows = []
-    for ids, count in zip(encoded, scored, strict=True):
+    for ids, num_scored in zip(encoded, scored, strict=True):
         kept = ids[-max_length:]
         if len(kept) < 2:
             raise ConfigError(f"{task.label}: the prompt of item {number + 1} is empty.")
-        rows.append(Row(kept, min(count, len(kept) - 1) if count < len(ids) else 0))
+        rows.append(Row(kept, min(num_scored, len(kept) - 1) if num_scored < len(ids) else 0))
     return rows
 
 

@@ -19,7 +19,7 @@ from zerolm.common.errors import reason
 from zerolm.distributed.collectives import broadcast_object
 from zerolm.engine.protocol import Model
 from zerolm.evaluate.attempts import Attempt, EvaluationAttempts
-from zerolm.evaluate.lm_eval import ForwardError
+from zerolm.evaluate.runner import ForwardError
 
 
 class Crashes:
@@ -66,9 +66,11 @@ class Crashes:
         try:
             yield
         except Exception as error:
-            if isinstance(error, ForwardError) and not self.survives_forward_error:
+            in_forward_pass = isinstance(error, ForwardError)
+            if in_forward_pass and not self.survives_forward_error:
                 raise
-            self.log_failure(what, progress.step, log, f"{type(error).__name__}: {error}")
+            text = str(error) if in_forward_pass else f"{type(error).__name__}: {error}"
+            self.log_failure(what, progress.step, log, text)
 
     def log_failure(self, what: str, step: int, log: Any, error: str) -> None:
         """Print an error and log it as an event."""

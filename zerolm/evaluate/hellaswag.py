@@ -1,6 +1,6 @@
 """HellaSwag as in lm-eval: reading the items, building the requests, and both accuracies.
 
-Must not depend on a model or ranks. Zellers et al., "HellaSwag: Can a Machine Really Finish Your
+Zellers et al., "HellaSwag: Can a Machine Really Finish Your
 Sentence?" (2019). Source of every step: lm-evaluation-harness 0.4.13, `tasks/hellaswag`, and
 `ConfigurableTask.process_results` for the scores.
 """
@@ -9,15 +9,95 @@ import json
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolm.common.errors import ConfigError, reason
+from zerolm.config.flag import count, flag
+from zerolm.evaluate.evaluation import OWN_TEXTS, TASKS, Evaluation, ExportFlag, Headline, Scores
+from zerolm.run_dir.metrics import HIGHER, Metric
+
+if TYPE_CHECKING:
+    from zerolm.evaluate.likelihood import Row
 
 KEYS = ("activity_label", "ctx_a", "ctx_b", "endings", "label")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 SPLIT = "validation"  # the test split has no labels
 EXAMPLE = "hellaswag_val.jsonl, or the hub id Rowan/hellaswag"
+
+
+class HellaSwag(Evaluation):
+    """Both accuracies; `hellaswag.json` has the outcomes."""
+
+    name = setting = "hellaswag"
+    OUTCOMES = "outcomes"
+    EXPORT = (ExportFlag("hellaswag"), ExportFlag("hellaswag_items", default=0))
+    # fmt: off
+    METRICS = (
+        Metric("eval/hellaswag/acc", "share", TASKS,
+            "HellaSwag: share of items whose correct ending has the highest log-likelihood",
+            better=HIGHER),
+        Metric("eval/hellaswag/acc_norm", "share", TASKS,
+            "the same, with log-likelihoods divided by the number of characters", better=HIGHER),
+        Metric("eval/hellaswag/items", "items", None,
+            "number of HellaSwag items that were evaluated"),
+    )
+    # fmt: on
+    HEADLINES = (Headline("eval/hellaswag/acc_norm", "HellaSwag", "{:.1%}", "normalized accuracy"),)
+
+    @dataclass(frozen=True)
+    class Flags:
+        hellaswag: str | None = flag(
+            "evaluation",
+            "text",
+            "evaluate on HellaSwag, from a JSON lines file or a Hugging Face dataset",
+            shows="PATH|ID",
+            no_tensor_parallel=OWN_TEXTS,
+        )
+        hellaswag_items: int = count(
+            "evaluation",
+            "use only the first N items of HellaSwag; 0: all",
+            "N",
+            minimum=0,
+            default=1000,
+        )
+
+    @classmethod
+    def check(cls, settings: Any, coder: Any, max_length: int | None) -> None:
+        suite = cls(settings)
+        suite.read()
+        if max_length is None:
+            return
+        try:
+            coder.rows([item.requests for item in suite.items], max_length)
+        except ConfigError as error:
+            name = settings.hellaswag
+            raise ConfigError([f"{name}: {problem}" for problem in error.problems]) from None
+
+    @classmethod
+    def label(cls, settings: Any) -> str:
+        return f"HellaSwag ({settings.hellaswag_items or 'all'} items)"
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.items: list[Item] = []
+        self.rows: list[Row] = []  # of all endings
+
+    def read(self) -> None:
+        if not self.items:
+            self.items = read_items(self.settings.hellaswag, self.settings.hellaswag_items)
+
+    def measure(self, runner: Any, step: int = 0) -> Scores:
+        self.read()
+        if not self.rows:
+            requests = [item.requests for item in self.items]
+            self.rows = runner.coder.rows(requests, runner.max_length)
+        likelihoods = iter(likelihood for likelihood, _ in runner.score(self.rows))
+        outcomes = [outcome(item, [next(likelihoods) for _ in item.endings]) for item in self.items]
+        found = accuracies(outcomes)
+        figures = {f"hellaswag/{key}": value for key, value in found.items()}
+        return Scores(figures, {**found, self.OUTCOMES: [to_json(each) for each in outcomes]})
 
 
 class Item(NamedTuple):

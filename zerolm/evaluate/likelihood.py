@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, on all ranks: what HellaSwag and tasks of lm-eval request.
+"""Log-likelihoods of continuations, on all ranks: what downstream tasks request.
 
 Rows are sorted by length and divided into batches of about equal size, which the ranks take in
 rounds. Every rank makes the same number of forward passes, because ZeRO-3 gathers weights in each;

@@ -1,90 +1,132 @@
-"""Tasks of lm-eval on a DeepSpeed engine: rank 0 runs lm-eval, all ranks compute.
+"""Tasks of lm-eval on a model that is trained, or on an exported one.
 
-Rank 0 loads tasks, builds requests and scores the answers, so an error of lm-eval concerns no other
-rank. For each list of requests it sends the token ids to all ranks, which compute in lock step. The
-other ranks wait in `serve`; `KeepAlive` keeps them waiting however long lm-eval takes.
-
-lm-eval (the extra `lm-eval`) is imported only when used. Must not depend on the training loop.
+Rank 0 runs lm-eval: it loads tasks, builds requests and scores the answers. lm-eval (the extra
+`lm-eval`) is imported only when used.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import ConfigError, did_you_mean, reason
-from zerolm.distributed.collectives import broadcast_object
+from zerolm.config.flag import count, flag
 from zerolm.evaluate import olmes
-from zerolm.evaluate.keepalive import KeepAlive, receive
-from zerolm.evaluate.likelihood import (
-    SINGLE_PROCESS,
-    Ranks,
-    Row,
-    log_likelihoods,
-    row_problem,
-)
-from zerolm.evaluate.sampling import Prompt, SamplingOptions, generate
-from zerolm.evaluate.text_coder import TextCoder
+from zerolm.evaluate.evaluation import OWN_TEXTS, TASKS, Evaluation, ExportFlag, Scores
+from zerolm.run_dir.metrics import HIGHER, LOWER, Metric, Panel
+
+if TYPE_CHECKING:
+    from zerolm.evaluate.held_out import HeldOut
+    from zerolm.evaluate.runner import ModelRunner
 
 DEFAULT_NEW_TOKENS = 256  # of a task that sets no limit, as in lm-eval's own models
 
 
-class ForwardError(Exception):
-    """A forward pass failed on this rank while the other ranks may be waiting inside it."""
+class LmEval(Evaluation):
+    """One of `--eval_tasks`, by whose name it goes."""
 
+    setting = "eval_tasks"
+    EXPORT = (
+        ExportFlag("eval_tasks", "tasks", help="lm-eval tasks to run; may be repeated"),
+        ExportFlag("eval_task_path"),
+        ExportFlag("eval_task_items"),
+    )
+    # fmt: off
+    METRICS = (
+        Metric("eval/<task>/bpb", "bits per byte",
+            Panel("Bits per byte of answers", many=True, points=True,
+                about="Of the correct answers of tasks, given the question."),
+            pattern=r"eval/.+/([a-z]+_)?bpb",
+            about="tasks of `olmes_easy`: bits per byte of the correct answers; "
+                "`eval/olmes_easy/<suite>_bpb` is the mean of a suite, and "
+                "`eval/olmes_easy/qa_acc` its mean accuracy", better=LOWER),
+        Metric("eval/<task>/word_perplexity", "",
+            Panel("Perplexity of tasks", many=True, points=True, log=True),
+            pattern=r"eval/.+/((word|byte)_)?perplexity(_[\w-]+)?",
+            about="tasks of `--eval_tasks` that measure it, by word or `byte_perplexity`",
+            better=LOWER),
+        Metric("eval/<task>/<metric>", "", TASKS,
+            pattern=r"eval/.+/([a-z]+_)?(acc|acc_norm|exact_match|f1|mc1|mc2)(_[\w-]+)?",
+            about="result of one of `--eval_tasks`, named as in lm-eval; with a filter other than "
+                "`none`, `<metric>_<filter>`. Accuracies share a panel, any other metric has its "
+                "own", better=HIGHER),
+    )
+    # fmt: on
 
-class ModelRunner(NamedTuple):
-    """A model, its tokenizer, and the limits of its forward passes."""
-
-    model: Any
-    coder: TextCoder
-    device: Any
-    max_length: int  # tokens of a text in one forward pass
-    batch_tokens: int
-    ranks: Ranks = SINGLE_PROCESS
-    tick: Callable[[], None] = lambda: None
-
-    def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether it is the likeliest) per row. All ranks call this."""
-        sums, likeliest = log_likelihoods(
-            self.model,
-            rows,
-            device=self.device,
-            batch_tokens=self.batch_tokens,
-            max_length=self.max_length,
-            ranks=self.ranks,
-            tick=self.tick,
+    @dataclass(frozen=True)
+    class Flags:
+        eval_tasks: tuple[str, ...] = flag(
+            "evaluation",
+            "list",
+            "lm-eval tasks to evaluate on (needs bash launch/setup.sh lm-eval); may be repeated",
+            shows="NAME[,NAME]",
+            default=(),
+            no_tensor_parallel=OWN_TEXTS,
         )
-        return list(zip(sums.tolist(), likeliest.tolist(), strict=True))
+        eval_task_path: str | None = flag(
+            "evaluation",
+            "text",
+            "directory with additional lm-eval task files (yaml)",
+            shows="PATH",
+        )
+        eval_task_items: int | None = count(
+            "evaluation", "use only the first N documents of each lm-eval task (default: all)", "N"
+        )
 
-    def generate(self, prompts: Sequence[tuple[Prompt, list[str]]]) -> list[str]:
-        """Return the text that continues each prompt, up to its stop strings. All ranks call this.
+    @classmethod
+    def check(cls, settings: Any, coder: Any, max_length: int | None) -> None:
+        names = task_names(settings)
+        if not names:
+            raise ConfigError("no task is named. Example: --eval_tasks arc_easy,piqa.")
+        load_tasks(names, settings.eval_task_path)
 
-        Args:
-            prompts: (prompt, stop strings).
-        """
-        texts: list[str] = [""] * len(prompts)
-        stops_of = [tuple(filter(None, stops)) for _, stops in prompts]
-        for stops in dict.fromkeys(stops_of):
-            numbers = [number for number, each in enumerate(stops_of) if each == stops]
+    @classmethod
+    def label(cls, settings: Any) -> str:
+        return ", ".join(task_names(settings))
 
-            def stop(ids: Sequence[int], stops: tuple[str, ...] = stops) -> bool:
-                if ids[-1] == self.coder.eos_id or not stops:
-                    return ids[-1] == self.coder.eos_id
-                text = self.coder.decode(ids, special_tokens=False)
-                return any(end in text for end in stops)
+    @classmethod
+    def build(cls, settings: Any, held_out: "HeldOut | None" = None) -> "Sequence[LmEval]":
+        return [cls(settings, name) for name in task_names(settings)]
 
-            generated = generate(
-                self.model, [prompts[n][0] for n in numbers], stop,
-                device=self.device, ranks=self.ranks, tick=self.tick,
-            )  # fmt: skip
-            for number, ids in zip(numbers, generated, strict=True):
-                text = self.coder.decode(ids, special_tokens=False)
-                for end in stops:
-                    text = text.split(end)[0]
-                texts[number] = text
-        return texts
+    def __init__(self, settings: Any, name: str):
+        super().__init__(settings)
+        self.name = name
+
+    def read(self) -> None:
+        load_tasks([self.name], self.settings.eval_task_path)
+
+    def _task(self) -> Any:
+        return load_tasks([self.name], self.settings.eval_task_path)[self.name]
+
+    def measure(self, runner: Any, step: int = 0) -> Scores:
+        with quiet():
+            task = self._task()
+            return Scores(evaluate(_lm_class()(runner), task, self.settings.eval_task_items))
+
+    def measure_export(self, runner: Any) -> Scores:
+        """Use lm-eval's own `hf` model, unless it cannot load the tokenizer: one of tiktoken."""
+        from lm_eval.models.huggingface import HFLM
+
+        tokenizer = runner.coder.tokenizer
+        if tokenizer is None:
+            model = _lm_class()(runner)
+        else:
+            model = HFLM(
+                pretrained=runner.model, tokenizer=tokenizer, batch_size=8, trust_remote_code=False
+            )
+        return Scores(evaluate(model, self._task(), self.settings.eval_task_items))
+
+    def shown(self, figures: Mapping[str, float]) -> str:
+        own = {key: value for key, value in figures.items() if key.startswith(f"{self.name}/")}
+        return super().shown(own or figures)  # of a group only its means
+
+
+def task_names(settings: Any) -> list[str]:
+    """Return the names of the tasks, without duplicates."""
+    names = [name.strip() for names in settings.eval_tasks for name in names.split(",")]
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def load_tasks(names: Sequence[str], task_dir: str | None = None) -> dict[str, Any]:
@@ -153,56 +195,22 @@ def _require_lm_eval() -> None:
         ) from None
 
 
-def evaluate(
-    runner: ModelRunner,
-    task: Any,
-    limit: int | None = None,
-    keep_alive: KeepAlive | None = None,
-) -> dict[str, float]:
-    """Run a loaded task. Rank 0 calls this while the other ranks are in `serve`.
+def evaluate(model: Any, task: Any, limit: int | None = None) -> dict[str, float]:
+    """Run a loaded task with a model of lm-eval.
 
     Args:
         task: a value of `load_tasks`; may be run again.
         limit: maximum documents per task; None for all.
-        keep_alive: see `serving_peers`; None in a single process.
 
     Returns:
         {`<task>/<metric>`: value} of every task and group.
-
-    Raises:
-        ForwardError: a forward pass failed. After any other error every rank can continue.
     """
     import lm_eval
 
-    model = _lm_class()(runner, keep_alive)
     output = lm_eval.evaluate(
         lm=model, task_dict=task, limit=limit, bootstrap_iters=0, log_samples=False
     )
     return olmes.with_averages(flatten_results(output["results"]))
-
-
-def evaluate_directory(
-    model: Any, tokenizer: Any, tasks: Mapping[str, Any], limit: int | None = None
-) -> dict[str, float]:
-    """Run loaded tasks on an exported model in one process, with lm-eval's own `hf` model.
-
-    Args:
-        limit: maximum documents per task; None for all.
-
-    Returns:
-        {`<task>/<metric>`: value} of every task and group.
-    """
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-
-    hf_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=8, trust_remote_code=False)
-    row: dict[str, float] = {}
-    for task in tasks.values():
-        output = lm_eval.evaluate(
-            lm=hf_model, task_dict=task, limit=limit, bootstrap_iters=0, log_samples=False
-        )
-        row |= olmes.with_averages(flatten_results(output["results"]))
-    return row
 
 
 def flatten_results(results: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -218,49 +226,20 @@ def flatten_results(results: dict[str, dict[str, Any]]) -> dict[str, float]:
     return row
 
 
-@contextlib.contextmanager
-def serving_peers(runner: ModelRunner) -> Iterator[KeepAlive]:
-    """Keep the other ranks in `serve`, and let them return at the end. Rank 0 calls."""
-    try:
-        with keep_alive(runner) as alive:
-            yield alive
-    except ForwardError:
-        raise  # the other ranks are not in `serve`
-    except BaseException:
-        _release_peers(runner)
-        raise
-    _release_peers(runner)
-
-
-def keep_alive(runner: ModelRunner) -> KeepAlive:
-    """Return the context in which rank 0 may work for long while the other ranks wait."""
-    return KeepAlive(runner.tick, runner.ranks.world_size > 1, runner.device)
-
-
-def _release_peers(runner: ModelRunner) -> None:
-    if runner.ranks.world_size > 1:
-        broadcast_object(None)
-
-
-def serve(runner: ModelRunner) -> None:
-    """Compute what rank 0 requests, until it sends None. All ranks but rank 0 call this."""
-    while (message := receive(runner.tick)) is not None:
-        method, requests = message
-        getattr(runner, method)(requests)
-
-
 def _lm_class() -> Any:
     """Return the model class for lm-eval; a function, because importing the base takes seconds."""
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
 
+    from zerolm.evaluate.likelihood import Row, row_problem
+    from zerolm.evaluate.sampling import Prompt, SamplingOptions
+
     class EngineLM(TemplateLM):
         """Looks like a single process to lm-eval, and computes on all ranks."""
 
-        def __init__(self, runner: ModelRunner, keep_alive: KeepAlive | None):
+        def __init__(self, runner: "ModelRunner"):
             super().__init__()
-            self.keep_alive = keep_alive
             self.runner, self.coder = runner, runner.coder
             self.tokenizer = runner.coder.tokenizer
 
@@ -275,19 +254,6 @@ def _lm_class() -> Any:
         def tok_encode(self, string: str, add_special_tokens: Any = None, **_: Any) -> list[int]:
             return self.coder.encode(string, add_special_tokens)
 
-        def _compute(self, method: str, requests: list[Any]) -> list[Any]:
-            """Call a method of `ModelRunner` on all ranks."""
-            if not requests:
-                return []
-            alive = self.keep_alive
-            try:
-                with contextlib.nullcontext() if alive is None else alive.paused():
-                    if self.runner.ranks.world_size > 1:
-                        broadcast_object((method, requests))
-                    return getattr(self.runner, method)(requests)
-            except Exception as error:
-                raise ForwardError(f"{type(error).__name__}: {error}") from error
-
         def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
             return super().loglikelihood(requests, disable_tqdm=True)
 
@@ -296,7 +262,7 @@ def _lm_class() -> Any:
             for (texts, *_), row in zip(requests, rows, strict=True):
                 problem = row_problem(row, self.runner.max_length)
                 assert problem is None, f"{str(texts)[:100]} {problem}"
-            return self._compute("score", rows)
+            return self.runner.score(rows)
 
         def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
             rows, counts = [], []
@@ -310,7 +276,7 @@ def _lm_class() -> Any:
                 pairs = list(map(utils.make_disjoint_window, windows))
                 rows += [Row(context + scored, len(scored)) for context, scored in pairs]
                 counts.append(len(pairs))
-            scores = iter(self._compute("score", rows))
+            scores = iter(self.runner.score(rows))
             return [sum(next(scores)[0] for _ in range(count)) for count in counts]
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
@@ -329,7 +295,7 @@ def _lm_class() -> Any:
                 ids = self.tok_encode(context)[-room:] or [self.prefix_token_id]
                 stops = [stops] if isinstance(stops, str) else list(stops)
                 prompts.append((Prompt(ids, new_tokens, sampling, seed=number), stops))
-            return self._compute("generate", prompts)
+            return self.runner.generate(prompts)
 
     return EngineLM
 

@@ -5,26 +5,98 @@ key once more at the end: the value is scored as its continuation. Both are rand
 text, so only the context can predict the value. Works on ids; must not depend on a tokenizer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from zerolm.common.errors import ConfigError
+from zerolm.config.flag import count
+from zerolm.evaluate.evaluation import OWN_TEXTS, Evaluation, ExportFlag, Scores
+from zerolm.run_dir.metrics import HIGHER, LOWER, Metric, Panel
 
-from zerolm.data.loader import ValidationStream
-from zerolm.evaluate.likelihood import Ranks, Row, log_likelihoods
-from zerolm.shards.reader import Source
+if TYPE_CHECKING:
+    from zerolm.evaluate.likelihood import Row
 
 DEPTHS = (10, 50, 90)  # of the text before the key, in percent
 NUM_IDS = 4  # of a key, and of a value
+MIN_SEQ_LEN = 32  # of a window with a needle
+ACCURACY = Panel("Needles", points=True,
+    about="Share of random values in validation text that are found by their keys.")  # fmt: skip
 
 
-def rows(windows: Iterable[Sequence[int]], excluded: Iterable[int]) -> list[Row]:
+class Needle(Evaluation):
+    """Accuracy and loss of the values, in total and by depth, with each validation loss."""
+
+    name, setting, requires, interval = "needle", "needle_items", ("val_data",), "eval_interval"
+    on_texts, of_other_weights = False, True
+    EXPORT = (ExportFlag("needle_items"),)
+    # fmt: off
+    METRICS = (
+        Metric("eval/needle/acc", "share", ACCURACY,
+            "with `--needle_items`: share of random values in validation text that the model "
+            "finds by their keys, at all depths", better=HIGHER),
+        Metric("eval/needle/acc_at_<depth>", "share", ACCURACY,
+            "the same for values at one depth: 10%, 50% or 90% of the text come before the key",
+            better=HIGHER),
+        Metric("eval/needle/loss", "nats per token",
+            Panel("Needles, loss", points=True),
+            "mean loss of the values", better=LOWER),
+        Metric("eval/needle/loss_at_<depth>", "nats per token",
+            Panel("Needles by depth, loss", points=True), "the same for values at one depth",
+            better=LOWER),
+    )
+    # fmt: on
+
+    @dataclass(frozen=True)
+    class Flags:
+        needle_items: int = count(
+            "evaluation",
+            "with each validation, find random keys in this many windows of --val_data; 0: off",
+            "N",
+            minimum=0,
+            default=0,
+            no_tensor_parallel=OWN_TEXTS,
+        )
+
+    @classmethod
+    def problems(cls, settings: Any) -> Iterable[str]:
+        if settings.needle_items and (settings.seq_len or MIN_SEQ_LEN) < MIN_SEQ_LEN:
+            yield (
+                f"{settings.where('needle_items')}: {settings.needle_items} needs --seq_len "
+                f"{MIN_SEQ_LEN} or more: a needle has 16 tokens. Raise it, or remove this setting."
+            )
+
+    def read(self) -> None:
+        assert self.held_out is not None
+        if self.held_out.options["seq_len"] < MIN_SEQ_LEN:
+            raise ConfigError(f"--needle_items: needs --seq_len {MIN_SEQ_LEN} or more. Raise it.")
+
+    def measure(self, runner: Any, step: int = 0) -> Scores:
+        import torch
+
+        assert self.held_out is not None
+        windows = self.held_out.windows(self.settings.needle_items)
+        scores = runner.score(rows(windows, {source.eos_id for source in self.held_out.sources}))
+        measured = torch.tensor(scores, dtype=torch.float64).reshape(-1, len(DEPTHS), 2)
+        losses, hits = -measured[..., 0] / NUM_IDS, measured[..., 1]
+        row = {"needle/acc": float(hits.mean()), "needle/loss": float(losses.mean())}
+        for number, depth in enumerate(DEPTHS):
+            row[f"needle/acc_at_{depth}"] = float(hits.mean(0)[number])
+            row[f"needle/loss_at_{depth}"] = float(losses.mean(0)[number])
+        return Scores(row)
+
+
+def rows(windows: Iterable[Sequence[int]], excluded: Iterable[int]) -> "list[Row]":
     """Return the items of some windows: one for each depth, with the same key and value.
 
     Args:
         windows: token ids.
         excluded: ids that are in no key or value.
     """
+    import numpy as np
+
+    from zerolm.evaluate.likelihood import Row
+
     texts = [list(window) for window in windows]
     candidates = np.setdiff1d(np.concatenate(texts), list(excluded))
     items = []
@@ -36,53 +108,3 @@ def rows(windows: Iterable[Sequence[int]], excluded: Iterable[int]) -> list[Row]
             ids = [*text[:at], *key, *value, *text[at:room], *key, *value]
             items.append(Row(ids, NUM_IDS))
     return items
-
-
-def figures(
-    model: Any,
-    sources: Sequence[Source],
-    *,
-    num_items: int,
-    seq_len: int,
-    packing: str,
-    device: Any,
-    batch_tokens: int,
-    ranks: Ranks,
-    tick: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Return accuracy and loss of the values, in total and by depth. Every rank must call this.
-
-    Args:
-        model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
-        sources: validation sources, whose first windows are used.
-        num_items: windows, each of them at every depth; fewer if there are not as many.
-    """
-    stream = ValidationStream(
-        sources,
-        seq_len=seq_len,
-        num_sequences=num_items,
-        micro_batch_size=1,
-        rank=0,
-        world_size=1,
-        packing=packing,
-    )
-    items = rows(
-        (batch["input_ids"][0].tolist() for batch in stream), {source.eos_id for source in sources}
-    )
-    likelihoods, found = log_likelihoods(
-        model,
-        items,
-        device=device,
-        batch_tokens=batch_tokens,
-        max_length=seq_len,
-        ranks=ranks,
-        tick=tick,
-    )
-    losses = (-likelihoods / NUM_IDS).reshape(-1, len(DEPTHS))
-    hits = found.double().reshape(-1, len(DEPTHS))
-    row = {"eval/needle/acc": float(hits.mean()), "eval/needle/loss": float(losses.mean())}
-    for depth, hit, loss in zip(
-        DEPTHS, hits.mean(0).tolist(), losses.mean(0).tolist(), strict=True
-    ):
-        row |= {f"eval/needle/acc_at_{depth}": hit, f"eval/needle/loss_at_{depth}": loss}
-    return row

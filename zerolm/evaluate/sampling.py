@@ -1,20 +1,16 @@
-"""Text generation on all ranks: prompts, sampling of the next token, and when samples are due.
+"""Text generation on all ranks: prompts, and sampling of the next token.
 
 A rank generates one prompt at a time, so a text depends neither on the other prompts nor on the
 number of ranks. All ranks make the same number of forward passes, because ZeRO-3 gathers weights in
 each. Each prompt has a CPU generator of its own; the generators of training are not used.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from zerolm.common.errors import ConfigError
-from zerolm.common.files import pointer_problem_of
 from zerolm.distributed.collectives import gather_objects, sum_over_ranks
 from zerolm.evaluate.likelihood import SINGLE_PROCESS, Ranks
 from zerolm.evaluate.text_coder import TextCoder, max_length
@@ -22,7 +18,6 @@ from zerolm.model.compile import eager
 
 SYNC_INTERVAL = 8  # tokens between two checks whether all ranks are done
 MIN_LOGIT = -1e30  # probability zero next to any usual logit, yet finite
-SAMPLED_DOUBLINGS = 10  # by default the first samples are due at 1/1024 of the run
 # From transformers 5.24 on, whose Mamba answers to the older name without taking it, and before.
 CACHE_NAMES = ("cache", "past_key_values")
 CONTEXT_TOKENS = 8  # decoded with the new tokens: some tokenizers drop a text's first space
@@ -46,47 +41,6 @@ class Prompt(NamedTuple):
     max_new_tokens: int
     options: SamplingOptions = SamplingOptions()
     seed: int = 0
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Read one prompt per line; from `.jsonl`, one JSON object with `prompt` per line."""
-    fix = 'Give a text file with one prompt per line, or JSON lines (.jsonl) with "prompt"'
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}). {fix}.") from None
-    if pointer := pointer_problem_of(path):
-        raise ConfigError(f"{path}: {pointer}")
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(lines):
-            try:
-                lines[number] = json.loads(line)["prompt"]
-                assert isinstance(lines[number], str)
-            except (ValueError, KeyError, TypeError, AssertionError):
-                raise ConfigError(
-                    f'{path}:{number + 1}: not a JSON object with a string "prompt". {fix}.'
-                ) from None
-    if not lines:
-        raise ConfigError(f"{path}: has no prompt. {fix}.")
-    return lines
-
-
-def sample_seed(seed: int, step: int, number: int) -> int:
-    """Return the seed of a sample, a function of the run's seed, the step and the prompt number."""
-    digest = hashlib.sha256(f"{seed}/sample/{step}/{number}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")  # 32 bits: exact as a JSON number
-
-
-def num_points_passed(tokens: int, total_tokens: int, interval: int | None) -> int:
-    """Return at how many points in a run samples have been due so far.
-
-    Args:
-        interval: tokens between two points; None: a point after each doubling of the tokens.
-    """
-    if interval:
-        return tokens // interval + (tokens >= total_tokens and total_tokens % interval > 0)
-    # tokens >= total / 2^k, in integers
-    return sum(tokens << k >= total_tokens for k in range(SAMPLED_DOUBLINGS + 1))
 
 
 def token_probabilities(logits_V: torch.Tensor, options: SamplingOptions) -> torch.Tensor:

@@ -103,12 +103,14 @@ def add_settings(
     names: Iterable[str],
     defaults: Mapping[str, Any] | None = None,
     own_help: Mapping[str, str] | None = None,
+    own_flags: Mapping[str, str] | None = None,
 ) -> None:
     """Add settings to the flags of another command; `settings_of` parses them.
 
     Args:
         defaults: {name: default of this command}; other flags have a run's.
         own_help: {name: help text of this command}; other flags have a run's.
+        own_flags: {name: flag of this command}; other flags have a run's.
     """
     for name in names:
         about, default = FLAGS[name], (defaults or {}).get(name)
@@ -116,15 +118,16 @@ def add_settings(
         if default is not None:
             text = with_default(about["purpose"], about["kind"], default)
         options: dict[str, Any] = {"help": (own_help or {}).get(name, text), "default": default}
+        written, options["dest"] = (own_flags or {}).get(name, f"--{name}"), name
         if about["kind"] == "switch":
-            parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
+            parser.add_argument(written, action=argparse.BooleanOptionalAction, **options)
             continue
         options["metavar"] = _placeholder(name)
         if about["kind"] == "recompute":
             options |= {"nargs": "?", "const": "full"}
         elif about["kind"] == "list":
             options["action"] = "append"
-        parser.add_argument(f"--{name}", **options)
+        parser.add_argument(written, **options)
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from zerolm.config.part import Part
 from zerolm.config.settings import Settings, flags_of
+from zerolm.evaluate import EVALUATIONS
 from zerolm.features import FEATURES
 
-PARTS: tuple[type[Part], ...] = FEATURES
+PARTS: tuple[type[Part], ...] = (*FEATURES, *EVALUATIONS)
 _FLAGS = dict.fromkeys(part.Flags for part in reversed(PARTS))
 
 

@@ -103,13 +103,13 @@ def fill_remaining(
     if has_validation:
         filled["eval_interval"] = settings.eval_interval or defaults.interval(steps, "eval")
         filled["eval_tokens"] = settings.eval_tokens or max(defaults.EVAL_TOKENS, seq_len)
-    if settings.hellaswag or settings.core or settings.eval_tasks:
-        filled["downstream_interval"] = (
-            settings.downstream_interval
-            or settings.eval_interval
-            or defaults.interval(steps, "eval")
-        )
     return replace(settings, **filled)
+
+
+def default_interval(settings: Settings, what: str) -> int:
+    """Return a default interval of a run whose other settings are filled in."""
+    schedule, total = batch_schedule(settings), settings.total_tokens or 0
+    return defaults.interval(num_steps(schedule, settings.seq_len or 1, total), what)
 
 
 def _or(value: float | None, default: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from zerolm import features
+from zerolm import evaluate, features
 from zerolm.common.errors import ConfigError, Findings
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
@@ -21,7 +21,6 @@ from zerolm.data.packing import data_fingerprint, num_rows
 from zerolm.data.sources import Sources, find_source, source_names, source_problems
 from zerolm.ds_config import muon, parallel_rules
 from zerolm.ds_config.resolve import deepspeed_problems
-from zerolm.evaluate import rules as evaluation_rules
 from zerolm.model.architecture import causal_lm_class
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
@@ -79,7 +78,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     hosts.check_trackers(settings, environment, found)
     mixture = _check_sources(settings, given, host, found)
     settings = _check_model(settings, given, host, found)
-    found.problems += evaluation_rules.problems(settings)
+    found.problems += evaluate.problems(settings)
     run_dir = existing_run.check_directory(settings, found)
     if not found.problems and given.model is not None and mixture is not None:
         resolved = Resolved.of(
@@ -87,6 +86,9 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
                 settings,
                 model_config=given_config,
                 init_from=given.initial.exact(settings.init_from) if given.initial else None,
+                downstream_interval=evaluate.downstream_interval(
+                    settings, budget.default_interval(settings, "eval")
+                ),
             )
         )
         plan = _plan(resolved, run_dir, given.model, given, host, mixture)
@@ -105,7 +107,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     if ignores_minimum and "min_learning_rate" in settings.explicit:
         where = settings.where("min_learning_rate")
         found.notices.append(f"{where}: has no effect with --schedule {settings.schedule}")
-    missing = evaluation_rules.input_problems(settings, given.sources.training, config, environment)
+    missing = evaluate.input_problems(settings, given.sources.training, config, environment)
     if existing.resumes:  # a missing package or account for evaluation must not stop a resume
         found.notices += [f"the run resumes without: {line}" for line in missing]
     else:

@@ -21,6 +21,7 @@ from zerolm.data.quotas import MAX_SEQUENCES
 from zerolm.ds_config import topology
 from zerolm.ds_config.precision import Begun
 from zerolm.ds_config.profile import Profile, block
+from zerolm.evaluate import OUTCOMES
 from zerolm.plan import memory
 from zerolm.plan.plan import Plan
 from zerolm.preflight import branch, run_record
@@ -76,7 +77,7 @@ def check_directory(settings: Settings, found: Findings) -> Path:
 def _wrong_kinds(run_dir: Path) -> list[str]:
     """Return a line for each entry that the run cannot write, since it is no file or directory."""
     files = RunFiles(run_dir)
-    written = [*files.record_files(), files.evaluation_begun, files.report, files.lock]
+    written = [*files.record_files(OUTCOMES), files.evaluation_begun, files.report, files.lock]
     problems = []
     for path in written:
         try:

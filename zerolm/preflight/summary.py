@@ -1,11 +1,10 @@
 """The derived figures that a run prints when it starts and records in run.json."""
 
-from zerolm import features
+from zerolm import evaluate, features
 from zerolm.common.values import shown_bytes
 from zerolm.data.epochs import times
 from zerolm.distributed.device import ABSENT
 from zerolm.ds_config import scheduler
-from zerolm.evaluate import rules
 from zerolm.optim.schedule import SCHEDULES
 from zerolm.plan import memory
 from zerolm.plan.peak_flops import TF32
@@ -64,13 +63,7 @@ def figures(plan: Plan) -> dict[str, str]:
     if plan.initial is not None:
         taken = ", with the optimizer states" if settings.init_optimizer else ""
         lines["initial weights"] = plan.initial.describe(model.vocab_size) + taken
-    if plan.val_sources:
-        lines["evaluation"] = (
-            f"{plan.val_sequences:,} sequences every {settings.eval_interval} steps"
-        )
-    else:
-        lines["evaluation"] = "no validation loss: there is no --val_data"
-    lines |= rules.summary_lines(settings)
+    lines |= evaluate.summary(plan)
     sizes = {
         name: source.head.get("text_bytes", 0) / source.num_tokens
         for name, source in zip(plan.source_names, plan.sources, strict=True)

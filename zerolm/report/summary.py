@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from zerolm.common.values import count, duration, shown_bytes
+from zerolm.evaluate import EVALUATIONS
 from zerolm.plan.lost_time import Lost, measured
 from zerolm.report import diagnosis
 from zerolm.report.curves import Curves
@@ -75,10 +76,9 @@ def figures(run: RunHistory, price_per_hour: float | None = None) -> list[Pair]:
         if (bits := curves.last(f"{key}/bits_per_byte")) is not None:
             add("Bits per byte", f"{bits:.4f}", data)
             break
-    if (score := curves.last("eval/core")) is not None:
-        add("CORE", f"{score:.4f}", "mean centered accuracy")
-    if (share := curves.last("eval/hellaswag/acc_norm")) is not None:
-        add("HellaSwag", f"{share:.1%}", "normalized accuracy")
+    for each in (headline for kind in EVALUATIONS for headline in kind.HEADLINES):
+        if (score := curves.last(each.key)) is not None:
+            add(each.label, each.template.format(score), each.note)
     if (speed := curves.recent_mean("throughput/tokens_per_second")) is not None:
         devices = run.record.get("world_size")
         note = f"{devices} devices" if devices else ""  # without a run.json

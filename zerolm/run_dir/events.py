@@ -238,8 +238,8 @@ _KINDS: tuple[EventKind, ...] = (
         "a damaged checkpoint was renamed to `checkpoint`; `problems`: each file with its expected "
         "and actual size or hash", alert=AlertRule("WARN", "damaged checkpoint", "checkpoint")),
     EventKind("evaluation_failed", "notable",
-        "`evaluation`: `hellaswag`, `core`, `samples` or the name of a task; `error`. Training "
-        "continued; after two crashes this step is not evaluated"),
+        "`evaluation`: its name, or that of a task of lm-eval; `error`. Training continued; after "
+        "two crashes this step is not evaluated"),
     EventKind("evaluation_interrupted", "notable",
         "the run ended, or was killed, during `evaluation`, which is retried once"),
     EventKind("spike", "notable",

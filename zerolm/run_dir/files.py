@@ -6,6 +6,7 @@ of checkpoint directories here. Must not know the content of a file. Standard li
 
 import contextlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 MANIFEST = "MANIFEST.json"  # of a checkpoint, on disk and in an object store
@@ -38,8 +39,6 @@ class RunFiles:
         self.samples = run_dir / "samples.jsonl"
         self.console = run_dir / "rank0.log"
         self.earlier_console = run_dir / "rank0-earlier.log"
-        self.hellaswag = run_dir / "hellaswag.json"
-        self.core = run_dir / "core.json"
         self.evaluation_begun = run_dir / "evaluation_begun.json"
         self.rollbacks = run_dir / "rollbacks.json"
         self.report = run_dir / "report.html"
@@ -74,13 +73,21 @@ class RunFiles:
         paths = self.run_dir.glob(f"metrics-{ROLLED_BACK}*.jsonl")
         return sorted(path for path in paths if _ARCHIVE_NAME.fullmatch(path.name))
 
-    def record_files(self) -> list[Path]:
-        """Return the files to upload with each checkpoint. All but the archived may be absent."""
+    def outcomes(self, evaluation: str) -> Path:
+        """Return the file with the newest result of an evaluation, by item."""
+        return self.run_dir / f"{evaluation}.json"
+
+    def record_files(self, evaluations: Iterable[str]) -> list[Path]:
+        """Return the files to upload with each checkpoint. All but the archived may be absent.
+
+        Args:
+            evaluations: names of those with `outcomes`.
+        """
         return [
-            self.record, self.rollbacks, self.metrics, self.events, self.samples, self.hellaswag,
-            self.core,
+            *(self.record, self.rollbacks, self.metrics, self.events, self.samples),
+            *map(self.outcomes, evaluations),
             *self.all_archived_metrics(),
-        ]  # fmt: skip
+        ]
 
     # ---- Ranks. A token names one start of the run.
 

@@ -1,7 +1,7 @@
 """The metrics that every run may have: the contents of `metrics.jsonl`, and how each is shown.
 
-Those of a part that may be off are in its module of zerolm/features. The table of all is in
-zerolm/parts/metrics.py. Standard library only.
+Those of a part that may be off are in its module of zerolm/features or zerolm/evaluate. The table
+of all is in zerolm/parts/metrics.py. Standard library only.
 """
 
 import re
@@ -73,11 +73,6 @@ LOSS = Panel("Loss", smooth=True,
 BITS_PER_BYTE = Panel("Bits per byte", smooth=True,
     about="Losses of the tokens that stand for text, in bits, divided by the bytes of that text: "
         "comparable across tokenizers. Marks are evaluations on held-out text.")
-NEEDLE = Panel("Needles", points=True,
-    about="Share of random values in validation text that are found by their keys.")
-TASKS = Panel("Tasks", points=True, about="Accuracy on downstream tasks, as lm-eval defines it.")
-CORE = Panel("CORE", points=True,
-    about="Mean centered accuracy of the tasks of CORE: random answers get 0.")
 GRADIENT_NORM = Panel("Gradient norm", smooth=True, log=True,
     about="2-norm before clipping. Above the dashed line the gradient is clipped.")
 NOISE_SCALE = Panel("Gradient noise scale", smooth=True, log=True,
@@ -105,85 +100,20 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             about="mean cross-entropy of the target tokens of the last step's global batch, over "
                 "all ranks and micro-batches, summed in float64", better=LOWER),
         Metric("train/perplexity", "", None, "`exp(train/loss)`", better=LOWER),
-        Metric("eval/loss", "nats per token", LOSS,
-            "mean over the validation tokens of all `--val_data`", better=LOWER),
-        Metric("eval/perplexity", "", None, "`exp(eval/loss)`", better=LOWER),
         Metric("train/bits_per_byte", "bits per byte", BITS_PER_BYTE,
             "losses of the last step's target tokens that stand for text, in bits, divided by the "
             "UTF-8 bytes of that text (see below); absent if the tokenizer is not known",
             better=LOWER),
-        Metric("eval/bits_per_byte", "bits per byte", BITS_PER_BYTE,
-            "the same for the validation tokens of all `--val_data`", better=LOWER),
         Metric("data/<source>/loss", "nats per token",
             Panel("Loss by source", many=True, smooth=True,
                 about="Training loss of each source's tokens in the step's batch."),
             "mean over the tokens of one source in the last step's batch", better=LOWER),
-        Metric("eval/<source>/loss", "nats per token",
-            Panel("Evaluation by source", many=True, points=True),
-            "validation loss of one source; only if there are several", better=LOWER),
-        Metric("eval/loss_at_<part>_quarter", "nats per token",
-            Panel("Evaluation by position", points=True,
-                about="Of the first, middle and last quarter of the window: a model that uses its "
-                    "context has less loss where it has more."),
-            pattern=r"eval/([a-z]+_)?loss_at_[a-z]+_quarter",
-            about="with `--loss_by_position`: validation loss of the window's `first`, `middle` or "
-                "`last` quarter; with `--ema_tokens` also `eval/ema_loss_at_...`", better=LOWER),
-        Metric("eval/<source>/loss_at_<part>_quarter", "nats per token",
-            Panel("Evaluation by source and position", many=True, points=True),
-            "the same of one source; only if there are several", better=LOWER),
         Metric("data/<source>/bits_per_byte", "bits per byte",
             Panel("Bits per byte by source", many=True, smooth=True,
                 about="Of each source's tokens in the step's batch."),
             "`train/bits_per_byte` of one source's tokens in the last step's batch", better=LOWER),
-        Metric("eval/<source>/bits_per_byte", "bits per byte",
-            Panel("Evaluation by source, bits per byte", many=True, points=True),
-            "`eval/bits_per_byte` of one source; only if there are several", better=LOWER),
     ),
-    "Evaluation": (
-        Metric("eval/needle/acc", "share", NEEDLE,
-            "with `--needle_items`: share of random values in validation text that the model "
-            "finds by their keys, at all depths", better=HIGHER),
-        Metric("eval/needle/acc_at_<depth>", "share", NEEDLE,
-            "the same for values at one depth: 10%, 50% or 90% of the text come before the key",
-            better=HIGHER),
-        Metric("eval/needle/loss", "nats per token",
-            Panel("Needles, loss", points=True),
-            "mean loss of the values", better=LOWER),
-        Metric("eval/needle/loss_at_<depth>", "nats per token",
-            Panel("Needles by depth, loss", points=True), "the same for values at one depth",
-            better=LOWER),
-        Metric("eval/hellaswag/acc", "share", TASKS,
-            "HellaSwag: share of items whose correct ending has the highest log-likelihood",
-            better=HIGHER),
-        Metric("eval/hellaswag/acc_norm", "share", TASKS,
-            "the same, with log-likelihoods divided by the number of characters", better=HIGHER),
-        Metric("eval/hellaswag/items", "items", None,
-            "number of HellaSwag items that were evaluated"),
-        Metric("eval/core", "share", CORE,
-            "mean of the centered accuracies of the tasks of CORE, as DCLM and nanochat define it: "
-            "random answers get 0, perfect ones 1", better=HIGHER),
-        Metric("eval/core/<task>", "share",
-            Panel("CORE by task", many=True, points=True,
-                about="Centered accuracy of each task: random answers get 0."),
-            "centered accuracy of one task of CORE", better=HIGHER),
-        Metric("eval/<task>/bpb", "bits per byte",
-            Panel("Bits per byte of answers", many=True, points=True,
-                about="Of the correct answers of tasks, given the question."),
-            pattern=r"eval/.+/([a-z]+_)?bpb",
-            about="tasks of `olmes_easy`: bits per byte of the correct answers; "
-                "`eval/olmes_easy/<suite>_bpb` is the mean of a suite, and "
-                "`eval/olmes_easy/qa_acc` its mean accuracy", better=LOWER),
-        Metric("eval/<task>/word_perplexity", "",
-            Panel("Perplexity of tasks", many=True, points=True, log=True),
-            pattern=r"eval/.+/((word|byte)_)?perplexity(_[\w-]+)?",
-            about="tasks of `--eval_tasks` that measure it, by word or `byte_perplexity`",
-            better=LOWER),
-        Metric("eval/<task>/<metric>", "", TASKS,
-            pattern=r"eval/.+/([a-z]+_)?(acc|acc_norm|exact_match|f1|mc1|mc2)(_[\w-]+)?",
-            about="result of one of `--eval_tasks`, named as in lm-eval; with a filter other than "
-                "`none`, `<metric>_<filter>`. Accuracies share a panel, any other metric has its "
-                "own", better=HIGHER),
-    ),
+    "Evaluation": (),
     "Optimization": (
         Metric("train/learning_rate", "", Panel("Learning rate"), line="lr={:.3e}", bar="lr {:.2e}",
             bar_rank=5, about="learning rate of the last step"),

@@ -28,6 +28,7 @@ from zerolm.common.store import (
     store_options,
 )
 from zerolm.config.settings import TRACKERS
+from zerolm.evaluate import OUTCOMES
 from zerolm.run_dir.files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
 from zerolm.tracking.tracker import tracker_class
 
@@ -57,7 +58,7 @@ def record_files(directory: Path) -> list[str]:
     state = [
         files.tracker(name) / file for name in TRACKERS for file in tracker_class(name).state_files
     ]
-    return [str(path.relative_to(directory)) for path in (*files.record_files(), *state)]
+    return [str(path.relative_to(directory)) for path in (*files.record_files(OUTCOMES), *state)]
 
 
 class Store:

@@ -6,9 +6,8 @@ of other hosts and the supervisor read it. Makes no decisions. Standard library 
 """
 
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import TypedDict
 
 from zerolm.common.errors import RecordError
 from zerolm.common.records import Count, Name, read_record
@@ -30,8 +29,6 @@ PHASES = {
 }
 
 OVERWRITE_SECONDS = 0.05  # a file that is read while it is overwritten may seem damaged
-
-Item = TypeVar("Item")
 
 
 class Progress:
@@ -76,13 +73,6 @@ def record_progress(
         CURRENT.sequences = sequences
     CURRENT.num_records += 1
     CURRENT.recorded_at = now
-
-
-def with_progress(phase: str, items: Iterable[Item]) -> Iterator[Item]:
-    """Yield `items`, recording progress before each."""
-    for item in items:
-        record_progress(phase)
-        yield item
 
 
 class Group(TypedDict):

@@ -4,9 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from tests.launching import LLAMA
+from zerolm.config.settings import Settings
 from zerolm.evaluate.attempts import EvaluationAttempts
-from zerolm.evaluate.evaluator import LOSS, Evaluations
+from zerolm.evaluate.evaluator import Evaluations
+from zerolm.evaluate.samples import Samples
 
 
 def test_every_later_launch_knows_the_attempts_that_crashed(tmp_path) -> None:
@@ -44,6 +48,8 @@ class Log:
     def has(self, step, key) -> bool:
         return False
 
+    writes = True
+
     def sampled_tokens(self) -> int:
         return 0
 
@@ -61,18 +67,21 @@ def evaluations(run_dir, zero_stage: int) -> Evaluations:
     engine = SimpleNamespace(
         global_rank=0, world_size=1, device=torch.device("cpu"), eval=lambda: 0, train=lambda: 0
     )
-    settings = SimpleNamespace(
-        hellaswag=None, core=None, eval_tasks=[], prompts=None, eval_interval=1,
-        downstream_interval=None,
+    settings = Settings(
+        val_data=("shards",), eval_interval=1, micro_batch_size=1, seq_len=8, total_tokens=1000
+    )
+    plan = SimpleNamespace(
+        settings=settings, run_dir=run_dir, profile=SimpleNamespace(zero_stage=zero_stage),
+        model=SimpleNamespace(config=AutoConfig.for_model(**LLAMA)),
+        val_sources=[], val_source_names=[], val_sequences=1,
     )  # fmt: skip
-    profile = SimpleNamespace(zero_stage=zero_stage)
-    plan = SimpleNamespace(settings=settings, run_dir=run_dir, profile=profile, val_sources=[1])
     created = Evaluations(plan, engine, "cpu", {}, (), lambda *_: None)
 
-    def fail(progress, log) -> None:
+    def fail(runner, step) -> None:
         raise MemoryError("a forward pass")
 
-    created.validate = fail
+    created.evaluations[0].measure = fail
+    created.evaluations.append(Samples(settings))
     return created
 
 
@@ -91,10 +100,10 @@ def test_an_evaluation_that_crashes_the_run_is_retried_once(tmp_path, group) -> 
     resume_at(4)
     error = "the run crashed twice during evaluation of this step; skipping it"
     assert log.events == [
-        ("evaluation_interrupted", 4, {"evaluation": LOSS}),
-        ("evaluation_failed", 4, {"evaluation": LOSS, "error": error}),
+        ("evaluation_interrupted", 4, {"evaluation": "loss"}),
+        ("evaluation_failed", 4, {"evaluation": "loss", "error": error}),
     ]
-    assert launch.sampled_tokens == 400, "skipped samples are not made up for"
+    assert launch.evaluations[1].sampled_tokens == 400, "skipped samples are not made up for"
     with pytest.raises(MemoryError):
         resume_at(5)
 

@@ -10,6 +10,7 @@ from tests.launching import LLAMA
 from tests.texts import items, write_items, write_task, write_tokenizer
 from zerolm.__main__ import main
 from zerolm.common.errors import ConfigError
+from zerolm.config.settings import Settings
 from zerolm.evaluate import hellaswag
 from zerolm.evaluate.exported_model import evaluate_export
 from zerolm.evaluate.likelihood import Row, batches, log_likelihoods
@@ -33,7 +34,8 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(exported):
-    return evaluate_export(exported[0], hellaswag_name=str(exported[1]), print_line=lambda *_: None)
+    settings = Settings(hellaswag=str(exported[1]), hellaswag_items=0)
+    return evaluate_export(exported[0], settings, print_line=lambda *_: None)
 
 
 def test_items_are_scored_as_lm_eval_scores_them(exported, ours, tmp_path) -> None:

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from tests.launching import write_shards
-from zerolm.evaluate.likelihood import SINGLE_PROCESS
-from zerolm.evaluate.needle import DEPTHS, NUM_IDS, figures, rows
+from zerolm.config.settings import Settings
+from zerolm.evaluate.held_out import HeldOut
+from zerolm.evaluate.needle import DEPTHS, NUM_IDS, Needle, rows
+from zerolm.evaluate.runner import ModelRunner
 from zerolm.shards.reader import open_source
 
 SEQ_LEN, ITEMS, VOCABULARY, EOS = 96, 5, 512, 0
@@ -36,10 +38,10 @@ def nothing(input_ids, **_):
 
 
 def measured(model, source):
-    return figures(
-        model, [source], num_items=ITEMS, seq_len=SEQ_LEN, packing="concat", device="cpu",
-        batch_tokens=200, ranks=SINGLE_PROCESS,
-    )  # fmt: skip
+    options = {"seq_len": SEQ_LEN, "micro_batch_size": 2, "rank": 0, "world_size": 1}
+    held_out = HeldOut([source], ["text"], ITEMS, options, None)
+    suite = Needle(Settings(needle_items=ITEMS), held_out)
+    return suite.measure(ModelRunner(model, "cpu", None, SEQ_LEN, 200)).figures
 
 
 def test_a_needle_is_in_the_text_at_its_depth_and_its_key_at_the_end(source) -> None:
@@ -60,9 +62,9 @@ def test_a_needle_is_in_the_text_at_its_depth_and_its_key_at_the_end(source) -> 
 
 def test_a_model_that_looks_keys_up_finds_all_and_any_other_none(source) -> None:
     found = measured(lookup, source)
-    assert [found[f"eval/needle/acc_at_{depth}"] for depth in DEPTHS] == [1.0] * len(DEPTHS)
-    assert found["eval/needle/acc"] == 1 and found["eval/needle/loss"] < 1e-6
+    assert [found[f"needle/acc_at_{depth}"] for depth in DEPTHS] == [1.0] * len(DEPTHS)
+    assert found["needle/acc"] == 1 and found["needle/loss"] < 1e-6
     found = measured(nothing, source)
-    assert found["eval/needle/acc"] == 0
-    losses = [found[f"eval/needle/loss{at}"] for at in ("", *(f"_at_{d}" for d in DEPTHS))]
+    assert found["needle/acc"] == 0
+    losses = [found[f"needle/loss{at}"] for at in ("", *(f"_at_{d}" for d in DEPTHS))]
     assert losses == pytest.approx([np.log(VOCABULARY)] * 4)

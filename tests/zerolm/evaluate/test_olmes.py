@@ -10,6 +10,7 @@ import torch
 from tests.launching import LLAMA
 from tests.texts import VOCABULARY, paragraphs, write_tokenizer
 from zerolm.common.errors import ConfigError
+from zerolm.config.settings import Settings
 from zerolm.evaluate import olmes
 from zerolm.evaluate.exported_model import evaluate_export
 
@@ -81,7 +82,8 @@ def test_lm_eval_gets_exactly_the_requests_of_the_files(base) -> None:
 def test_scores_and_averages_are_those_by_hand(base) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    found = evaluate_export(base / "model", tasks=["olmes_easy"], task_path=str(base))["figures"]
+    settings = Settings(eval_tasks=("olmes_easy",), eval_task_path=str(base))
+    found = evaluate_export(base / "model", settings)["figures"]
     model = AutoModelForCausalLM.from_pretrained(base / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(base / "model")
 

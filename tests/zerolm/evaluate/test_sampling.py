@@ -8,13 +8,11 @@ from transformers.generation.logits_process import TopKLogitsWarper, TopPLogitsW
 from tests.launching import LLAMA, VOCABULARY
 from tests.texts import write_tokenizer
 from zerolm.common.errors import ConfigError
+from zerolm.evaluate.samples import num_points_passed, read_prompts, sample_seed
 from zerolm.evaluate.sampling import (
     Prompt,
     SamplingOptions,
     generate,
-    num_points_passed,
-    read_prompts,
-    sample_seed,
     streamed_text,
     token_probabilities,
 )

@@ -13,7 +13,7 @@ from tests.launching import LLAMA
 from tests.texts import VOCABULARY, paragraphs, write_text_shards, write_tokenizer
 from zerolm.__main__ import main
 from zerolm.common.errors import ConfigError
-from zerolm.evaluate.exported_loss import HeldOut
+from zerolm.config.settings import Settings
 from zerolm.evaluate.exported_model import evaluate_export
 from zerolm.evaluate.validation import validation_loss
 
@@ -122,7 +122,7 @@ def test_losses_by_position_are_those_of_each_source(base) -> None:
                 losses[name][:, 2 * number + row] = each[row]
     for name, of_name in losses.items():
         for part, start in {"first": 0, "middle": 7, "last": 15}.items():
-            key = "/".join(filter(None, ("eval", name, f"loss_at_{part}_quarter")))
+            key = "/".join(filter(None, (name, f"loss_at_{part}_quarter")))
             expected = float(of_name[start : start + 5].nanmean())
             assert np.isnan(expected) or found.pop(key) == pytest.approx(expected, rel=1e-5), key
     assert not any("quarter" in key for key in found), "no loss of a quarter without a target"
@@ -139,14 +139,14 @@ def test_every_problem_of_the_shards_is_reported(base, tmp_path) -> None:
     (without / "tokenizer").rmdir()
     paths = [str(tmp_path / "shards"), str(without), str(tmp_path / "none")]
     with pytest.raises(ConfigError) as caught:
-        evaluate_export(base / "model", held_out=HeldOut(paths, seq_len=65))
+        evaluate_export(base / "model", Settings(val_data=tuple(paths), seq_len=65))
     problems = caught.value.problems
     assert len(problems) == 4
     for start, part in zip(problems, ("--seq_len 65", "another", "no such", "none"), strict=True):
         assert part in start
-    packed = HeldOut([str(base / "shards")], 64, packing="best_fit")
+    packed = Settings(val_data=(str(base / "shards"),), seq_len=64, packing="best_fit")
     with pytest.raises(ConfigError, match="packing best_fit with --seq_len 64 needs it"):
-        evaluate_export(base / "model", held_out=packed)
+        evaluate_export(base / "model", packed)
 
 
 def test_vocabularies_compare_without_special_tokens(base, tmp_path) -> None:
