@@ -12,7 +12,7 @@ from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress
 from zerolm.common.files import sha256_file, write_atomically
 from zerolm.common.files import write_json as write_record
 from zerolm.ds_config import topology
-from zerolm.evaluate.attempts import EvaluationAttempts
+from zerolm.evaluate.crashes import EvaluationAttempts
 from zerolm.preflight import check, run_record
 from zerolm.run_dir.files import RunFiles, checkpoint_name
 from zerolm.tracking.run_log import RunLog, archive

@@ -6,11 +6,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from zerolm.evaluate.attempts import EvaluationAttempts
+
 from tests.fuzz.guard import call, snapshot, unprintable
 from tests.fuzz.mutations import Damage
 from zerolm.checkpoint import load, rollback
 from zerolm.common.errors import EXIT_REFUSED, ZerolmError
-from zerolm.evaluate.attempts import EvaluationAttempts
+from zerolm.evaluate.crashes import EvaluationAttempts
 from zerolm.preflight import check
 from zerolm.report.html import render
 from zerolm.report.report_data import report_data

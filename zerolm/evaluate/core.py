@@ -6,7 +6,6 @@ differences are in docs/evaluation.md.
 """
 
 import csv
-import json
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolm.common.errors import ConfigError, reason
 from zerolm.config.flag import count, flag
-from zerolm.evaluate.evaluation import OWN_TEXTS, Evaluation, ExportFlag, Headline, Scores
+from zerolm.evaluate.evaluation import (
+    OWN_TEXTS,
+    Evaluation,
+    ExportFlag,
+    Headline,
+    Scores,
+    read_json_lines,
+)
 from zerolm.run_dir.metrics import HIGHER, Metric, Panel
 
 if TYPE_CHECKING:
@@ -209,18 +215,8 @@ def _read_task(base: Path, entry: Any, where: str, baselines: dict[str, float], 
 
 
 def _read_items(path: Path, kind: str) -> list[Item]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {_reason(error)}. Give {EXAMPLE}.") from None
     items = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number}: not JSON ({error}). Restore the file.") from None
+    for number, item in read_json_lines(path, "Restore the file"):
         if problem := _problem(item, kind):
             raise ConfigError(f"{path}:{number}: {problem}. Restore the file.")
         items.append(item)

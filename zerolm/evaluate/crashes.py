@@ -1,25 +1,36 @@
 """`Crashes`: how a run handles an error in an evaluation; and `evaluation_mode`.
 
 An error in work that rank 0 does alone is logged as an event, and training continues. An
-error in a forward pass ends the run if other ranks may be inside it. `EvaluationAttempts` records
-each evaluation before it starts: the next launch retries it once, and after a second crash skips
-all evaluations of that step, on every rank.
+error in a forward pass ends the run if other ranks may be inside it.
+
+A forward pass that runs out of memory, or an evaluation that hangs, would fail again after each
+restart, while one that was killed from outside would not. So before any rank computes, rank 0
+records the evaluation in `evaluation_begun.json`, and removes the record when it ends. A launch
+that finds a record knows that the previous one crashed. Two crashes at a step, in any of its
+evaluations, disable the step, because the supervisor gives up after three crashes at the same step.
+Must not depend on the evaluations themselves.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 
-from zerolm.common.errors import reason
-from zerolm.distributed.collectives import broadcast_object
+from zerolm.common.errors import RecordError, reason
+from zerolm.common.files import write_json
+from zerolm.common.records import Count, read_record
+from zerolm.distributed.collectives import broadcast_object, print_safely
 from zerolm.engine.protocol import Model
 from zerolm.evaluate.attempts import Attempt, EvaluationAttempts
 from zerolm.evaluate.runner import ForwardError
+from zerolm.run_dir.files import RunFiles
+
+MAX_CRASHES = 2  # at one step
 
 
 class Crashes:
@@ -78,7 +89,7 @@ class Crashes:
         self._print(f"step={step} {what} FAILED, training continues: {error}")
         log.event("evaluation_failed", step, evaluation=what, error=error)
 
-    def _log_crash(self, attempt: Attempt, log: Any) -> None:
+    def _log_crash(self, attempt: "Attempt", log: Any) -> None:
         step, what = attempt["step"], attempt["what"]
         if step in self._attempts.disabled_steps():
             reason = "the run crashed twice during evaluation of this step; skipping it"
@@ -104,3 +115,71 @@ def evaluation_mode(engine: Model) -> Iterator[None]:
         torch.set_rng_state(cpu)
         if device is not None:
             torch.cuda.set_rng_state(device, engine.device)
+
+
+class Attempt(TypedDict):
+    """An evaluation that has started; `what` is its name."""
+
+    step: Count
+    tokens: Count
+    what: str
+
+
+class _Record(TypedDict):
+    begun: Attempt | None
+    failed: list[Attempt]
+
+
+class EvaluationAttempts:
+    """The record of the attempts of a run at evaluations. Used by rank 0 only.
+
+    Attributes:
+        crashed: attempts during which the run crashed.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.path = RunFiles(run_dir).evaluation_begun
+        self.crashed: list[Attempt] = []
+
+    def load(self) -> Attempt | None:
+        """Read the record; return the attempt in which the previous launch crashed, if it did.
+
+        Without a readable record, earlier crashes are unknown, and everything is evaluated.
+        """
+        try:
+            record = read_record(self.path, _Record)
+        except RecordError as error:
+            print_safely(f"{error.problems[0]} Earlier crashes in evaluations are forgotten.")
+            record = None
+        if record is None:
+            return None
+        self.crashed, attempt = record["failed"], record["begun"]
+        if attempt is not None:
+            self.crashed = [*self.crashed, attempt]
+            self._write(None)
+        return attempt
+
+    def disabled_steps(self) -> dict[int, int]:
+        """Return {step: tokens} of the steps at which nothing is evaluated any more."""
+        crashes = Counter(attempt["step"] for attempt in self.crashed)
+        return {
+            attempt["step"]: attempt["tokens"]
+            for attempt in self.crashed
+            if crashes[attempt["step"]] >= MAX_CRASHES
+        }
+
+    def start(self, step: int, tokens: int, what: str) -> None:
+        """Record on disk that an evaluation starts."""
+        self._write({"step": step, "tokens": tokens, "what": what})
+
+    def finish(self) -> None:
+        """Record that the evaluation has ended, with or without an error that the run survives."""
+        self._write(None)
+
+    def _write(self, attempt: Attempt | None) -> None:
+        # A full disk may lose the record, but an evaluation must not end the run.
+        with suppress(OSError):
+            if attempt is None and not self.crashed:
+                self.path.unlink(missing_ok=True)
+            else:
+                write_json(self.path, {"begun": attempt, "failed": self.crashed})

@@ -7,10 +7,13 @@ The settings are made of the flags of all evaluations, so a module of an evaluat
 at its top, and what its hooks need inside them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+from zerolm.common.errors import ConfigError, reason
 from zerolm.common.files import write_json
 from zerolm.config.part import Part
 from zerolm.run_dir.files import RunFiles
@@ -25,6 +28,24 @@ if TYPE_CHECKING:
 
 OWN_TEXTS = "ranks that share a matrix would evaluate different texts"  # no_tensor_parallel
 TASKS = Panel("Tasks", points=True, about="Accuracy on downstream tasks, as lm-eval defines it.")
+
+
+def read_json_lines(path: Path, fix: str) -> Iterator[tuple[int, Any]]:
+    """Yield the values of JSON lines with their line numbers.
+
+    Args:
+        fix: end of the message of a ConfigError.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({reason(error)}). {fix}.") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: not JSON ({error}). {fix}.") from None
 
 
 @dataclass(frozen=True)

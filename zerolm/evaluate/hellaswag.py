@@ -5,7 +5,6 @@ Sentence?" (2019). Source of every step: lm-evaluation-harness 0.4.13, `tasks/he
 `ConfigurableTask.process_results` for the scores.
 """
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -15,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolm.common.errors import ConfigError, reason
 from zerolm.config.flag import count, flag
-from zerolm.evaluate.evaluation import OWN_TEXTS, TASKS, Evaluation, ExportFlag, Headline, Scores
+from zerolm.evaluate.evaluation import (
+    OWN_TEXTS,
+    TASKS,
+    Evaluation,
+    ExportFlag,
+    Headline,
+    Scores,
+    read_json_lines,
+)
 from zerolm.run_dir.metrics import HIGHER, Metric
 
 if TYPE_CHECKING:
@@ -134,7 +141,7 @@ def read_items(name: str, limit: int = 0) -> list[Item]:
     """
     path = Path(name)
     if path.is_file():
-        documents = _read_lines(path)
+        documents = [document for _, document in read_json_lines(path, f"Give {EXAMPLE}")]
     elif HUB_ID.fullmatch(name) and not path.suffix:
         documents = _load_from_hub(name)
     else:
@@ -148,20 +155,6 @@ def read_items(name: str, limit: int = 0) -> list[Item]:
     if not items:
         raise ConfigError(f"{name}: no items. Give {EXAMPLE}.")
     return items
-
-
-def _read_lines(path: Path) -> list[Any]:
-    documents = []
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}). Give {EXAMPLE}.") from None
-    for number, line in enumerate(filter(str.strip, text.split("\n")), 1):
-        try:
-            documents.append(json.loads(line))
-        except ValueError as error:
-            raise ConfigError(f"{path}:{number}: not JSON ({error}). Give {EXAMPLE}.") from None
-    return documents
 
 
 def _load_from_hub(name: str) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import pointer_problem_of
 from zerolm.config.flag import count, flag
-from zerolm.evaluate.evaluation import OWN_TEXTS, Evaluation, Scores
+from zerolm.evaluate.evaluation import OWN_TEXTS, Evaluation, Scores, read_json_lines
 
 SAMPLED_DOUBLINGS = 10  # by default the first samples are due at 1/1024 of the run
 
@@ -153,14 +153,13 @@ def read_prompts(path: Path) -> list[str]:
     if pointer := pointer_problem_of(path):
         raise ConfigError(f"{path}: {pointer}")
     if path.suffix == ".jsonl":
-        for number, line in enumerate(lines):
-            try:
-                lines[number] = json.loads(line)["prompt"]
-                assert isinstance(lines[number], str)
-            except (ValueError, KeyError, TypeError, AssertionError):
+        lines = []
+        for number, row in read_json_lines(path, fix):
+            if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
                 raise ConfigError(
-                    f'{path}:{number + 1}: not a JSON object with a string "prompt". {fix}.'
-                ) from None
+                    f'{path}:{number}: not a JSON object with a string "prompt". {fix}.'
+                )
+            lines.append(row["prompt"])
     if not lines:
         raise ConfigError(f"{path}: has no prompt. {fix}.")
     return lines

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from tests.launching import LLAMA
 from zerolm.config.settings import Settings
-from zerolm.evaluate.attempts import EvaluationAttempts
+from zerolm.evaluate.crashes import EvaluationAttempts
 from zerolm.evaluate.evaluator import Evaluations
 from zerolm.evaluate.samples import Samples
 
