@@ -1,6 +1,6 @@
 """The library of pretrain.py, and of the commands of `zerolm`."""
 
-__version__: str  # that of the installed package; looking for it takes time
+__version__: str  # of the installed package; looked up on first use, because that takes time
 
 
 def __getattr__(name: str) -> str:

@@ -1,4 +1,4 @@
-"""`convert`: make token shards of other formats' ids, or write them for Megatron and nanoGPT."""
+"""`convert`: make token shards from other formats, or write them for Megatron and nanoGPT."""
 
 import argparse
 import json

@@ -114,7 +114,7 @@ def array_path(directory: Path, kind: str, task: int) -> Path:
 def save_array(path: Path, array: np.ndarray) -> int:
     """Write an array atomically; return the size of the file in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # numpy writes to a real file by itself, and then says of a full disk only "4 items requested".
+    # numpy writes to a real file by itself, and on a full disk says only "4 items requested".
     write_atomically(
         path, lambda file: np.save(SimpleNamespace(write=file.write), array), many_writers=True
     )

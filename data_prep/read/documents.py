@@ -74,7 +74,7 @@ BAD_REASONS = {
     "damaged": "damaged files, records or row groups",
     "expands": "files that expand more than --max_expansion times",
     "unreadable": "files that cannot be opened",
-    "encoding": "documents or files of another encoding than the named one",
+    "encoding": "documents or files whose encoding is not the named one",
     "fields": "CSV rows that do not fit the header, or are not CSV",
     "slow_page": "pages whose extraction took more than --max_page_seconds",
     "failed_page": "pages whose text cannot be extracted",
@@ -85,11 +85,11 @@ SKIP_REASONS = {  # harmless, always skipped
     "null": "documents whose text is null",
     "blank_lines": "blank lines",
     "no_main_text": "pages without main text",
-    "not_a_page": "WARC records of other content than pages",
+    "not_a_page": "WARC records whose content is not a page",
     "http_error": "pages with an HTTP status other than 2xx",
     "binary": "binary files in code trees",
 }
-SHOWN_TYPES = 6  # of other content than pages
+SHOWN_TYPES = 6  # of content that is not a page
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> dict[str, int]:

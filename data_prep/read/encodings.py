@@ -74,7 +74,7 @@ def detect_encoding(sample: bytes) -> str | None:
     """Return the encoding of text that is not UTF-8, or None if it is not clear.
 
     Only words that are not ASCII are examined, because English words around them would bias the
-    result. Of 14 legacy encodings chardet 6 named 13, and none wrongly, also of four words;
+    result. chardet 6 named 13 of 14 legacy encodings and none wrongly, even with four words only;
     charset-normalizer 3.5 mistook French, Spanish and Turkish.
     """
     import chardet

@@ -230,7 +230,7 @@ def stored_in(source: Input) -> Any:
 
 
 def stream_of(source: Input, start: int, rules: InputRules) -> Stream:
-    """Return the content of a file from a byte of it, as UTF-8."""
+    """Return the content of a file from a byte offset on, as UTF-8."""
     encoding = UTF8 if source.suffix.startswith(PAGE_FORMATS) else source.encoding
     return open_stream(source.name, source.suffix, start, rules.max_expansion, encoding)
 

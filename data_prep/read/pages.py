@@ -133,7 +133,7 @@ def serve(descriptor: int) -> None:
         answer: dict[str, Any]
         try:
             answer = extract_text(content, content_type)
-        except Exception as error:  # of a parser, on a page that it was not made for
+        except Exception as error:  # the parser was not made for this page
             detail = f"its text cannot be extracted ({reason(error)}). Remove the page."
             answer = {"reason": "failed_page", "detail": detail}
         signal.setitimer(signal.ITIMER_PROF, 0)

@@ -45,7 +45,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     """Return a document as a line of JSON, without a newline."""
     try:
         return json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a lone surrogate in another key than the text
+    except UnicodeEncodeError:  # a lone surrogate in a key other than the text
         return json.dumps(record).encode()
 
 

@@ -147,7 +147,7 @@ def _to_line(record: Json) -> bytes:
     """Return a record as a line of JSON; values without a JSON type become strings."""
     try:
         return json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str).encode()
-    except UnicodeEncodeError:  # a lone surrogate in another key than the text
+    except UnicodeEncodeError:  # a lone surrogate in a key other than the text
         return json.dumps(record, separators=(",", ":"), default=str).encode()
 
 

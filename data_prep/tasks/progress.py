@@ -143,7 +143,7 @@ class _Tally(TypedDict):
 
 
 class _Encoded(TypedDict):
-    """What is shown of the record of an encoding task."""
+    """The part of an encoding task's record that is shown."""
 
     splits: list[_Split]
     tally: _Tally

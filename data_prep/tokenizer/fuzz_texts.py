@@ -10,7 +10,7 @@ import random
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# In addition to those assigned in this Python's Unicode tables: private use, and new emoji.
+# Not assigned in this Python's Unicode tables, but in use: private code points, and new emoji.
 EXTRA_CODE_POINTS = (range(0xE000, 0xF900), range(0x1F000, 0x1FB00))
 PLAIN_LETTERS = (range(0x3400, 0xA000), range(0xAC00, 0xD7A4), range(0x20000, 0x323B0))
 SPACES = (

@@ -41,7 +41,7 @@ def pre_tokenizer(model: Path) -> str:
         patterns = [split_pattern("gpt2")]
     if len(patterns) != 1 or patterns[0] not in PRE_TOKENIZERS:
         raise ConfigError(
-            f"{path}: pre_tokenizer: {json.dumps(patterns)}, llama.cpp has no code for this split. "
+            f"{path}: pre_tokenizer: {json.dumps(patterns)}: llama.cpp has no code for this split. "
             f"Train the tokenizer with --split gpt2, llama3 or o200k and their digits (or llama3 "
             f"with --digits 1), or call the converter itself for a published tokenizer."
         )

@@ -217,8 +217,7 @@ def _describe_backend(
     if (growth := _growth(content["normalizer"])) > MAX_GROWTH:
         raise ConfigError(
             f"--tokenizer {name}: tokenizer.json: normalizer: replaces a character by up to "
-            f"{growth:,}, must be at most {MAX_GROWTH:,}: one document would take all memory. "
-            f"Correct it."
+            f"{growth:,}, more than {MAX_GROWTH:,}: one document could take all memory. Correct it."
         )
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     definition = [*(content[key] for key in keys), eos_id]

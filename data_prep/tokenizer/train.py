@@ -33,8 +33,8 @@ class TrainingResult:
 
     Attributes:
         vocab_size: the size reached.
-        num_documents, num_bytes: trained on; bytes of UTF-8 text.
-        read_documents, read_bytes: read; more than trained on if the text was sampled.
+        num_documents, num_bytes: documents trained on, and their bytes of UTF-8.
+        read_documents, read_bytes: the same of what was read; more if the text was sampled.
     """
 
     vocab_size: int

@@ -18,7 +18,7 @@ def run_directory(command: Sequence[str]) -> Path:
     script = _script_index(command)
     if script is None:
         raise ConfigError(
-            f"command line: {' '.join(command) or 'nothing'}, does not start {SCRIPT}. Write: "
+            f"command line: {' '.join(command) or 'nothing'}: does not start {SCRIPT}. Write: "
             f"zerolm supervise -- deepspeed ... {SCRIPT} ..."
         )
     settings, _ = parse_settings(command[script + 1 :])  # pretrain.py itself reports bad flags

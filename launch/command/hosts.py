@@ -51,7 +51,7 @@ def read_hostfile(path: Path) -> list[Host]:
         fields = line.partition("#")[0].split()
         if not fields:
             continue
-        where = f"{path}: line {number}: {line!r},"
+        where = f"{path}: line {number}: {line!r}"
         if not HOST_LINE.fullmatch(" ".join(fields)):
             problems.append(f"{where} is not `name slots=N` with N of 1 or more. Correct it.")
         elif fields[0] in hosts:
@@ -75,7 +75,7 @@ def used_hosts(hostfile: str, num_nodes: str | None) -> int:
         ConfigError: the hostfile is refused, or has fewer hosts.
     """
     if num_nodes is not None and not (num_nodes.isdecimal() and int(num_nodes)):
-        raise ConfigError(f"--num_nodes: {num_nodes}, not a number of hosts. Write 1 or more.")
+        raise ConfigError(f"--num_nodes: {num_nodes} is not a number of hosts. Write 1 or more.")
     found = len(read_hostfile(Path(hostfile)))
     if found < int(num_nodes or found):
         raise ConfigError(

@@ -129,7 +129,7 @@ def _run_launcher(command: Sequence[str]) -> int:
     """Run the launcher on this host, and return its exit code.
 
     Signals are forwarded to the ranks, which save and stop. The launcher itself would end on Ctrl-C
-    with a traceback, and end W&B's service, so it is in another process group than the terminal's.
+    with a traceback, and end W&B's service, so it is in a process group other than the terminal's.
     """
     launcher = subprocess.Popen(command, preexec_fn=os.setpgrp)
     received: list[int] = []
@@ -259,7 +259,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if LAUNCHER_FLAGS[name].metavar and not equals:
             if not arguments:
-                raise ConfigError(f"command line: {written}, lacks its value. Add it.")
+                raise ConfigError(f"command line: {written} lacks its value. Add it.")
             value = arguments.pop(0)
         launcher.append(f"--{name}={value}" if LAUNCHER_FLAGS[name].metavar else f"--{name}")
     return launcher, rest

@@ -183,7 +183,7 @@ def operators() -> dict[str, Any]:
 
 
 def build_problems(settings: Settings, device_kind: str) -> list[str]:
-    """Return what the run's preflight would say of this host's compilers, toolkit and libaio."""
+    """Return what the run's preflight would say about this host's compilers, toolkit and libaio."""
     problems = []
     if settings.compile and (why := machine.compile_problem(device_kind)):
         problems.append(f"{settings.where('compile')}: true, but {why}. Install it, or remove it.")

@@ -23,7 +23,7 @@ __all__ = ["add_flags", "run"]
 def run(arguments: argparse.Namespace) -> int:
     """Run the command, and return its exit code."""
     if arguments.write and not arguments.search:
-        raise ConfigError("command line: --write, needs --search. Add it, or remove --write.")
+        raise ConfigError("command line: --write needs --search. Add it, or remove --write.")
     if arguments.budget:
         return _budget(arguments)
     if not (arguments.model_config or arguments.init_from or arguments.branch):
@@ -140,7 +140,7 @@ def per_node(arguments: argparse.Namespace) -> int:
     devices, local = arguments.devices, min(arguments.devices, arguments.devices_per_node)
     if devices % local:
         raise ConfigError(
-            f"command line: --devices: {devices}, must be a multiple of --devices_per_node "
+            f"command line: --devices: {devices} must be a multiple of --devices_per_node "
             f"{local}. Use {devices // local * local} or {-(-devices // local) * local}."
         )
     return local
@@ -178,7 +178,7 @@ def _measured_restart(run_dir: str) -> float:
     seconds = measured(read_rows(path, EventRow)).restart_seconds
     if not seconds:
         raise ConfigError(
-            f"command line: --restarts_of: {path}, has no event `recovered`. Give a run that "
+            f"command line: --restarts_of: {path} has no event `recovered`. Give a run that "
             f"launch supervise has restarted, or --restart_seconds."
         )
     return float(median(seconds))

@@ -86,7 +86,7 @@ def flops_of(
         within(hours, above=0)
     except ValueError:
         raise ConfigError(
-            f"command line: --budget: {text}, not a budget. Write 1e22, $50000 or 14d."
+            f"command line: --budget: {text} is not a budget. Write 1e22, $50000 or 14d."
         ) from None
     peak = hardware.bf16 or hardware.fp16
     if hardware.device.lacks_bf16 and hardware.is_cpu:

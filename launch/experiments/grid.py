@@ -45,16 +45,16 @@ def read_axes(given: Sequence[str], problems: list[str]) -> dict[str, dict[str, 
         written, equals, values = text.partition("=")
         name, where = written.replace("-", "_"), f"{COMMAND_LINE}: --set: {written}"
         if name in OF_THE_SWEEP:
-            problems.append(f"{where}, each run of a sweep has its own. Remove it.")
+            problems.append(f"{where}: each run of a sweep has its own. Remove it.")
         elif name not in SWEPT:
             near = answer_for(name) if name not in FLAGS else ""
             near = near or did_you_mean(name, SWEPT)
             near = near or " zerolm train --help all lists the settings."
-            problems.append(f"{where}, no such setting.{near}")
+            problems.append(f"{where}: no such setting.{near}")
         elif name in axes:
-            problems.append(f"{where}, given twice. Write all of its values in one --set.")
+            problems.append(f"{where} is given twice. Write all of its values in one --set.")
         elif not equals or not all(values.split(",")):
-            problems.append(f"{where}, lacks a value. Write for example --set {name}=A,B.")
+            problems.append(f"{where} lacks a value. Write for example --set {name}=A,B.")
         else:
             axes[name] = _labelled(name, values.split(","), problems)
     return dict(sorted(axes.items()))
@@ -67,11 +67,11 @@ def _labelled(name: str, values: Sequence[str], problems: list[str]) -> dict[str
         try:
             label = _label(name, value)
         except ValueError as error:
-            problems.append(f"{where}: {shown_setting(where, value)}, {error}")
+            problems.append(f"{where}: {shown_setting(where, value)} {error}")
             continue
         if label in labelled:
             problems.append(
-                f"{where}: {value}, would have the same directory as {labelled[label]}: {label}. "
+                f"{where}: {value} would have the same directory as {labelled[label]}: {label}. "
                 f"Remove one of them, or rename its file."
             )
         labelled[label] = value

@@ -120,7 +120,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Sweep, bool]:
     """Return the sweep that the command line describes, and whether it is only to be checked.
 
     Raises:
-        ConfigError: every problem that can be found without reading another file than --settings.
+        ConfigError: every problem that can be found without reading any file but --settings.
     """
     problems: list[str] = []
     given, models = list(arguments.axes), arguments.model_config
@@ -148,7 +148,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Sweep, bool]:
         if name in options
     ]
     if not options.get("num_gpus", "1").isdecimal():
-        problems.append(f"{COMMAND_LINE}: --num_gpus: {options['num_gpus']}, not a number.")
+        problems.append(f"{COMMAND_LINE}: --num_gpus: {options['num_gpus']} is not a number.")
     if problems:
         raise ConfigError(problems)
     flags = [flag for flag in flags if flag.replace("-", "_") != "__check"]

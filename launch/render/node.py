@@ -91,7 +91,7 @@ def node_rank(given: int | None, nodes: int, environment: Mapping[str, str]) -> 
     source, value = next(iter(candidates.items()))
     if not value.isdigit() or int(value) >= nodes:
         raise ConfigError(
-            f"{source}: {value}, must be a number below --nodes {nodes}. Correct one of them."
+            f"{source}: {value} must be a number below --nodes {nodes}. Correct one of them."
         )
     return int(value)
 

@@ -106,7 +106,7 @@ def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
     name = re.sub(r"[^a-z0-9]+", "-", (arguments.name or Path(run_dir).name).lower()).strip("-")
     if not name or not name[0].isalpha() or len(name) > MAX_NAME_LENGTH:
         problems.append(
-            f"--name: {arguments.name or name}, must start with a letter and have at most "
+            f"--name: {arguments.name or name} must start with a letter and have at most "
             f"{MAX_NAME_LENGTH} letters, digits and dashes. Give --name."
         )
     environment, environment_problems = _environment(arguments)
@@ -128,15 +128,15 @@ def _environment(arguments: argparse.Namespace) -> tuple[dict[str, str], list[st
     for pair in arguments.env:
         variable, equals, value = pair.partition("=")
         if not equals or not VARIABLE_NAME.fullmatch(variable):
-            problems.append(f"--env: {variable}, must be NAME=VALUE. Correct it.")
+            problems.append(f"--env: {variable} must be NAME=VALUE. Correct it.")
         elif is_secret_name(variable):
             problems.append(
-                f"--env: {variable}, seems to be a secret, which must not be in a file. Write "
+                f"--env: {variable} seems to be a secret, which must not be in a file. Write "
                 f"--secret {variable}, without its value."
             )
         environment[variable] = value
     problems += [
-        f"--secret: {variable.partition('=')[0]}, must be the name of a variable only. Leave its "
+        f"--secret: {variable.partition('=')[0]} must be the name of a variable only. Leave its "
         f"value to the scheduler."
         for variable in arguments.secret
         if not VARIABLE_NAME.fullmatch(variable)
@@ -147,16 +147,14 @@ def _environment(arguments: argparse.Namespace) -> tuple[dict[str, str], list[st
 def _scheduler_problems(arguments: argparse.Namespace) -> list[str]:
     problems = []
     if not arguments.directory.startswith("/"):
-        problems.append(
-            f"--directory: {arguments.directory}, must be absolute. Give the full path."
-        )
+        problems.append(f"--directory: {arguments.directory} must be absolute. Give the full path.")
     if arguments.save_time >= arguments.time:
         problems.append(
-            f"--save_time: {arguments.save_time:.0f}s, must be below --time "
+            f"--save_time: {arguments.save_time:.0f}s must be below --time "
             f"{arguments.time:.0f}s. Shorten it."
         )
     problems += [
-        f"--slurm: {option!r}, must be one sbatch option such as --partition=gpu. Correct it."
+        f"--slurm: {option!r} must be one sbatch option such as --partition=gpu. Correct it."
         for option in arguments.slurm
         if not SBATCH_OPTION.fullmatch(option)
     ]

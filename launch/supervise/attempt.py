@@ -115,7 +115,7 @@ class Attempt:
         try:
             reason = self._stuck_reason(now)
             self._end_idle_launchers(now)
-        except Exception as error:  # of a check, which must not end the run that it checks
+        except Exception as error:  # a check must not end the run that it checks
             reason, self.problem = None, f"cannot check the ranks: {error!r}"
         if reason is not None:
             self.kill_reason = reason
@@ -186,7 +186,7 @@ class Attempt:
             if killed_ranks and (kills := machine.oom_kills() - self._oom_kills):
                 note = machine.oom_note(kills)
                 outcome.reasons += [note] * (note not in " ".join(outcome.reasons))
-        except Exception as error:  # of the supervisor itself: the code of the launcher must do
+        except Exception as error:  # a bug of the supervisor: the code of the launcher must do
             outcome = classify(code, [], [], output, self.kill_reason, killed)
             outcome.reasons.append(f"cannot read how the launch ended: {error!r}")
         return outcome

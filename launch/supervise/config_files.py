@@ -51,7 +51,7 @@ class ConfigFiles:
             if name not in self._replaced:
                 self.log(
                     f"{self._paths[name]} has changed, or cannot be read: this run continues with "
-                    f"its content of when the supervisor started, {copy}. To use the new content, "
+                    f"{copy}, its content when the supervisor started. To use the new content, "
                     f"stop the supervisor and start it again"
                 )
         self._replaced = changed

@@ -31,7 +31,7 @@ def downtime(
             noticed = min(noticed, verdict)
     if not progressed:
         return {}
-    # A stopped rank goes on for a moment when it is asked for its stacks.
+    # A stopped rank keeps running for a moment when it is asked for its stacks.
     began = max((at for at in progressed if at <= noticed), default=noticed)
     parts = {"noticed": noticed - began, "ended": ended - noticed}
     shown = {name: round(max(0.0, seconds), 2) for name, seconds in parts.items()}

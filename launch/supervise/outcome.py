@@ -39,7 +39,7 @@ class _LostRank(TypedDict):
 
 
 class _Lost(TypedDict):
-    """What this module reads of an event `rank_lost` or `hang`."""
+    """What this module reads from an event `rank_lost` or `hang`."""
 
     ended: str | None
     ranks: list[_LostRank]
@@ -50,14 +50,14 @@ class _Place(TypedDict):
 
 
 class _SlowHost(TypedDict):
-    """What this module reads of an event `slow_host`."""
+    """What this module reads from an event `slow_host`."""
 
     host: str
     slow: bool
 
 
 class _Corrupted(TypedDict):
-    """What this module reads of an event `corrupted`."""
+    """What this module reads from an event `corrupted`."""
 
     reason: str
     places: list[_Place]

@@ -80,7 +80,7 @@ def test_multinode_reports_every_problem(tmp_path):
         ROOT / "launch/multinode.sh", hostfile, 5, "--wandb_tags", "a&b", HOME=str(tmp_path)
     )
     assert result.returncode == 2 and "secret-value" not in result.stderr
-    assert f"{hostfile}: line 4: 'node3', is not `name slots=N`" in result.stderr
+    assert f"{hostfile}: line 4: 'node3' is not `name slots=N`" in result.stderr
     assert f"{hostfile}: line 5: 'node1 slots=2', lists node1 again" in result.stderr
     assert "line 1" not in result.stderr and "line 3: 'node2" not in result.stderr
     assert f"{tmp_path}/.deepspeed_env: line 2: not NAME=VALUE" in result.stderr
@@ -91,7 +91,7 @@ def test_multinode_refuses_a_missing_hostfile_a_wrong_number_and_a_visible_secre
     (tmp_path / ".deepspeed_env").write_text("WANDB_API_KEY=secret-value\n")
     result = bash(ROOT / "launch/multinode.sh", tmp_path / "absent", "two", HOME=str(tmp_path))
     assert result.returncode == 2 and "secret-value" not in result.stderr
-    assert "--num_nodes: two, not a number of hosts" in result.stderr
+    assert "--num_nodes: two is not a number of hosts" in result.stderr
     assert f"{tmp_path}/.deepspeed_env: WANDB_API_KEY: would be visible" in result.stderr
     result = bash(ROOT / "launch/multinode.sh", tmp_path / "absent", 1)
     assert "absent: cannot be read" in result.stderr

@@ -76,7 +76,7 @@ def trial_problem(
         output, _ = attend(query, key, key, None, **boundary_arguments(boundaries, length))
         output.sum().backward()
         torch.cuda.synchronize(device)
-    except Exception as error:  # of any type: loading a library runs its code
+    except Exception as error:  # of any class: loading a library runs its code
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"{FAILS} ({lines[0]}). Use auto."
     return None
@@ -90,7 +90,7 @@ def register(implementation: str) -> None:
 
 
 class _AnyLayer:
-    """What transformers' function needs of a layer, without its number."""
+    """What transformers' function needs from a layer, without its number."""
 
     def __init__(self, module: Any):
         self.config, self.is_causal = module.config, getattr(module, "is_causal", True)

@@ -172,7 +172,7 @@ def _model_problem(key: ConfigKey) -> str | None:
         model = meta_model(config).train()
         with torch.no_grad(), fused_kernels(model, False), intercepted_attention(model, observe):
             _forward_with_boundaries(model)
-    except Exception as error:  # of any type: the class depends on values
+    except Exception as error:  # of any class: the class depends on values
         return f"cannot be tried out with {config.model_type} ({type(error).__name__})."
     if not windows:
         return (

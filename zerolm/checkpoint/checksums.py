@@ -35,7 +35,7 @@ class Checksum(NamedTuple):
 
 
 class Hasher(Protocol):
-    """What computes a digest, as those of hashlib do."""
+    """An object that computes a digest, with hashlib's methods."""
 
     def update(self, data: Any, /) -> None: ...
     def hexdigest(self) -> str: ...
@@ -126,7 +126,11 @@ def piece_problem(path: Path, piece: Piece, *, read: bool = True) -> str | None:
             raise FileNotFoundError
         with opened as file:
             if (actual_size := os.fstat(file.fileno()).st_size) != size:
-                return f"{path}: {actual_size} bytes, the manifest says {size}" if reports else None
+                return (
+                    f"{path}: {actual_size} bytes, but the manifest says {size}"
+                    if reports
+                    else None
+                )
             if not read:
                 return None
             start = 0 if number is None else number * RANGE_BYTES
@@ -163,4 +167,4 @@ def _difference(path: Path, actual: Checksum, expected: Checksum, number: int | 
         start = ((number or 0) + at) * RANGE_BYTES
         where = f"{path}, the {RANGE_BYTES >> 20} MiB from byte {start:,}"
     label = LABELS[expected.kind]
-    return f"{where}: {label} {found}, the manifest says {wanted}"
+    return f"{where}: {label} {found}, but the manifest says {wanted}"

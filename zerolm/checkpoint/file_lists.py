@@ -69,7 +69,7 @@ def read_list(directory: Path, one: dict[str, Any]) -> list[ListedFile]:
             file.seek(one["start_byte"])
             line = file.read(one["size_bytes"])
         if (actual := xxhash.xxh3_128_hexdigest(line)) != one[XXH3]:
-            raise CheckpointError(f"{where}: XXH3 {actual}, the manifest says {one[XXH3]}")
+            raise CheckpointError(f"{where}: XXH3 {actual}, but the manifest says {one[XXH3]}")
         files = parse_record(line, where, _Content)["files"]
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({why(error)}). It is damaged.") from None

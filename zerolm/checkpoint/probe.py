@@ -122,7 +122,7 @@ def check(
     branch: Mapping[str, Any] = plan.branch or {}
     begins = branch.get("step") == manifest["progress"]["step"]
     if begins and any(map(is_position, branch.get("changes", ()))):
-        return "not compared, because the branch has other positions than its trunk"
+        return "not compared, because the branch has different positions from its trunk"
     if fault_point("resume.probe", manifest["progress"]["step"]) == "x10":
         for parameter in engine.module.parameters():
             multiply(parameter, 10)

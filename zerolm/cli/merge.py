@@ -130,7 +130,7 @@ def _find(references: Sequence[str], output: Path, *, ordered: bool) -> list[Che
             for checkpoint in locate_several(reference):
                 path = checkpoint.directory.resolve()
                 if path in found:
-                    problems.append(f"{reference}: {path.name} was named before. Name it once.")
+                    problems.append(f"{reference}: {path.name} is named twice. Name it once.")
                 found[path] = checkpoint
         except ConfigError as error:
             problems += error.problems

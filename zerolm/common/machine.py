@@ -126,7 +126,7 @@ def compile_problem(device_kind: str) -> str | None:
     if device_kind != "cpu":
         try:
             importlib.import_module("triton")
-        except Exception as error:  # of any type: loading a library runs its code
+        except Exception as error:  # of any class: loading a library runs its code
             return f"it needs the package triton on a GPU, which cannot be imported ({error})"
     needed = "a C++ compiler" if device_kind == "cpu" else ("a C compiler", "Python.h")
     missing = [each for each in missing_compilers(device_kind) if each.startswith(needed)]
@@ -257,7 +257,7 @@ def oom_kills() -> int:
 
 
 def oom_note(kills: int) -> str:
-    """Return what `oom_kills` says of a process that was killed."""
+    """Return what `oom_kills` says about a process that was killed."""
     return (
         f"the out-of-memory killer has ended {kills} process{'es' * (kills > 1)} of this host "
         "since the start"

@@ -75,7 +75,7 @@ def ask_hub(name: str, revision: str | None = None, kind: str = "model") -> str 
     announce_hub(name)
     try:
         HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=HUB_SECONDS)
-    except Exception as error:  # of the network, the hub, and names that it refuses
+    except Exception as error:  # from the network, the hub, or a name that it refuses
         return reason(error)
     return None
 

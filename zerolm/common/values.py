@@ -25,7 +25,7 @@ def printable(text: str, kept: str = "") -> str:
     """Return text of a file for a terminal: control characters as in JSON, `\\u001b`.
 
     Those would colour, clear or retitle the terminal, and characters that turn the direction would
-    show other text than there is. The joiners of Persian, Hindi and emoji are kept, and so is what
+    show text that is not there. The joiners of Persian, Hindi and emoji are kept, and so is what
     `kept` has.
     """
     if text.isprintable():

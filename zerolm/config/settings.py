@@ -116,8 +116,8 @@ class Settings:
     )
     later_seq_len: int | None = count(
         "data",
-        "leave text unread in windows of this length, a multiple of --seq_len, for a branch "
-        "(default: --seq_len)",
+        "read text in an order in which a branch with this --seq_len, a multiple of the present "
+        "one, can continue with unread windows (default: --seq_len)",
         "TOKENS",
         changes_curve=True,
     )

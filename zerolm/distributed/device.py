@@ -124,7 +124,7 @@ def _cuda(index: int, memory_bytes: int, supported: bool) -> Device:
 def gpu_library_versions() -> dict[str, str]:
     """Return the versions of CUDA's libraries that torch uses here; empty without a GPU.
 
-    They choose kernels: cuDNN that of scaled dot-product attention, for example.
+    They choose kernels: cuDNN chooses one for scaled dot-product attention, for example.
     """
     import torch
 

@@ -73,7 +73,7 @@ def _tensor_problems(profile: Profile) -> list[str]:
 
 def _sequence_problems(profile: Profile) -> list[str]:
     if profile.zero.get("reduce_scatter") is False:
-        # zero/stage3.py: without it, small gradients get another divisor than large ones.
+        # zero/stage3.py: without it, small gradients get a different divisor from large ones.
         return [
             f"{SEQUENCE_KEY}: needs zero_optimization.reduce_scatter, got false: DeepSpeed would "
             f"average small and large gradients differently. Remove that key."

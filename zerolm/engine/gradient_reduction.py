@@ -52,7 +52,7 @@ def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerR
         hosts: over which the ranks are spread.
 
     Returns:
-        What must be told of each gradient, if the sums are in the flat buffers of BF16_Optimizer.
+        The object to notify of each gradient, if the sums are in BF16_Optimizer's flat buffers.
     """
     optimizer = engine.optimizer
     ranks = distributed.get_world_size()
@@ -139,7 +139,7 @@ class OwnerReduction:
         Args:
             grads, elements_per_buffer: as `buffered_allreduce_fallback` has them; not used.
         """
-        assert grads is None, "DeepSpeed reduces other gradients than its optimizer's"
+        assert grads is None, "DeepSpeed reduces gradients that are not its optimizer's"
         self.early = len(self._started)
         while len(self._started) < len(self.buckets):
             self._start()

@@ -34,7 +34,7 @@ def pickle_problems(path: str | Path) -> list[str]:
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in _allowed_classes()} | {GETATTR}
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception as error:  # of the parser, which damage may surprise in many ways
+    except Exception as error:  # the parser may raise anything for a damaged file
         return [f"{path}: {NOT_DATA}: {_why(error)}. {FIX}"]
     unsafe = sorted(set(found) - names)
     return [f"{path}: {NOT_DATA}: {', '.join(unsafe)}. {FIX}"] if unsafe else []
@@ -55,7 +55,7 @@ def read_data(path: str | Path, *, mapped: bool = False) -> Any:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except MemoryError:
         raise
-    except Exception as error:  # of the unpickler, which damage may surprise in many ways
+    except Exception as error:  # the unpickler may raise anything for a damaged file
         raise CheckpointError(f"{path}: {NOT_DATA}: {_why(error)}. {FIX}") from error
 
 

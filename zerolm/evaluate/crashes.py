@@ -26,7 +26,6 @@ from zerolm.common.files import write_json
 from zerolm.common.records import Count, read_record
 from zerolm.distributed.collectives import broadcast_object, print_safely
 from zerolm.engine.protocol import Model
-from zerolm.evaluate.attempts import Attempt, EvaluationAttempts
 from zerolm.evaluate.runner import ForwardError
 from zerolm.run_dir.files import RunFiles
 

@@ -104,8 +104,8 @@ def _check(source: Source, directory: Path, config: Any, seq_len: int, packing: 
         )
     if not gives_equal_ids(tokenizer, directory):
         raise ShardError(
-            f"{source.directory}: its ids were made by another tokenizer than that of the model "
-            f"in {directory}. Tokenize the text with --tokenizer {directory}."
+            f"{source.directory}: its ids were not made by the tokenizer of the model in "
+            f"{directory}. Tokenize the text with --tokenizer {directory}."
         )
     vocab_size = config.get_text_config().vocab_size
     if source.vocab_size > vocab_size:

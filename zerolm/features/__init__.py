@@ -48,7 +48,7 @@ def problems(case: Case) -> list[str]:
 
 
 def notices(case: Case) -> list[str]:
-    """Return what the user should know of features before a run."""
+    """Return what the user should know about features before a run."""
     return [line for kind in FEATURES for line in kind.notices(case)]
 
 

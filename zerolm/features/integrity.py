@@ -20,13 +20,13 @@ class Integrity(Feature):
     class Flags:
         corruption_checks: bool = switch(
             "stability",
-            "compare states between steps, and compute a step with odd gradients again before it "
-            "is applied, to find values that hardware has changed without an error",
+            "compare states between steps, and compute a step with suspicious gradients again "
+            "before it is applied, to find what hardware has changed without an error",
         )
         replay_interval: int = count(
             "stability",
-            "with --corruption_checks: compute the first step of each start twice, and one at "
-            "random in each interval; 0: none",
+            "with --corruption_checks: compute the first step of each start twice, and one random "
+            "step in each interval of this length; 0: none",
             "STEPS",
             default=400,
             minimum=0,
@@ -43,7 +43,7 @@ class Integrity(Feature):
         settings = plan.settings
         if not settings.corruption_checks:
             return {}
-        line = "states are compared between steps, odd steps computed again"
+        line = "states are compared between steps, suspicious steps computed again"
         if settings.replay_interval:
             line += f", and one step in {settings.replay_interval} at random"
         return {"silent corruption": line}

@@ -95,5 +95,5 @@ def _multiply(
 
 
 def _column_major(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix in the layout that cuBLAS needs of the right operand."""
+    """Return the matrix in the layout that cuBLAS needs for the right operand."""
     return matrix.t().contiguous().t()

@@ -1,8 +1,8 @@
 """What is normal for the figures of a step, by the run's own last steps.
 
-All on the figures' device, so that checking a step needs no synchronisation with the host. A figure
-that is odd only makes the step be computed twice, so false alarms cost time and nothing else; and
-each of them widens the bounds, so that they cost little time, whatever the figures are like.
+All on the figures' device, so that checking a step needs no synchronisation with the host. A
+suspicious figure only makes the step be computed twice, so false alarms cost time and nothing else;
+and each of them widens the bounds, so that they cost little time, whatever the figures are like.
 """
 
 import math

@@ -1,8 +1,8 @@
 """`Checks`: detects silent hardware errors before their values reach the weights.
 
-A step is computed again from the same batch, before it is applied, if its figures are odd, and at
-random steps. States are compared between steps, batches during them. Every rank takes the same
-decision in the same step: figures of all ranks are summed in the reduction of the losses.
+A step is computed again from the same batch, before it is applied, if its figures are suspicious,
+and at random steps. States are compared between steps, batches during them. Every rank takes the
+same decision in the same step: figures of all ranks are summed in the reduction of the losses.
 """
 
 import hashlib
@@ -250,7 +250,7 @@ class Checks:
         where = ", ".join(map(shown, places)) or "an unknown rank"
         return CorruptionError(
             f"step {step}: {what} ({where}). The step was not applied. Test the hardware there; "
-            f"the same command resumes from the newest checkpoint, better without that host.",
+            f"the same command resumes from the newest checkpoint. Leave that host out if you can.",
             places,
         )
 

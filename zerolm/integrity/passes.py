@@ -1,4 +1,4 @@
-"""What is kept of a pass over a batch (forward and backward), to compare it with another one."""
+"""Records of passes over a batch (forward and backward), to compare them with one another."""
 
 import math
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Pass(NamedTuple):
     norms: list[float]
 
     def own_work_differs(self, other: "Pass") -> bool:
-        """Return whether this rank computed other losses, or other gradients of embeddings."""
+        """Return whether this rank computed different losses or embedding gradients."""
         return (self.losses, self.chain) != (other.losses, other.chain)
 
     def same_bits(self, other: "Pass") -> bool:

@@ -72,7 +72,7 @@ def meta_model(
             )
     except ConfigError:
         raise
-    except Exception as error:  # of any type: the classes do not validate all values
+    except Exception as error:  # of any class: transformers' do not validate all values
         problem = reason(error)
         if isinstance(error, KeyError) and (keys := keys_with(config.to_dict(), error.args[0])):
             problem = f"{' and '.join(keys)}: {error} is not known"

@@ -75,7 +75,7 @@ def _layers(key: ConfigKey) -> tuple[tuple[AttentionLayer, ...], str | None]:
         layers = _traced_layers(meta_model(key.config))
     except _Unsupported as reason:
         return (), f"{name} {reason}"
-    except Exception as error:  # of any type: the class depends on values
+    except Exception as error:  # of any class: the class depends on values
         return (), f"the attention of {name} cannot be traced ({type(error).__name__})"
     return layers, None
 

@@ -170,7 +170,7 @@ def _rope_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, 
 
 
 def _replaced_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
-    """Find declared keys for which the class has another value than the file."""
+    """Find declared keys for which the class has a different value from the file."""
     return {
         key: f"{type(part).__name__} makes it {shown(found)}"
         for key in _declared(type(part)) & given.keys()

@@ -71,7 +71,7 @@ class InitialWeights:
         self._initializers = _initializers(model)
         try:
             self._writes = _find_writes(model, self._initializers)
-        except Exception as error:  # of any type: the classes do not validate all values
+        except Exception as error:  # of any class: transformers' do not validate all values
             raise ConfigError(
                 f"model config: the weights of a {config.model_type!r} model cannot be initialized "
                 f"from these values ({reason(error)}). Correct the config.json."

@@ -74,7 +74,7 @@ def _unsupported_reason(key: ConfigKey) -> str | None:
     try:
         with torch.no_grad(), fused_kernels(model, eager=False):
             token_losses(model, batch)
-    except Exception as error:  # of any type, if the class depends on values
+    except Exception as error:  # of any class, if the class depends on values
         return f"{name} cannot be traced on the meta device ({type(error).__name__})"
     if len(head_outputs) != 1 or len(model_outputs) != 1:
         return f"{name} does not call its output head exactly once"

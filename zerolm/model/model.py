@@ -114,8 +114,8 @@ def _size_problems(
         if size > MAX_SIZE:
             keys = " and ".join(keys_with(config.to_dict(), size)) or "its sizes"
             return [
-                f"{path}: {keys}: {name} would have the shape {list(shape)}, at most {MAX_SIZE:,} "
-                f"in each dimension are supported. Correct the config.json."
+                f"{path}: {keys}: {name} would have the shape {list(shape)}, but at most "
+                f"{MAX_SIZE:,} values in each dimension are supported. Correct the config.json."
             ]
     return []
 

@@ -80,7 +80,7 @@ def _leading_dense(config: Any) -> Keys:
 
 
 def _bailing(config: Any) -> Keys:
-    """The class writes another `head_dim` than it reads, and sizes that may not be the layers'."""
+    """The class does not write the `head_dim` that it reads; its sizes may not be the layers'."""
     period = _period(config)
     return {
         "head_dim": config.linear_head_dim, DENSE: _leading_dense(config)[DENSE],

@@ -54,7 +54,7 @@ class LearningRate:
 
 
 class Schedule(NamedTuple):
-    """The curve of a learning rate after warm-up, and what settings and resumes must know of it.
+    """The curve of a learning rate after warm-up, and what settings and resumes must know about it.
 
     Attributes:
         rate: (settings of the curve, tokens) -> learning rate, for tokens after warm-up.

@@ -24,6 +24,7 @@ from zerolm.common.values import (
     parse_duration,
     parse_path,
     parse_real,
+    shown,
     shown_setting,
     within,
 )
@@ -300,7 +301,7 @@ def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
         if name not in choices:
             hint = answer_for(name) or did_you_mean(name, choices)
             hint = hint or " Remove it; --help all lists the settings."
-            problems.append(f"{path}: settings.{written}: no such setting.{hint}")
+            problems.append(f"{path}: settings.{written}: {shown(value)}: no such setting.{hint}")
         elif value is not None:
             known[name] = value
     derived = derived_names(record) & known.keys() if is_record else frozenset()

@@ -139,7 +139,7 @@ def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
             lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         )
         update = _seconds(optimizer.step)
-    except Exception:  # of any model's code: the estimate is a courtesy
+    except Exception:  # any model's code may fail: the estimate is a courtesy
         return None
     per_token = flops_per_token(config, block.shapes, length)
     tokens = settings.batch_tokens / plan.layout.replicas

@@ -125,7 +125,7 @@ def _open_checkpoint(name: str, path: Path) -> Opened:
         weights = Weights(directory, manifest)
     except CheckpointError:
         raise
-    except Exception as error:  # of torch.load, for a damaged file
+    except Exception as error:  # torch.load may raise anything for a damaged file
         why = reason(error, named=False)
         raise CheckpointError(f"{directory}: its weights cannot be read ({why}).") from None
     run_dir, progress = directory.parent.parent, checkpoint.progress

@@ -49,7 +49,7 @@ SEEN = 1e-4
 NO_GRADIENT = 1e-6
 HIGH_LOSS = 3.0  # times log(vocabulary), the loss of equal probabilities
 OTHERWISE = "Correct the config.json, or use another model_type"
-# What a kernel of another package says of tensors on a CPU; it says nothing of the model.
+# Errors of kernels of other packages for tensors on a CPU; they say nothing about the model.
 NEEDS_DEVICE = re.compile(r"is_cuda|triton|cpu tensor|cuda|hip\b|nvidia|device type", re.IGNORECASE)
 SHAPES = re.compile("broadcast|must match|cannot be multiplied|invalid for input of size")
 NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -119,7 +119,7 @@ def _prove(key: ConfigKey, seq_len: int) -> tuple[Finding, ...]:
         except _NotComputableError as error:
             keys = remedies(key.config, is_computable)
             return (Finding(f"the model cannot be computed ({error})", keys=keys),)
-        except Exception as error:  # of any type: the classes do not validate all values
+        except Exception as error:  # of any class: transformers' do not validate all values
             why = f"a small copy of it cannot be computed ({_cause(error)})"
             return (Finding(f"the model is not proven to be causal: {why}", refuses=False),)
 

@@ -57,7 +57,7 @@ def remedies(
                 setattr(part, last, remedy.right)
             if is_right(changed):
                 found.append(remedy)
-        except Exception:  # of any type: other values may be impossible
+        except Exception:  # of any class: other values may be impossible
             continue
     return tuple(found)
 

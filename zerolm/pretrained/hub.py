@@ -40,7 +40,7 @@ def fetch(name: str) -> tuple[Path, str, str]:
                 local_files_only=absent is not None,
             )
         )  # fmt: skip
-    except Exception as error:  # of the network, the hub, the cache: many types
+    except Exception as error:  # network, hub or cache; of many classes
         raise ConfigError(
             f"--init_from {name}: no such directory, nor a model that the Hugging Face client can "
             f"fetch or has in its cache ({absent or reason(error)}). Give a model directory, "

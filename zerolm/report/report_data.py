@@ -173,7 +173,7 @@ def curves_json(
 def evaluations(curves: Curves) -> Json:
     """Return the table of all evaluations: one row per step, one column per metric.
 
-    `better` says of each column whether the lowest or the highest value is the best one, and is ""
+    `better` says for each column whether the lowest or the highest value is the best one, and is ""
     for those of which none is; `units` are theirs.
     """
     keys = sorted(

@@ -270,7 +270,9 @@ class LineFile:
                 self._file.seek(0)
                 shutil.copyfileobj(self._file, file)
         except OSError as error:
-            if error.errno != errno.ESTALE:  # a full disk: later; a file server has not kept it
+            if (
+                error.errno != errno.ESTALE
+            ):  # ESTALE: a file server has lost the file; a full disk can be tried later
                 file.close()
                 self.path.unlink()
                 raise

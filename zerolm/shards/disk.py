@@ -59,7 +59,7 @@ def size_problem(path: Path, size: int, actual: int | None) -> str:
     if actual is None:
         return f"{path}: the manifest lists it, but it is missing. Restore it, or tokenize again."
     return (
-        f"{path}: {actual} bytes, the manifest says {size}. "
+        f"{path}: {actual} bytes, but the manifest says {size}. "
         f"The file was truncated or overwritten: restore it, or tokenize again."
     )
 

@@ -265,8 +265,8 @@ def _shard_problems(source: Source, number: int, counts: "_Counts") -> list[str]
 
 def _mismatch(where: Any, actual: str, expected: str, blocks: str = "") -> str:
     return (
-        f"{where}: SHA-256 {actual}, the manifest says {expected}. The file is damaged{blocks}: "
-        f"restore it, or tokenize again."
+        f"{where}: SHA-256 {actual}, but the manifest says {expected}. The file is damaged"
+        f"{blocks}: restore it, or tokenize again."
     )
 
 

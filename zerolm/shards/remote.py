@@ -103,7 +103,7 @@ class RemoteFiles:
                 if sizes is not None and sizes.get(name) != size:
                     actual = f"{sizes[name]} bytes" if name in sizes else "missing"
                     problems.append(
-                        f"{self.url / name}: {actual}, the manifest says {size} bytes. Copy it "
+                        f"{self.url / name}: {actual}, but the manifest says {size} bytes. Copy it "
                         f"there again."
                     )
         return problems or self._first_read_problems()

@@ -228,7 +228,7 @@ class PendingFetch:
         """Wait for the bytes of the blocks; fetch them here if no thread has started to.
 
         Raises:
-            The exception of the fetch.
+            The exception that the fetch raised.
         """
         self.run()
         self._done.wait()

@@ -20,7 +20,7 @@ from zerolm.config.custom_code import tokenizer_problem
 
 TOKENIZER_FILE = "tokenizer.json"
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
-# Texts that classes encode in other ways than tokenizer.json: short, because they are shown.
+# Texts that classes encode differently from tokenizer.json: short, because they are shown.
 EXAMPLES = ("don't", "The 2024", "a  b", "a\n\nb", " e\u0301", "ﬁ", "日本", "A\tB ", "<s>x", "")
 
 
@@ -177,7 +177,7 @@ def copy_problems(directory: Path, files: Sequence[dict[str, Any]]) -> list[str]
             problems.append(f"{path}: the manifest lists it, but it is missing. Restore it.")
         elif (actual := sha256_file(path)) != entry["sha256"]:
             problems.append(
-                f"{path}: SHA-256 {actual}, the manifest says {entry['sha256']}. The file is "
+                f"{path}: SHA-256 {actual}, but the manifest says {entry['sha256']}. The file is "
                 f"damaged: restore it, or tokenize again."
             )
     listed = {entry["file"] for entry in files}

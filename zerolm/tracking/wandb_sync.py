@@ -68,7 +68,7 @@ def wandb_sync(
         ids.append(run_id + suffix)
         try:
             log(_send(files, path, one, ids[-1], everything=not suffix))
-        except Exception as error:  # of network, key or disk, in whatever class W&B raises
+        except Exception as error:  # network, key or disk; W&B raises many classes
             close()
             raise ZerolmError(
                 f"{path}: W&B did not accept it: {reason(error, named=False)}. Try again, or write "
@@ -87,8 +87,8 @@ def _id_in_use(files: RunFiles) -> str:
         FileLock(files.tracker_lock("wandb")).release()
     except LockTaken as error:
         raise ConfigError(
-            f"--same_id: {files.run_dir} is still running and writes to that W&B run. Wait for its "
-            f"end, or leave --same_id out."
+            f"--same_id: {files.run_dir} is still running and writes to that W&B run. Wait until "
+            f"it has ended, or leave --same_id out."
         ) from error
     return state["id"]
 

@@ -119,7 +119,7 @@ class Checkpointing:
         log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
 
     def _facts(self) -> dict[str, Any]:
-        """Return what a manifest says of the run."""
+        """Return what a manifest says about the run."""
         plan = self._plan
         return {
             "optimizer": topology.optimizer_kind(plan.profile),

@@ -29,7 +29,7 @@ def end(run: Run) -> int:
     _close_features(run)
     process_group.destroy(run.engine.destroy)
     _finish_child_processes(run)
-    # After another exit code than 0 the launcher ends all other ranks, so rank 0 comes first.
+    # After an exit code other than 0 the launcher ends all other ranks, so rank 0 comes first.
     while not run.finished and process_group.waits_for_rank0():
         record_progress("end")
         time.sleep(0.05)

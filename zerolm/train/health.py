@@ -59,7 +59,7 @@ class Health:
         self._engine, self._device = engine, device
         self._interval, self._gate = plan.settings.log_interval, gate
         self._layout, self._rank = layout, engine.global_rank
-        # Muon reports another norm than the gradient's. With sharded sequences no rank has the
+        # Muon does not report the gradient's norm. With sharded sequences no rank has the
         # gradient of a complete micro-batch.
         self._noise = not plan.profile.uses_muon and layout.sequence == 1
         self._meter = UpdateMeter(engine, self.blocks, layout)

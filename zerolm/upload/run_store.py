@@ -43,7 +43,7 @@ class _Progress(TypedDict, total=False):
 
 
 class _Marker(TypedDict):
-    """What this module reads of a checkpoint's manifest."""
+    """What this module reads from a checkpoint's manifest."""
 
     progress: _Progress
 
@@ -186,7 +186,7 @@ class Store:
 
         actual = checksum._replace(digest=self._tried(f"{self.url}/{name}", send))
         if actual != checksum:
-            raise Mismatch(f"{source}: {actual}, the manifest says {checksum.digest}")
+            raise Mismatch(f"{source}: {actual}, but the manifest says {checksum.digest}")
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object in one call."""
@@ -220,9 +220,9 @@ class Store:
         except Missing as error:
             raise Mismatch(f"{where}: missing; the manifest lists {size} bytes") from error
         if count != size:
-            raise Mismatch(f"{where}: {count} bytes, the manifest says {size}")
+            raise Mismatch(f"{where}: {count} bytes, but the manifest says {size}")
         if (actual := checksum._replace(digest=found)) != checksum:
-            raise Mismatch(f"{where}: {actual}, the manifest says {checksum.digest}")
+            raise Mismatch(f"{where}: {actual}, but the manifest says {checksum.digest}")
 
     def remove(self, step: str) -> None:
         """Delete a step, its manifest first, so that a partial step never counts as complete."""

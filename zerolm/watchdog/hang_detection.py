@@ -4,7 +4,7 @@ A rank that waits in a collective is held up by another rank. The ranks of a pro
 its collectives, so the numbers show which rank waits for which, even if a rank waits for its device
 outside of all collectives, as with NCCL. The blame goes to
 
-- a rank that entered another kind or size of collective than the others under the same number;
+- a rank that entered a collective whose kind or size differs from the others' of the same number;
 - a rank that has not entered a collective for which others wait, and waits for no other rank;
 - a rank without progress while no rank lacks a collective and this one waits for none;
 - no rank, if all have entered the same collectives and they do not finish.
@@ -116,7 +116,7 @@ def _behind_and_ahead(
 
 
 def _mismatch(groups: Mapping[str, list[_Member]]) -> Verdict | None:
-    """Blame the ranks that entered another collective than the others under the same number."""
+    """Blame the ranks that entered a different collective from the others under the same number."""
     for name, members in groups.items():
         finished = min(member.group["finished"] or 0 for member in members)
         calls = {_number(member.rank): _calls(member.rank, name) for member in members}
@@ -137,7 +137,7 @@ def _mismatch(groups: Mapping[str, list[_Member]]) -> Verdict | None:
 def _out_of_order(
     ranks: Sequence[Heartbeat], held_up: Mapping[int, tuple[str, int]]
 ) -> dict[int, str]:
-    """Blame the ranks that called the collectives of several groups in another order than the rest.
+    """Blame the ranks that called collectives of several groups in a different order from the rest.
 
     Args:
         ranks: ranks that wait for each other.

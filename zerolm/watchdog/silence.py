@@ -61,7 +61,7 @@ class Ages:
 
 
 def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[int, str]:
-    """Return {rank of another host: what is known of it} of those that have ceased.
+    """Return {rank of another host: what is known about it} of those that have ceased.
 
     Takes `DIAGNOSIS_SECONDS`, in which the thread of the watchdog may find another cause and end
     this process.
@@ -88,7 +88,7 @@ def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[in
 
 
 def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[int, str]:
-    """Return {silent rank: what is known of it}, from its seconds without a heartbeat.
+    """Return {silent rank: what is known about it}, from its seconds without a heartbeat.
 
     Args:
         machine: this rank's own, which works.

@@ -1,6 +1,6 @@
 """Measures each part of a start, up to the end of the first step, and of a recovery.
 
-pretrain.py marks the end of each part in its process. The first parts ended before its code ran:
+pretrain.py marks the end of each part in its process. The first parts end before this code runs:
 the kernel knows when the launchers' processes and this one began. A recovery began even earlier:
 the supervisor has logged when the run failed. Standard library only.
 """
@@ -62,7 +62,7 @@ class Interruption(NamedTuple):
 
 
 class _Failed(TypedDict):
-    """What this module reads of an event `attempt_failed`."""
+    """What this module reads from an event `attempt_failed`."""
 
     step: Count
     parts: dict[str, float]

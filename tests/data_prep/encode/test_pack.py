@@ -128,7 +128,7 @@ def test_a_damaged_index_is_reported(shards):
     with pytest.raises(ShardError, match="SHA-256 differs"):
         raise ShardError(source_problems(Sources([source], [1.0], []), SETTINGS, None, SEQ_LEN))
     file.write_bytes(data[:-12])
-    with pytest.raises(ShardError, match=f"has {len(data) - 12} bytes, its manifest says"):
+    with pytest.raises(ShardError, match=f"has {len(data) - 12} bytes, but its manifest says"):
         open_packing(source, SEQ_LEN)
 
 

@@ -174,7 +174,7 @@ def test_what_is_not_a_page_is_counted(tmp_path):
         "not_a_page.application/pdf": 1, "not_a_page.text/dns": 1, "http_error": 1,
         "no_main_text": 1,
     }  # fmt: skip
-    line = "WARC records of other content than pages (1 application/pdf, 1 text/dns)"
+    line = "WARC records whose content is not a page (1 application/pdf, 1 text/dns)"
     assert f"skipped: 2 {line}" in summary_lines([], tally, KEEP)
     broken = packed[:30] + b"0000" + packed[34:]
     for coding, content in (("gzip", broken), ("zstd", b"\xffabc"), ("lzma", b"\xffabc")):

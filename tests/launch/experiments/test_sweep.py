@@ -112,9 +112,9 @@ def test_every_mistake_is_reported_and_nothing_is_written(tmp_path, capsys):
     assert main(["sweep", *words]) == 2
     errors = capsys.readouterr().err
     for expected in (
-        'learning_rat, no such setting. Did you mean "learning_rate"?', "seed: x, not a number",
-        "run_dir, each run of a sweep has its own", "same directory as 0.9", "beta2, lacks a value",
-        "--weight_decay: given in --set too", "--num_gpu, no such flag", "--hostfile: a sweep",
+        'learning_rat: no such setting. Did you mean "learning_rate"?', "seed: x is not a number",
+        "run_dir: each run of a sweep has its own", "same directory as 0.9", "beta2 lacks a value",
+        "--weight_decay: given in --set too", "--num_gpu: no such flag", "--hostfile: a sweep",
     ):  # fmt: skip
         assert expected in errors, expected
     assert not any(tmp_path.iterdir())

@@ -81,7 +81,7 @@ def test_the_rank_of_a_node_comes_from_its_scheduler():
     assert node_rank(None, 4, {"SLURM_NODEID": "3"}) == 3
     assert node_rank(None, 4, {"JOB_COMPLETION_INDEX": "2"}) == 2
     assert node_rank(1, 4, {"SLURM_NODEID": "3"}) == 1
-    with pytest.raises(ConfigError, match="SLURM_NODEID: 4, must be a number below --nodes 4"):
+    with pytest.raises(ConfigError, match="SLURM_NODEID: 4 must be a number below --nodes 4"):
         node_rank(None, 4, {"SLURM_NODEID": "4"})
     with pytest.raises(ConfigError, match="--node_rank is missing"):
         node_rank(None, 4, {})

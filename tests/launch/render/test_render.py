@@ -177,8 +177,8 @@ def test_all_problems_are_reported_at_once(tmp_path):
     )  # fmt: skip
     assert result.returncode == EXIT_REFUSED and not output.exists()
     for message in (
-        "--datta, no such flag", "--run_dir is missing", "Write --secret WANDB_API_KEY",
-        "--secret: HF_TOKEN, must be", "--directory: here",
+        "--datta: no such flag", "--run_dir is missing", "Write --secret WANDB_API_KEY",
+        "--secret: HF_TOKEN must be", "--directory: here",
     ):  # fmt: skip
         assert message in result.stderr
     assert "secret-value" not in result.stderr + result.stdout and "Traceback" not in result.stderr

@@ -102,7 +102,7 @@ def test_a_shard_whose_truncation_killed_a_rank_is_named(fake_run) -> None:
     os.truncate(shards / "shard-00000.bin", 100)
     code, output = fake_run.supervise("sigbus done")
     assert code == 0 and "a rank ended with SIGBUS" in output
-    assert f"{shards / 'shard-00000.bin'}: 100 bytes, the manifest says " in output
+    assert f"{shards / 'shard-00000.bin'}: 100 bytes, but the manifest says " in output
     assert "/dev/shm" not in output
 
 

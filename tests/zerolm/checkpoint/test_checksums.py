@@ -80,7 +80,7 @@ def test_damage_is_reported_once_with_its_place(tmp_path) -> None:
     assert "from byte 4,000" in problem and xxhash.xxh3_128_hexdigest(bytes(1000)) in problem
     path.write_bytes(b"short")
     (problem,) = [line for piece in pieces if (line := piece_problem(path, piece))]
-    assert problem == f"{path}: 5 bytes, the manifest says 9500"
+    assert problem == f"{path}: 5 bytes, but the manifest says 9500"
     path.unlink()
     (problem,) = [line for piece in pieces if (line := piece_problem(path, piece))]
     assert "missing" in problem

@@ -111,7 +111,7 @@ def test_each_kind_of_damage_is_reported(tmp_path) -> None:
     (directory / "unlisted.pt").write_bytes(b"not in the manifest")
     problems = "\n".join(checkpoint_directory.verify_files(found))
     assert "model.pt: SHA-256" in problems and found.manifest["files"][0]["sha256"] in problems
-    assert "optimizer.pt: 5 bytes, the manifest says 17" in problems
+    assert "optimizer.pt: 5 bytes, but the manifest says 17" in problems
     assert "unlisted.pt: the manifest does not list this file" in problems
     (directory / "optimizer.pt").unlink()
     assert "optimizer.pt: missing" in "\n".join(checkpoint_directory.verify_files(found))

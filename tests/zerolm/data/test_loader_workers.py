@@ -105,7 +105,7 @@ def test_a_worker_killed_by_a_truncated_shard_names_it(sources, tmp_path):
     with pytest.raises(RuntimeError, match="Bus error") as caught:
         for _ in batches:
             pass
-    with pytest.raises(ShardReadError, match=r"shard-00000\.bin: 100 bytes, the manifest says"):
+    with pytest.raises(ShardReadError, match=r"shard-00000\.bin: 100 bytes, but the manifest says"):
         require_complete_files(caught.value, [copy])
     require_complete_files(caught.value, sources)  # a death that the files do not explain
     require_complete_files(RuntimeError("out of memory"), [copy])

@@ -83,7 +83,7 @@ def test_every_problem_is_reported_at_once_and_nothing_is_written(tmp_path, caps
     assert "step 200" not in error
     assert "have the same number of tokens" in refused(run, out, "--method", "wsm")
     assert "A merge needs two or more" in refused(f"{run}@100", out)
-    assert "was named before" in refused(f"{run}@:200", f"{run}@100", out)
+    assert "is named twice" in refused(f"{run}@:200", f"{run}@100", out)
     error = refused(run, out, "--method", "ema", "--decay_shape", "sqrt")
     assert "needs --ema_decay" in error and "--decay_shape sqrt: is for --method wsm" in error
     assert "below 1" in refused(run, out, "--method", "ema", "--ema_decay", "1.5")

@@ -39,7 +39,7 @@ def damage_lose(directory: Path) -> None:
     [
         (damage_flip, "shard-00000.bin: SHA-256", False),
         (damage_index, "shard-00000.idx: SHA-256", False),
-        (damage_truncate, "shard-00000.bin: 16 bytes, the manifest says 18", True),
+        (damage_truncate, "shard-00000.bin: 16 bytes, but the manifest says 18", True),
         (damage_lose, "shard-00000.idx: the manifest lists it", True),
     ],
 )
@@ -117,9 +117,11 @@ def test_a_file_truncated_while_it_is_mapped_is_named(tmp_path):
     source = open_source(write(tmp_path / "s"))
     source.files._open_shard(0)
     os.truncate(tmp_path / "s" / "shard-00000.bin", 4)
-    with pytest.raises(ShardReadError, match=r"shard-00000\.bin: 4 bytes, the manifest says 18"):
+    with pytest.raises(
+        ShardReadError, match=r"shard-00000\.bin: 4 bytes, but the manifest says 18"
+    ):
         source.ids(0, 0, 2)
-    with pytest.raises(ShardError, match=r"shard-00000\.bin: 4 bytes, the manifest says 18"):
+    with pytest.raises(ShardError, match=r"shard-00000\.bin: 4 bytes, but the manifest says 18"):
         open_source(tmp_path / "s")
 
 

@@ -119,8 +119,12 @@ def damage_extend(path: Path) -> None:
     ("damage", "on_opening", "in_full"),
     [
         (damage_lose, r"can no longer be opened with 4 bytes", r"it is missing"),
-        (damage_truncate, r"can no longer be opened with 4 bytes", r"2 bytes, the manifest says 4"),
-        (damage_extend, r"6 bytes, the manifest says 4", r"6 bytes, the manifest says 4"),
+        (
+            damage_truncate,
+            r"can no longer be opened with 4 bytes",
+            r"2 bytes, but the manifest says 4",
+        ),
+        (damage_extend, r"6 bytes, but the manifest says 4", r"6 bytes, but the manifest says 4"),
     ],
 )
 def test_a_wrong_file_that_the_start_did_not_look_at_is_found(

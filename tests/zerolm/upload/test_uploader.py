@@ -219,7 +219,7 @@ def test_a_checkpoint_damaged_on_disk_is_not_sent_and_the_others_are(run_dir, st
     publish(run_dir, 5)
     victim = publish(run_dir, 10) / "model.pt"
     victim.write_bytes(b"x" * 1000)
-    with pytest.raises(CheckpointError, match=r"model.pt: SHA-256 \w+, the manifest says"):
+    with pytest.raises(CheckpointError, match=r"model.pt: SHA-256 \w+, but the manifest says"):
         uploader.upload(run_dir, store, keep=0)
     assert whole(place) == ["step-00000005"]
     assert events(run_dir, "upload_failed")[0]["step"] == 10
