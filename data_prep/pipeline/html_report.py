@@ -16,7 +16,6 @@ from data_prep.stages.counts import thresholds
 from zerolm.report.page import page
 
 TEMPLATE = Path(__file__).with_name("report.html")
-MAX_ROWS = 25  # of a table of shares
 MAX_BARS = 50
 
 Bar = tuple[str, str, list[tuple[str, int]]]  # label, title, counts by CSS class
@@ -31,7 +30,6 @@ def render(report: Mapping[str, Any]) -> str:
         report=report,
         num_tokens=sum(part["num_tokens"] for each in sources for part in each["shards"].values()),
         text_bytes=sum(each["stages"][0]["text_bytes_in"] for each in sources if each["stages"]),
-        max_rows=MAX_ROWS,
         as_json=lambda value: json.dumps(value, indent=2, ensure_ascii=False),
         bad_examples=bad_examples,
         describe_changes=describe_changes,

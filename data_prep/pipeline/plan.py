@@ -103,8 +103,6 @@ def print_plan(
         print(f"tokenizer trained on the documents that all sources keep: {training.state}")
         for key, value in asdict(recipe.training).items():
             print(f"        {key}: {value}")
-    if recipe.report is not None:
-        print(f"report    with shares by {', '.join(recipe.report.shares_by)}")
     shown: set[str] = set()
     for pipeline in pipelines:
         source = pipeline.source

@@ -22,7 +22,6 @@ from data_prep.filters.clean import CleanOptions
 from data_prep.filters.parameters import filter_problems, resolve_model_paths
 from data_prep.pipeline.recipe_options import (
     PackOptions,
-    ReportOptions,
     ShardOptions,
     SourceOptions,
     SourcesDedupOptions,
@@ -46,7 +45,6 @@ OPTION_KEYS: dict[str, type] = {
     "train_tokenizer": TokenizerOptions,
     "tokenize": ShardOptions,
     "pack": PackOptions,
-    "report": ReportOptions,
 }
 KEYS = ("output", "sources", "clean", "select", *OPTION_KEYS, "executor")
 STAGES = ("clean", "select", "dedup", "repeats", "decontaminate", "shards", "pack")
@@ -92,7 +90,6 @@ class Recipe:
     tokenizer: Tokenizer | None
     training: TokenizerOptions | None
     pack: PackOptions | None
-    report: ReportOptions | None
     executor: Json
 
     def val_fraction(self, source: Source) -> float:
@@ -190,7 +187,7 @@ def read_recipe(path: Path) -> Recipe:
     recipe = Recipe(
         path, content, base / output, sources, clean, select, options["dedup"], against,
         options["repeats"], options["decontaminate"], options["tokenize"], tokenizer,
-        options["train_tokenizer"], options["pack"], options["report"],
+        options["train_tokenizer"], options["pack"],
         executor,
     )  # fmt: skip
     for source in sources:

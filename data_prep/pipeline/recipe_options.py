@@ -214,25 +214,6 @@ class PackOptions:
     seq_len: int = option(help="tokens of a sequence", shows="T", low=1, high=(1 << 24) - 1)
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """What the report shows beside the counts of the stages.
-
-    Attributes:
-        shares_by: keys of documents, by whose values documents, bytes and tokens are counted.
-    """
-
-    shares_by: tuple[str, ...]
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (option, message) for each invalid value."""
-        if not self.shares_by or len(set(self.shares_by)) < len(self.shares_by):
-            yield (
-                "shares_by",
-                f"{list(self.shares_by)}: name one or more keys, without repeating one.",
-            )
-
-
 def tokenizer_problems(
     content: Mapping[str, Any], options: Mapping[str, Any], where: str
 ) -> list[str]:

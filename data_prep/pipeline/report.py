@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.pipeline.html_report import render
-from data_prep.pipeline.shares import SHARES
 from data_prep.read.stage_files import read_stage
 from data_prep.tasks.phases import TaskRecord
 from zerolm.common.files import write_atomically, write_json
@@ -58,8 +57,6 @@ def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
             source["shards"][name] = {key: manifest.get(key) for key in (*keys, "encoder")}
             if (packed := _packing(path.parent, recipe)) is not None:
                 source["packing"][name] = packed
-    if "report" in recipe:
-        source["shares"] = read_record(directory / SHARES, dict)
     _estimate_tokens(source)
     return source
 

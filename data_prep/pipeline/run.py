@@ -28,7 +28,6 @@ from data_prep.pipeline.plan import (
 )
 from data_prep.pipeline.recipe_options import TOKENIZER
 from data_prep.pipeline.report import write_report
-from data_prep.pipeline.shares import count_shares
 from data_prep.pipeline.state import lock_output, make_directory, read_state, write_state
 from data_prep.read.bad_input import describe_changes
 from data_prep.read.discovery import find_inputs
@@ -62,7 +61,6 @@ def run_recipe(recipe: Any, pipelines: Sequence["Pipeline"], training: "Training
             training.run()
         for pipeline in pipelines:
             pipeline.run(recipe.stages[len(pipeline.text_stages) :])
-            pipeline.count_shares()
         return write_report(recipe.output, recipe.provenance())
 
 
@@ -128,17 +126,6 @@ class Pipeline:
                 getattr(self, f"_run_{stage}")(output, before)
                 print(f"{name}: {self._outcome(stage)}, {time.monotonic() - start:,.1f} s")
             before = output
-
-    def count_shares(self) -> None:
-        """Count documents, bytes and tokens by the keys that the report asks for."""
-        recipe = self.recipe
-        if recipe.report is None:
-            return
-        shards = [] if recipe.shards is None else self._shard_directories()
-        last = self.directory / self.text_stages[-1]
-        fraction = recipe.val_fraction(self.source)
-        keys = recipe.report.shares_by
-        count_shares(self.directory, last, shards, keys, fraction, self.executor)
 
     def _run_clean(self, output: Path, before: Path | None) -> None:
         options = self._filtering(self.recipe.clean, output)

@@ -209,7 +209,6 @@ def _feature_flags(draw: Draw, data: Path) -> list[object]:
     values: dict[tuple[str, str], list[object]] = {
         ("ema", ON): ["--ema_tokens", 2 * STEP_TOKENS],
         ("z_loss", ON): ["--z_loss", 0.01],
-        ("adaptive_clip", ON): ["--adaptive_clip", 2.5],
         ("qk_clip", ON): ["--qk_clip", 0.05],
         ("completep", ON): [
             "--parametrization", "completep", "--base_hidden_size", 48, "--base_layers", 1

@@ -1,4 +1,4 @@
-"""Muon, Lion, QK-clip and ZClip in plain PyTorch, from their papers, on unsharded parameters."""
+"""Muon, Lion and QK-clip in plain PyTorch, from their papers, on unsharded parameters."""
 
 import math
 from functools import partial
@@ -186,22 +186,3 @@ def rotated(x: torch.Tensor, base: float = 10000.0) -> torch.Tensor:
     pairs = torch.complex(x[..., :half].double(), x[..., half:].double())
     turned = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
     return torch.cat([turned.real, turned.imag], -1)
-
-
-class ZClip:
-    """Algorithm 1 of arXiv 2504.02507, recomputed from all norms at each step."""
-
-    def __init__(self, threshold: float):
-        self.threshold, self.norms = threshold, []
-
-    def __call__(self, norm: float) -> float:
-        self.norms.append(norm)
-        if len(self.norms) < 26:
-            return math.inf
-        mean, variance = np.mean(self.norms[:25]), np.var(self.norms[:25])
-        for each in self.norms[25:]:
-            z = (each - mean) / (variance**0.5 + 1e-6)
-            bound = mean + self.threshold**2 / z * variance**0.5 if z > self.threshold else math.inf
-            mean = 0.97 * mean + 0.03 * min(each, bound)
-            variance = 0.97 * variance + 0.03 * (min(each, bound) - mean) ** 2
-        return float(bound)

@@ -50,7 +50,6 @@ class Step:
         auxiliary: weighted router loss, averaged over the chunks of sequences.
         routed: (chunks, layers, experts) number of tokens routed to each expert.
         entropies: (layers,) mean entropy of the router's distribution for a token.
-        clipped_to: norm that the gradient was clipped to.
         biases: {name: value after the step} of routers with a bias.
         penalties: {metric: value} of `Penalties`.
         attention: largest attention logit, and number of clipped heads.
@@ -64,7 +63,6 @@ class Step:
     auxiliary: float = 0.0
     routed: np.ndarray = field(default_factory=lambda: np.zeros((0, 0, 0)))
     entropies: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    clipped_to: float = math.inf
     biases: dict[str, torch.Tensor] = field(default_factory=dict)
     penalties: dict[str, float] = field(default_factory=dict)
     attention: tuple[float, int] = (0.0, 0)
@@ -253,14 +251,11 @@ def clip(
     masters: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],
     clipping: float,
-    zclip: plain_optimizers.ZClip | None,
-) -> tuple[float, float]:
-    """Set the clipped gradients of the masters; return (norm before clipping, bound)."""
+) -> float:
+    """Set the clipped gradients of the masters; return the norm before clipping."""
     for master, gradient in zip(masters, gradients, strict=True):
         master.grad = gradient
-    squares = [gradient.double().square().sum() for gradient in gradients]
-    bound = min(clipping or math.inf, zclip(sum(squares).sqrt().item()) if zclip else math.inf)
-    return torch.nn.utils.clip_grad_norm_(masters, bound).item(), bound
+    return torch.nn.utils.clip_grad_norm_(masters, clipping or math.inf).item()
 
 
 def update(
@@ -307,7 +302,6 @@ def train(
     weight_decay: float = 0.1,
     bf16: bool = False,
     optimizer_of: Callable[[dict[str, torch.Tensor], float], Any] = adamw,
-    adaptive_clip: float = 0.0,
     source: Path | None = None,
     balance_rate: float | None = None,
     penalties: Penalties | None = None,
@@ -321,7 +315,6 @@ def train(
         bf16: train bf16 weights with float32 master weights.
         optimizer_of: creates the optimizer from {name: master} and the weight decay; the `ratio` of
             a group multiplies the learning rate of the schedule.
-        adaptive_clip: threshold of ZClip; 0 turns it off.
         source: model directory to start from, as `from_pretrained` loads it.
         balance_rate: of the routers' biases; None for a model without them.
         penalties: minimized with the loss, instead of the router loss of each chunk.
@@ -334,7 +327,6 @@ def train(
     optimizer = optimizer_of(masters, weight_decay)
     balance = BiasBalance(model, balance_rate) if balance_rate is not None else None
     attention = plain_optimizers.QkClip(model, qk_clip) if qk_clip else None
-    zclip = plain_optimizers.ZClip(adaptive_clip) if adaptive_clip else None
     batch_tokens = batch_sequences * seq_len
     texts = batches_of(shards, seed, seq_len, batch_sequences, micro_batch_size)
     curve = []
@@ -342,7 +334,7 @@ def train(
         batch = Batch([torch.zeros_like(master) for master in masters.values()])
         for text in chunks:
             batch.add(model, config, text, micro_batch_size / batch_sequences, penalties)
-        norm, bound = clip(list(masters.values()), batch.gradients, clipping, zclip)
+        norm = clip(list(masters.values()), batch.gradients, clipping)
         rate = rate_of(number * batch_tokens, steps * batch_tokens, warmup_tokens, peak, minimum)
         figures = batch.routing() | update(model, masters, optimizer, rate, attention)
         if balance is not None:
@@ -353,7 +345,6 @@ def train(
                 loss=sum(batch.losses) / len(batch.losses),
                 grad_norm=norm,
                 chunk_gradients=chunk_gradients(batch.of_chunks, micro_batch_size),
-                clipped_to=bound,
                 penalties=penalties.end_step() if penalties is not None else {},
                 **figures,
             )

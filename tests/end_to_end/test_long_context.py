@@ -100,7 +100,7 @@ def test_a_longer_branch_equals_a_plain_loop_that_goes_on(
         for chunk in np.split(starts, 4 if step < TRUNK_STEPS else 2):
             text = np.stack([tokens[at : at + length + 1] for at in chunk])
             batch.add(model, LLAMA, text, len(chunk) / len(starts))
-        plain_pytorch.clip(list(masters.values()), batch.gradients, CLIPPING, None)
+        plain_pytorch.clip(list(masters.values()), batch.gradients, CLIPPING)
         for group in optimizer.param_groups:
             group["lr"] = PEAK
         optimizer.step()

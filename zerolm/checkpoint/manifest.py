@@ -67,8 +67,8 @@ class SavedProgress(Progress):
     def read(self) -> Progress:
         """Return the progress with the states of all features."""
         values = dict(vars(self))
+        del values["clipping"]  # of a feature that has ended
         earlier = {
-            "adaptive_clip": values.pop("clipping"),
             "ema": {"counted": counted} if (counted := values.pop("ema_counted")) else {},
             "expert_balance": values.pop("routing"),
         }

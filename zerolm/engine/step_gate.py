@@ -1,4 +1,4 @@
-"""`StepGate`: refuses or clips an optimizer step by its gradient norm, before the weights change.
+"""`StepGate`: refuses an optimizer step by its gradient norm, before the weights change.
 
 The norm of the global gradient is known only inside DeepSpeed's `optimizer.step()`, which reduces
 it over ranks and then updates the weights. At that point DeepSpeed itself skips a step whose norm
@@ -10,9 +10,6 @@ not take it for an overflow.
 Replaced methods (DeepSpeed 0.19.8): `scaled_global_norm` in ZeRO-1 and 2, `_get_norm_groups` in
 ZeRO-3. BF16_Optimizer, which is ZeRO-1 with bf16 weights and float32 gradients, has neither; there
 it is `get_grads_for_norm`, which returns the gradients whose norm is taken.
-
-All of them read `clip_grad` after the norm, so the clipping norm may depend on the gradient norm.
-It is reset after the step: DeepSpeed saves it in checkpoints, and a resume would load it.
 """
 
 import math
@@ -22,7 +19,6 @@ from typing import Any
 import torch
 
 RefusalRule = Callable[[float], bool]  # gradient norm -> whether to refuse the step
-ClipRule = Callable[[float], float]  # gradient norm -> norm to clip to, 0 for no clipping
 # At stage 3, and with offload, these advance Muon's momentum before the norm is known. They are not
 # called in a step that is refused before it starts. In a step that is refused by its norm it would
 # be too late, but with Muon the norm is not the gradient's and refuses no step.
@@ -40,18 +36,15 @@ class StepGate:
     Attributes:
         grad_norm: norm of the last step's gradient, unscaled; None after an overflow in DeepSpeed.
         refused: whether the gate refused the last step.
-        clipped_to: clipping norm of the last step; 0 for no clipping.
-        clip_norm: returns the norm to clip a gradient norm to; by default the ds config's.
+        clip_norm: `gradient_clipping` of the ds config; 0 for no clipping.
     """
 
     def __init__(self, engine: Any):
         self._optimizer = engine.optimizer
-        self._configured_clip_norm = float(engine.gradient_clipping())
+        self.clip_norm = float(engine.gradient_clipping())
         self.grad_norm: float | None = None
         self.refused = False
-        self.clipped_to = 0.0
         self._should_refuse: RefusalRule = _never
-        self.clip_norm: ClipRule = self._as_configured
         if engine.zero_optimization_stage() == 3:
             self._wrap("_get_norm_groups", self._norm)
         elif hasattr(self._optimizer, "scaled_global_norm"):
@@ -76,19 +69,11 @@ class StepGate:
                 refuse the step.
         """
         self.grad_norm, self.refused, self._should_refuse = None, refused, should_refuse
-        self.clipped_to = 0.0
-        try:
-            engine.step()
-        finally:
-            self._optimizer.clip_grad = self._configured_clip_norm
+        self._optimizer.clip_grad = self.clip_norm  # a checkpoint has loaded its own
+        engine.step()
         if not engine.was_step_applied():
             self._clear_offloaded_sums()
         assert not (self.refused and engine.was_step_applied()), "DeepSpeed took a refused step"
-
-    @property
-    def clips(self) -> bool:
-        """Whether there is any clipping."""
-        return self.clip_norm != self._as_configured or self._configured_clip_norm > 0.0
 
     def discard(self, engine: Any) -> None:
         """Clear the accumulated gradient, as if its passes had not been made.
@@ -166,17 +151,12 @@ class StepGate:
         return [torch.full_like(gradients[0][:1], math.inf)], {}
 
     def _decide(self, scaled_norm: float) -> bool:
-        """Record the norm, set the clipping norm, and return whether the step is refused."""
+        """Record the norm, and return whether the step is refused."""
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
         self.grad_norm = scaled_norm / scale
         if math.isfinite(scaled_norm) and not self.refused:
             self.refused = self._should_refuse(self.grad_norm)
-            if not self.refused:
-                self.clipped_to = self._optimizer.clip_grad = self.clip_norm(self.grad_norm)
         return self.refused
-
-    def _as_configured(self, grad_norm: float) -> float:
-        return self._configured_clip_norm
 
     def _unless_refused(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return None if self.refused else original(*args, **kwargs)

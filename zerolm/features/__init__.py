@@ -7,7 +7,6 @@ Its order is the order of their hooks (`Feature`). At its top a module imports l
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from zerolm.features.adaptive_clip import AdaptiveClip
 from zerolm.features.chunked_loss import ChunkedLoss
 from zerolm.features.compiled_blocks import CompiledBlocks
 from zerolm.features.completep import Completep
@@ -36,7 +35,6 @@ FEATURES: tuple[type[Feature], ...] = (
     CompiledBlocks,
     DocumentMask,
     QkClip,
-    AdaptiveClip,
     Ema,
     MemoryCopies,
 )

@@ -96,7 +96,6 @@ class StepResult:
         penalties: weighted losses that are minimized with the loss, by metric: the router loss of
             a mixture of experts, and z-losses.
         grad_norm: 2-norm of the gradient before clipping; infinite if it is not finite.
-        clipped_to: clipping norm of this step; 0 for no clipping.
         applied: False if the optimizer step was refused, or skipped by DeepSpeed.
         flags: sums over ranks of the flags that each passed in.
         micro_losses: the mean loss of each micro-batch of this rank.
@@ -109,7 +108,6 @@ class StepResult:
     text_bytes: list[float] = field(default_factory=list)
     penalties: dict[str, float] = field(default_factory=dict)
     grad_norm: float = 0.0
-    clipped_to: float = 0.0
     learning_rate: float = 0.0
     applied: bool = True
     flags: list[float] = field(default_factory=list)

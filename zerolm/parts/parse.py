@@ -299,6 +299,8 @@ def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
     for written, value in values.items():
         name = written.replace("-", "_")
         if name not in choices:
+            if is_record and not value:  # off, and of a setting that has ended
+                continue
             hint = answer_for(name) or did_you_mean(name, choices)
             hint = hint or " Remove it; --help all lists the settings."
             problems.append(f"{path}: settings.{written}: {shown(value)}: no such setting.{hint}")

@@ -123,7 +123,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             Panel("Clipped steps", smooth=True,
                 about="Share of the steps since the previous line."),
             "share of the steps since the previous line whose gradient was clipped; absent without "
-            "`gradient_clipping` or `--adaptive_clip`"),
+            "`gradient_clipping`"),
         Metric("train/param_norm", "", Panel("Parameter norm", about="2-norm of all weights."),
             "2-norm of all parameters; absent if they are on NVMe"),
         Metric("train/param_norm/<block>", "",

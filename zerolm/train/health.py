@@ -101,7 +101,7 @@ class Health:
             self._meter.drop()
             return state
         old = HealthState(**state)
-        clipped = 0.0 < result.clipped_to < result.grad_norm
+        clipped = 0.0 < self._gate.clip_norm < result.grad_norm
         return vars(replace(old, steps=old.steps + 1, clipped=old.clipped + clipped))
 
     def row(self, state: dict[str, Any], result: StepResult) -> tuple[Row, dict[str, Any]]:
@@ -131,7 +131,7 @@ class Health:
             row |= self._norms("train/param_norm", found[:count])
             if changes is not None:
                 row |= self._ratios(found[count : 2 * count], found[:count])
-        if self._gate.clips and old.steps:
+        if self._gate.clip_norm and old.steps:
             row["train/clipped_share"] = old.clipped / old.steps
         averages = Estimate(old.noise, old.signal)
         new = self._estimate(found[-NUM_FIGURES:], result) if self._sampling else None

@@ -234,7 +234,6 @@ class Steps:
         if not result.applied:  # DeepSpeed's scheduler, if there is one, has not advanced either
             for group, rate in zip(groups, scheduled, strict=True):
                 group["lr"] = rate
-        result.clipped_to = gate.clipped_to
         # None: DeepSpeed found an overflow before it computed the norm.
         result.grad_norm = float("inf") if gate.grad_norm is None else gate.grad_norm
 

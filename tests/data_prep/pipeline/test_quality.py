@@ -1,4 +1,4 @@
-"""Tagging, thresholds without models, and shares by keys, compared with brute force."""
+"""Tagging and thresholds without models, compared with brute force."""
 
 import json
 import random
@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from data_prep.__main__ import main
 from data_prep.stages.counts import score_bin
 from tests.data_prep.filters.test_score_filters import BAD, GOOD, train_model
 from tests.data_prep.stage_cases import documents_of
-from zerolm.shards.manifest import read_manifest
 
 
 @pytest.fixture
@@ -55,7 +53,6 @@ def recipe(tmp_path, tokenizer_directory) -> Path:
         },
         "dedup": {"near": False},
         "tokenize": {"tokenizer": "tokenizer", "val_fraction": 0.2, "encoder": "tokenizers"},
-        "report": {"shares_by": ["domain", "meta.lang"]},
     }
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(content))
@@ -68,7 +65,7 @@ def change(path: Path, key: str, **values) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_thresholds_are_applied_to_stored_scores_and_shares_are_counted(recipe, capsys):
+def test_thresholds_are_applied_to_stored_scores(recipe, capsys):
     output = recipe.parent / "out" / "web"
     assert main(["run", str(recipe), "--workers", "1"]) == 0
     tagged = documents_of(output / "clean")
@@ -93,13 +90,8 @@ def test_thresholds_are_applied_to_stored_scores_and_shares_are_counted(recipe, 
     assert 20 < len(chosen) < 250
     assert documents_of(output / "select") == chosen
 
-    shares = json.loads((output / "shares.json").read_text())
-    check_shares(recipe.parent, shares, tagged, documents_of(output / "dedup"))
-    report = json.loads((recipe.parent / "out" / "report.json").read_text())
-    assert report["sources"]["web"]["shares"] == shares
     page = (recipe.parent / "out" / "report.html").read_text()
-    shown = ("Shares by domain", "site1.<wbr>org", "日本", "quality.<wbr>hq")
-    assert [text for text in shown if text not in page] == []
+    assert "quality.<wbr>hq" in page
 
     (recipe.parent / "quality.bin").rename(recipe.parent / "gone.bin")
     capsys.readouterr()
@@ -118,65 +110,11 @@ def test_thresholds_are_applied_to_stored_scores_and_shares_are_counted(recipe, 
     ]
 
 
-def check_shares(directory: Path, shares: dict, before: list[dict], after: list[dict]) -> None:
-    """Compare the counts with those of a loop over all documents, and their tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
-    groups = {
-        "domain": lambda each: (
-            (
-                each["url"].split("/")[2].removeprefix("www.")
-                if "/[" not in each["url"]
-                else "(none)"
-            )
-            if "url" in each
-            else "(none)"
-        ),
-        "meta.lang": lambda each: each.get("meta", {}).get("lang", "(none)"),
-    }
-    assert shares["has_tokens"] and shares["after"] == "kept by dedup"
-    for key, group in groups.items():
-        expected: dict = defaultdict(lambda: [[0, 0, 0], [0, 0, 0]])
-        for end, documents in enumerate((before, after)):
-            for each in documents:
-                row = expected[group(each)][end]
-                row[0] += 1
-                row[1] += len(each["text"].encode())
-                row[2] += end * (len(tokenizer(each["text"])["input_ids"]) + 1)  # and its EOS
-        assert shares["keys"][key]["groups"] == expected
-        assert len(expected) > 3
-    sizes = [
-        read_manifest(directory / "out" / "web" / name)["num_tokens"]
-        for name in ("shards", "shards-validation")
-    ]
-    assert min(sizes) > 0
-    domains = shares["keys"]["domain"]["groups"].values()
-    assert sum(sizes) == sum(row[1][2] for row in domains)
-
-
-def test_dropped_documents_that_are_kept_count_as_read(recipe):
-    change(recipe, "clean", filters=[{"filter": "length", "min_words": 20}], keep_dropped=True)
-    content = json.loads(recipe.read_text())
-    del content["select"], content["tokenize"]
-    recipe.write_text(json.dumps({**content, "report": {"shares_by": ["id"]}}))
-    assert main(["run", str(recipe), "--workers", "1"]) == 0
-    shares = json.loads((recipe.parent / "out" / "web" / "shares.json").read_text())
-    groups = shares["keys"]["id"]["groups"]
-    assert shares["before"] == "read" and not shares["has_tokens"]
-    assert shares["keys"]["id"]["num_groups"] == 301 and len(groups) == 201
-    assert sum(row[0][0] for row in groups.values()) == 301
-    kept = documents_of(recipe.parent / "out" / "web" / "dedup")
-    assert sum(row[1][0] for row in groups.values()) == len(kept) < 250
-    sizes = [row[0][1] for name, row in groups.items() if name != "(others)"]
-    assert sizes == sorted(sizes, reverse=True)
-
-
-def test_wrong_keys_of_select_and_report_are_refused_together(recipe, capsys):
+def test_wrong_keys_of_select_are_refused(recipe, capsys):
     change(recipe, "select", unit_bytes=5)
-    change(recipe, "report", shares_by=["domain", "domain"])
     assert main(["run", str(recipe), "--check"]) == 2
     shown = capsys.readouterr().err
     assert "select.unit_bytes: is not an option" in shown
-    assert "report.shares_by: ['domain', 'domain']: name one or more keys" in shown
 
 
 @pytest.mark.parametrize(

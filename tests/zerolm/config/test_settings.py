@@ -231,6 +231,11 @@ def test_run_json_replays_to_equal_settings(tmp_path):
     again, problems = parse_settings(["--settings", str(file)])
     assert not problems
     assert again.to_json() == settings.to_json()
+    for ended, number in ((0.0, 0), (2.5, 1)):  # off, and on, in an earlier release
+        values = settings.to_json() | {"adaptive_clip": ended}
+        file.write_text(json.dumps({"settings": values, "ds_config": {}}))
+        again, problems = parse_settings(["--settings", str(file)])
+        assert len(problems) == number and again.to_json() == settings.to_json()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.zerolm.model.initialization_families import COMMON, FAMILIES
 from zerolm.ds_config import muon, optimizers
 from zerolm.ds_config.profile import Profile
-from zerolm.features.adaptive_clip import AdaptiveClip
 from zerolm.features.ema import Ema
 from zerolm.features.feature import Case
 from zerolm.features.qk_clip import QkClip
@@ -138,14 +137,6 @@ def test_muon_leaves_what_has_no_weight_decay_to_adamw():
     mixer = model.backbone.layers[0].mixer
     assert mixer.A_log.ndim == 2 and not mixer.A_log.use_muon
     assert mixer.in_proj.weight.use_muon and mixer.conv1d.weight.use_muon
-
-
-def test_adaptive_clipping_is_refused_with_muon():
-    config = {"optimizer": {"type": "Muon"}}
-    settings = RunSettings(adaptive_clip=2.5, origins={"adaptive_clip": "command line"})
-    [problem] = AdaptiveClip.problems(Case(settings, None, Profile.parse(config), 1, "cpu"))
-    assert problem.startswith("command line: 2.5, but with Muon the gradient norm")
-    assert not [*AdaptiveClip.problems(Case(settings, None, Profile.parse({}), 1, "cpu"))]
 
 
 @pytest.mark.parametrize(
