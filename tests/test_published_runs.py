@@ -1,4 +1,4 @@
-"""`benchmarks.published_runs` writes docs/published_runs.md, and the stated errors are right."""
+"""`benchmarks.published_runs` writes its page of results, and the stated errors are right."""
 
 from statistics import median
 
@@ -23,10 +23,10 @@ def benchmarks() -> tuple:
     return benchmark_rows.read()
 
 
-def test_the_table_in_docs_is_what_the_command_prints(runs, benchmarks, monkeypatch):
+def test_the_page_of_results_is_what_the_command_prints(runs, benchmarks, monkeypatch):
     monkeypatch.setattr(document, "runs", lambda: list(runs.values()))
     monkeypatch.setattr(benchmark_rows, "read", lambda: benchmarks)
-    text = (ROOT / "docs" / "published_runs.md").read_text(encoding="utf-8")
+    text = (ROOT / "benchmarks" / "results" / "published_runs.md").read_text(encoding="utf-8")
     assert text == document.document() + "\n"
 
 

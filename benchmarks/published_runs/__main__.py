@@ -1,6 +1,6 @@
-"""Prints docs/published_runs.md, or each row with its prediction.
+"""Prints benchmarks/results/published_runs.md, or each row with its prediction.
 
-python -m benchmarks.published_runs > docs/published_runs.md
+python -m benchmarks.published_runs > benchmarks/results/published_runs.md
 python -m benchmarks.published_runs --json
 """
 

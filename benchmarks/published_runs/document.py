@@ -1,4 +1,4 @@
-"""The text of docs/published_runs.md: predictions beside published runs and benchmarks."""
+"""The text of benchmarks/results/published_runs.md: predictions beside published figures."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -94,14 +94,14 @@ def _model(values: Mapping[str, Any], name: str) -> Model:
 
 
 def document() -> str:
-    """Return the text of docs/published_runs.md."""
+    """Return the text of benchmarks/results/published_runs.md."""
     values = read_json(FILE, "runs.json")
     rows, fit = benchmark_rows.read()
     return f"""# Published runs
 
 Tokens per second and device that others have reported, and what `zerolm plan` predicts for the
-same model, devices and batch. `python -m benchmarks.published_runs > docs/published_runs.md`
-writes this page from runs.json beside it ({values["date"]}); with `--json` it prints each row.
+same model, devices and batch. `python -m benchmarks.published_runs` prints this page, from its
+runs.json ({values["date"]}); with `--json` it prints each row.
 
 - A row is planned with the nearest profile, `zero3.json` unless the table says another, and with
   the activations of fused kernels. Plans of Hugging Face models count theirs, which are more.

@@ -6,9 +6,9 @@ It prints the errors, and the fitted numbers as lines of runs.json.
 
 Fitted are `COSTS` of launch/estimate/step_time.py and the attained share of the peak of each group
 of devices and years, to the logarithm of tokens per second. Sources that are not `fitted` only
-judge the result (docs/published_runs.md). Every other source has the same weight, however
-many rows it has, and large errors count less (soft L1). Mixtures of experts are predicted, but not
-fitted: two rows of one implementation say little about others. Two errors are printed:
+judge the result (benchmarks/results/published_runs.md). Every other source has the same weight,
+however many rows it has, and large errors count less (soft L1). Mixtures of experts are predicted,
+but not fitted: two rows of one implementation say little about others. Two errors are printed:
 
     10-fold          each row is predicted by a fit to the other nine tenths of the rows
     leave-one-out    the rows of a source are predicted by a fit to the other sources; a group of

@@ -97,7 +97,8 @@ def ring_seconds(run: PlannedRun, ranks: int | None = None) -> float:
 def chain_seconds(run: PlannedRun) -> float:
     """Return the latency of a broadcast or reduction to one rank: all ranks one after another.
 
-    InternEvo's broadcasts on 128 to 1,024 A100 agree with HOP_SECONDS (docs/published_runs.md).
+    InternEvo's broadcasts on 128 to 1,024 A100 agree with HOP_SECONDS
+    (benchmarks/results/published_runs.md).
     """
     ranks = run.shapes_of_rank[1]
     is_local = ranks * run.layout.tensor <= run.devices_per_node

@@ -1,7 +1,7 @@
 """Estimate the time of an optimizer step: compute, collectives that it waits for, and offload.
 
 Fitted numbers are `COSTS` and the devices' `attained` in hardware.json. The errors are in
-docs/published_runs.md, which `python -m benchmarks.published_runs` writes.
+benchmarks/results/published_runs.md, which `python -m benchmarks.published_runs` writes.
 """
 
 from dataclasses import dataclass

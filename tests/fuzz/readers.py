@@ -6,8 +6,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerolm.evaluate.attempts import EvaluationAttempts
-
 from tests.fuzz.guard import call, snapshot, unprintable
 from tests.fuzz.mutations import Damage
 from zerolm.checkpoint import load, rollback
