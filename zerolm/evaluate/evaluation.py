@@ -20,7 +20,6 @@ from zerolm.run_dir.files import RunFiles
 from zerolm.run_dir.metrics import Panel
 
 if TYPE_CHECKING:
-    from zerolm.checkpoint.manifest import Progress
     from zerolm.evaluate.held_out import HeldOut
     from zerolm.evaluate.runner import ModelRunner
     from zerolm.evaluate.text_coder import TextCoder
@@ -187,7 +186,7 @@ class Evaluation(Part):
     def restore(self, log: Log, skipped_tokens: int) -> None:
         """Resume; evaluations are skipped at a step where the run had this many tokens."""
 
-    def due(self, progress: "Progress", is_due: Callable[[int], bool]) -> bool:
+    def due(self, progress: Any, is_due: Callable[[int], bool]) -> bool:
         """Return whether it is due; called once a step.
 
         Args:
@@ -206,7 +205,7 @@ class Evaluation(Part):
         return " ".join(f"{key}={value:.4g}" for key, value in figures.items())
 
     def record(
-        self, scores: Scores, progress: "Progress", log: Log, print_line: Callable[..., None]
+        self, scores: Scores, progress: Any, log: Log, print_line: Callable[..., None]
     ) -> None:
         """Log, print and write what was measured, on rank 0."""
         where = {"step": progress.step, "tokens": progress.tokens}
