@@ -13,10 +13,10 @@ training loop, and `build_engine` builds the model and hands it to DeepSpeed.
 import os
 import sys
 
-from zerolm.common import processes
+from zerolm.common import interrupts
 
 if __name__ == "__main__":
-    processes.end_on_interrupt()
+    interrupts.end_on_interrupt()
 
 from zerolm.common import machine, shipped
 from zerolm.distributed import ranks

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
-from zerolm.common import processes
+from zerolm.common import interrupts
 
 if __name__ == "__main__":
-    processes.end_on_interrupt()
+    interrupts.end_on_interrupt()
 
 from zerolm.common.command_line import EXIT_INTERRUPTED, Group, commands_in, run_program
 from zerolm.common.errors import ConfigError, ShardError, ShardReadError, ZerolmError

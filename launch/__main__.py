@@ -4,10 +4,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zerolm.common import processes
+from zerolm.common import interrupts
 
 if __name__ == "__main__":
-    processes.end_on_interrupt()
+    interrupts.end_on_interrupt()
 
 from zerolm.common.command_line import Command, Group, run_program
 from zerolm.common.shipped import shield

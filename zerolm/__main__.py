@@ -4,10 +4,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from zerolm.common import processes
+from zerolm.common import interrupts
 
 if __name__ == "__main__":
-    processes.end_on_interrupt()
+    interrupts.end_on_interrupt()
 
 import data_prep.__main__
 import launch.__main__

@@ -1,10 +1,10 @@
 """The console script `zerolm`: Ctrl-C ends it without a traceback, also while it imports."""
 
-from zerolm.common import processes
+from zerolm.common import interrupts
 
 
 def console_script() -> int:
-    processes.end_on_interrupt()
+    interrupts.end_on_interrupt()
     from zerolm import __main__
 
     return __main__.console_script()

@@ -16,7 +16,7 @@ from data_prep.cli.input_flags import (
 )
 from data_prep.cli.problems import Problems
 from zerolm.common.errors import ConfigError
-from zerolm.common.records import parse_json, why
+from zerolm.common.records import parse_json, unreadable
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ def _read_filters(path: Path) -> Any:
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"--filters {path}: cannot be read as JSON ({why(error)}).") from error
+        raise ConfigError(f"--filters {unreadable(path, error, 'Correct the file.')}") from error
     if isinstance(content, dict):
         content = content.get("clean", {})
         if isinstance(content, dict) and "filters" not in content:

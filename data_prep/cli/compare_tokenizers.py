@@ -8,6 +8,7 @@ from typing import Any
 
 from data_prep.cli.input_flags import add_input_flags, find_inputs, input_rules, print_notes
 from data_prep.cli.problems import Problems
+from zerolm.common.command_line import file_to_write
 
 SAMPLE_BYTES = 8_000_000
 
@@ -25,7 +26,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "be repeated",
     )
     add("--sample_bytes", metavar="BYTES", help=f"text to compare on (default: {SAMPLE_BYTES})")
-    add("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
+    add("--output", type=file_to_write, metavar="FILE", help="also write the figures as JSON")
 
 
 def run(options: argparse.Namespace) -> None:

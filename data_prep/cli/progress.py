@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import os
 import statistics
 import time
 from pathlib import Path
@@ -23,12 +24,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print every phase below a directory: tasks done, running and failed, rate, stragglers."""
-    parents = sorted(path.parent for path in options.directory.glob("**/records/*/"))
-    phases = sorted({path for parent in parents for path in parent.iterdir() if path.is_dir()})
+    walk = os.walk(options.directory, onerror=_refuse)
+    parents = [Path(place) for place, _, _ in walk if Path(place).name == "records"]
+    phases = sorted(path for parent in parents for path in parent.iterdir() if path.is_dir())
     if not phases:
         raise ConfigError(f"{options.directory}: no task has started below it. Check the path.")
     for phase in phases:
         _print_phase(phase, phase.relative_to(options.directory))
+
+
+def _refuse(error: OSError) -> None:
+    if isinstance(error, PermissionError):
+        raise error
 
 
 def _print_phase(phase: Path, name: Path) -> None:

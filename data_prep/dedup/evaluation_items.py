@@ -15,8 +15,9 @@ from data_prep.read.parse import find_text
 from data_prep.read.readers import TEXT_FORMATS
 from data_prep.read.streams import COMPRESSIONS, Stream
 from data_prep.stages.line_ends import split_paragraphs
-from zerolm.common.errors import ConfigError, did_you_mean, reason
+from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.files import pointer_problem_of
+from zerolm.common.records import unreadable
 
 WIKIHOW_MARK = re.compile(r"\[.*?\]")  # in HellaSwag: [header], [title], ...
 MAX_PROBLEMS = 10
@@ -90,10 +91,8 @@ def read_items(argument: str) -> list[Item]:
             if len(problems) == MAX_PROBLEMS:
                 break
     except (OSError, EOFError, ValueError) as error:
-        raise ConfigError(
-            f"--evaluation {argument}: cannot be read ({reason(error, named=False)}). "
-            f"Restore the file."
-        ) from error
+        message = unreadable(argument, error, "Restore the file.")
+        raise ConfigError(f"--evaluation {message}") from error
     if problems:
         raise ConfigError(problems)
     if not items:
@@ -131,6 +130,8 @@ def _content(path: Path) -> bytes:
     stream = Stream(str(path), path.name, 0, max_expansion=1 << 40)
     content = b"".join(stream)
     if stream.failure is not None:
+        if stream.failure.reason == "unreadable":
+            raise ConfigError(f"--evaluation {path}: {stream.failure.detail}")
         raise ValueError(stream.failure.detail)
     return content
 

@@ -91,6 +91,8 @@ def run_tokenization(
         keep_parts = True
         shards = run.assemble(executor, records)
         manifests = run.publish(records, shards, provenance)
+    except PermissionError:
+        raise
     except OSError as error:
         raise ZerolmError(
             f"{outputs[0]}: cannot be written ({error}). Nothing was published."

@@ -97,7 +97,7 @@ def convert(
             sync_directory(directory.absolute().parent)
         except BaseException as error:
             shutil.rmtree(unfinished, ignore_errors=True)
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError) or isinstance(error, PermissionError):
                 raise
             raise ZerolmError(
                 f"{error.filename or directory}: cannot be written ({error.strerror or error}). "

@@ -107,6 +107,8 @@ def write_outputs(
                 manifests[number] = started[number].writer.close(
                     **manifests[number], **keys(number, started[number])
                 )
+        except PermissionError:
+            raise
         except OSError as error:
             done = [str(each.writer.directory) for each in started if each.writer.published]
             published = f"Published already: {', '.join(done)}" if done else "Nothing was published"

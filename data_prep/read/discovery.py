@@ -396,8 +396,11 @@ def _stages_problem(argument: str, stages: Sequence[str]) -> str:
 def _file_input(argument: str, path: str, suffix: str) -> Input:
     """Return the input of a file, with its `problem` if it cannot be read."""
     printable = _printable(path)
-    if printable != path:  # manifests and records could not name it
-        failure = Failure("unreadable", "has a name that is not UTF-8. Rename it.")
+    if printable != path:  # manifests and records could not name it, or it forges lines of output
+        fact = (
+            "a line break in its name" if {"\n", "\r"} & set(path) else "a name that is not UTF-8"
+        )
+        failure = Failure("unreadable", f"has {fact}. Rename it.")
         return Input(argument, printable, suffix, 0, problem=failure)
     detail = None
     try:
@@ -415,8 +418,9 @@ def _file_input(argument: str, path: str, suffix: str) -> Input:
 
 
 def _printable(path: str) -> str:
-    """Return a path with its bytes that are not UTF-8 escaped, as `\\xe9`."""
-    return os.fsencode(path).decode(errors="backslashreplace")
+    """Return a path with line breaks, and its bytes that are not UTF-8, escaped as `\\xe9`."""
+    text = os.fsencode(path).decode(errors="backslashreplace")
+    return text.replace("\n", "\\n").replace("\r", "\\r")
 
 
 def _kinds(paths: Sequence[str]) -> str:

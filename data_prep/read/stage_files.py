@@ -24,6 +24,7 @@ from zerolm.common.records import (
     digest_problem,
     mismatch,
     read_record,
+    unreadable,
     with_digest,
 )
 
@@ -258,9 +259,8 @@ def read_stage_lines(path: Path) -> Iterator[bytes]:
                 *lines, rest = (rest + block).split(b"\n")
                 yield from lines
     except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error}). It is truncated or damaged: run the stage again."
-        ) from error
+        fix = "It is truncated or damaged: run the stage again."
+        raise ConfigError(unreadable(path, error, fix)) from error
     if rest:
         raise ConfigError(f"{path}: ends in the middle of a line. Run the stage again.")
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -263,12 +264,13 @@ def _get_encoding(name: str) -> Any:
             f"--tokenizer {name}: the package tiktoken is not installed. Run: pip install tiktoken"
         ) from error
     encoding = name.removeprefix(TIKTOKEN_PREFIX)
+    print(f"{name}: tiktoken fetches its ranks, unless it has them", file=sys.stderr, flush=True)
     try:
         return tiktoken.get_encoding(encoding)
     except Exception as error:  # ValueError for unknown names, any error of requests for downloads
         known = ", ".join(tiktoken.list_encoding_names())
         raise ConfigError(
-            f"--tokenizer {name}: cannot be loaded ({reason(error)}).  Known encodings: {known}."
+            f"--tokenizer {name}: cannot be loaded ({reason(error)}). Known encodings: {known}."
         ) from error
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.command.environment import environment_problems
-from zerolm.common import processes
+from zerolm.common import interrupts
 from zerolm.common.errors import ConfigError
+from zerolm.common.records import unreadable
 
 HOST_LINE = re.compile(  # "-x" is an option of ssh
     r"(?!-)[!-~]+ slots=0*[1-9][0-9]*( max[_-]slots=[0-9]+)?", re.ASCII
@@ -44,7 +45,7 @@ def read_hostfile(path: Path) -> list[Host]:
     try:
         lines = path.read_text(errors="replace").split("\n")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error}). List your hosts in it.") from None
+        raise ConfigError(unreadable(path, error, "List your hosts in it.")) from None
     hosts: dict[str, Host] = {}
     problems = []
     for number, line in enumerate(lines, start=1):
@@ -149,7 +150,7 @@ def keep_alive(environment: MutableMapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    processes.end_on_interrupt()
+    interrupts.end_on_interrupt()
     hostfile, num_nodes, *arguments = sys.argv[1:]
     problems = []
     try:

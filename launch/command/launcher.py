@@ -9,10 +9,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from zerolm.common import processes
+from zerolm.common import interrupts
 
 if __name__ == "__main__":
-    processes.end_on_interrupt()  # runner.main handles Ctrl-C from when the ranks are started
+    interrupts.end_on_interrupt()  # runner.main handles Ctrl-C from when the ranks are started
 
 from deepspeed.launcher import multinode_runner, runner
 

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from zerolm.common import processes
+from zerolm.common import interrupts
 
 MIN_DOCUMENT_CHARACTERS = 200  # an empty __init__.py teaches nothing
 
@@ -125,5 +125,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    processes.end_on_interrupt()
+    interrupts.end_on_interrupt()
     main()

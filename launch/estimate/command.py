@@ -248,11 +248,9 @@ def _search(arguments: argparse.Namespace) -> int:
     if best is None:
         return 2
     if arguments.write:
-        from pathlib import Path
-
         from zerolm.common.files import write_json
 
-        write_json(Path(arguments.write), best.profile.json)
+        write_json(arguments.write, best.profile.json)
         if not arguments.json:
             print(search.usage(best, arguments.write))
     return 0

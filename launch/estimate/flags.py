@@ -6,7 +6,7 @@ Imports nothing heavy, so that `--help` is fast.
 import argparse
 from typing import TYPE_CHECKING
 
-from zerolm.common.command_line import count, duration, number, size_bytes
+from zerolm.common.command_line import count, duration, file_to_write, number, size_bytes
 from zerolm.parts.parse import add_settings
 from zerolm.parts.settings import FLAGS
 
@@ -94,8 +94,9 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
         help="rank all profiles by speed; list those that do not fit, with the reason",
     )  # fmt: skip
     group.add_argument(
-        "--write", metavar="FILE", help="with --search: write the best profile as DeepSpeed JSON"
-    )
+        "--write", type=file_to_write, metavar="FILE",
+        help="with --search: write the best profile as DeepSpeed JSON",
+    )  # fmt: skip
     group.add_argument(
         "--probe", action="store_true",
         help="run three training steps on this machine, compare them with the estimate, and plan "

@@ -19,7 +19,7 @@ from zerolm.ds_config.shard_groups import with_shard_groups
 from zerolm.model.architecture import is_routed_expert, num_parameters, routed_fraction
 from zerolm.model.flops import TRAINING_TO_FORWARD, flops_per_token, head_flops_per_token
 from zerolm.model.model import Model
-from zerolm.parts.inheritance import with_no_forms
+from zerolm.parts.inheritance import with_origins
 from zerolm.plan.hardware import Hardware
 from zerolm.plan.rank_share import shapes_of_rank
 from zerolm.plan.resolve import resolve_ds_config, resolve_settings
@@ -126,7 +126,7 @@ def plan_run(
         features.Case(settings, model.config, profile, devices, "absent")
     )
     if found.problems:
-        raise ConfigError(with_no_forms(dict.fromkeys(found.problems), settings))
+        raise ConfigError(with_origins(dict.fromkeys(found.problems), settings))
     resolved = Resolved.of(settings)
     flops = flops_per_token(model.config, model.shapes, resolved.seq_len)
     attention = flops - flops_per_token(model.config, model.shapes, 0)

@@ -9,6 +9,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launch.estimate.estimate import Assumptions, Estimate, estimate
@@ -300,7 +301,7 @@ def instead(found: Estimate, others: list[Candidate]) -> str:
     )
 
 
-def usage(best: Candidate, path: str) -> str:
+def usage(best: Candidate, path: Path) -> str:
     """Return a line with pretrain.py's flags for the written profile."""
     assert best.found is not None
     settings = best.found.run.settings

@@ -6,6 +6,7 @@ the loss is higher than that of a run with this number of tokens.
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -63,6 +64,11 @@ def _sizes(config_json: str) -> dict[str, int]:
 
 def read_rung(run: RunHistory, name: str = "") -> Rung | str:
     """Return a run as a point of the law, or why it is none."""
+    found = _rung(run, name)
+    return f"{found} ({run.problems[0]})" if isinstance(found, str) and run.problems else found
+
+
+def _rung(run: RunHistory, name: str) -> Rung | str:
     state, found = run.state()[0], final_loss(run)
     if state != DONE:
         return f"it is {state}, not done"
@@ -117,6 +123,7 @@ def expand(paths: Sequence[Path]) -> list[Path]:
     found = []
     for path in paths:
         inner = sorted(record.parent for record in path.glob("*/run.json"))
+        inner += [each for each in path.glob("*/") if not os.access(each, os.R_OK | os.X_OK)]
         found += [path] if RunFiles(path).record.is_file() or not inner else inner
     return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 

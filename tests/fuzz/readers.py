@@ -69,7 +69,6 @@ def accepted(base: Path, damage: Sequence[Damage], words: Sequence[str]) -> bool
             assert not (bad := unprintable(line)), f"{bad} in {line!r}"
             assert len(line) < MAX_LINE, f"long line: {line[:300]}"
         named = names(damage, base, str(error)) or "command line: --" in str(error)
-        named = named or ": no such " in str(error)  # what the settings name, by its own name
         assert named, f"names no file: {error}"
         return False
     except SystemExit as end:  # of --help and --version

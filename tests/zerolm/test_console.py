@@ -27,6 +27,7 @@ sys.exit(console_script())
 @pytest.mark.parametrize(
     ("module", "code", "message"),
     [
+        ("dataclasses", -signal.SIGINT, ""),
         ("data_prep.__main__", -signal.SIGINT, ""),
         ("zerolm.cli.status", -signal.SIGINT, ""),
         ("zerolm.report.status", 130, "zerolm: interrupted\n"),

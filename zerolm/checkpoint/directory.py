@@ -26,7 +26,7 @@ from zerolm.checkpoint.manifest import (
 from zerolm.common.errors import CheckpointError
 from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, write_json
-from zerolm.common.records import read_file, why, with_digest
+from zerolm.common.records import read_file, unreadable, with_digest
 from zerolm.run_dir.files import (
     CHECKPOINT_NAME,
     DAMAGED,
@@ -133,7 +133,7 @@ def read(directory: str | Path) -> Checkpoint:
     try:
         content = read_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({why(error)}). It is damaged.") from None
+        raise CheckpointError(unreadable(path, error, "It is damaged.")) from None
     if content is None:
         raise CheckpointError(_no_manifest(path.parent))
     return Checkpoint(path.parent, parse_manifest(content, path))

@@ -18,7 +18,7 @@ from zerolm.checkpoint.checksums import XXH3, Piece, RangeHash, share
 from zerolm.checkpoint.manifest import FILES, LISTS_VERSION, ListedFile, files_problem
 from zerolm.common.errors import CheckpointError, RecordError
 from zerolm.common.files import write_atomically
-from zerolm.common.records import open_regular, parse_record, why
+from zerolm.common.records import open_regular, parse_record, unreadable
 from zerolm.engine.partitions import SHARDS
 
 LISTED_RANKS = 64
@@ -72,7 +72,7 @@ def read_list(directory: Path, one: dict[str, Any]) -> list[ListedFile]:
             raise CheckpointError(f"{where}: XXH3 {actual}, but the manifest says {one[XXH3]}")
         files = parse_record(line, where, _Content)["files"]
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({why(error)}). It is damaged.") from None
+        raise CheckpointError(unreadable(path, error, "It is damaged.")) from None
     except RecordError as error:
         raise CheckpointError(error.problems) from None
     if problem := files_problem(files):

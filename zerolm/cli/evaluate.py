@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from zerolm.common.command_line import file_to_write
 from zerolm.evaluate import EVALUATIONS
 from zerolm.parts.parse import add_settings, settings_of
 
@@ -21,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--device", help="torch device (default: a GPU if there is one)")
     add(
         "--output",
-        type=Path,
+        type=file_to_write,
         metavar="FILE",
         help="also write the results, including the outcome of each item, as JSON",
     )

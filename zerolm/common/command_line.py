@@ -22,10 +22,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from zerolm.common import processes
-from zerolm.common.errors import EXIT_DONE, EXIT_REFUSED, ZerolmError, did_you_mean, reason
+from zerolm.common import interrupts
+from zerolm.common.errors import (
+    EXIT_DONE,
+    EXIT_REFUSED,
+    ConfigError,
+    ZerolmError,
+    did_you_mean,
+    reason,
+)
+from zerolm.common.files import barrier, require_writable
 from zerolm.common.provenance import version_text
 from zerolm.common.secrets import mask_tracebacks, masked
 from zerolm.common.values import (
@@ -134,7 +143,7 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
     try:
         code = _run(group, argv, program)
     except KeyboardInterrupt:
-        processes.end_on_interrupt()
+        interrupts.end_on_interrupt()
         print(f"{program}: interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -218,12 +227,13 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
             _refuse_command(found, word, name)
         found, name = command, f"{name} {word.replace('_', '-')}"
     try:
+        _refuse_line_breaks(remaining)
         with ExitStack() as contexts:
             for outer in groups:
                 contexts.enter_context(outer.around(remaining))
             module = importlib.import_module(found.module)
             arguments = remaining if found.own_parser else _parse(found, module, remaining, name)
-            processes.raise_on_interrupt()  # from here on there may be something to clean up
+            interrupts.raise_on_interrupt()  # from here on there may be something to clean up
             return module.run(arguments) or EXIT_DONE
     except ZerolmError as error:
         heading = "refused\n" if error.exit_code == EXIT_REFUSED else ""
@@ -231,10 +241,18 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
         return error.exit_code
     except PermissionError as error:
         named = error.filename is not None  # not if a library in another language has opened it
-        cause = f"{error.filename}: {error.strerror}" if named else reason(error)
+        cause = f"{barrier(error.filename)}: {error.strerror}" if named else reason(error)
         fix = "Change its permissions, or name another."
         print(f"{name}: refused\n{cause}. {fix}", file=sys.stderr)
         return EXIT_REFUSED
+
+
+def _refuse_line_breaks(argv: Sequence[str]) -> None:
+    """Refuse existing files with a line break in their path, which would forge lines of output."""
+    paths = (part for argument in argv for part in (argument, argument.partition("=")[2]))
+    found = [path for path in paths if {"\n", "\r"} & set(path) and os.path.lexists(path)]
+    if found:
+        raise ConfigError(f"{path!a}: has a line break in its path. Rename it." for path in found)
 
 
 def _parse(command: Command, module: Any, argv: list[str], name: str) -> argparse.Namespace:
@@ -408,3 +426,17 @@ count_from_zero = flag_type(parse_count, minimum=0)
 number = flag_type(parse_real, above=0)
 size_bytes = flag_type(parse_bytes, minimum=1)
 duration = flag_type(parse_duration)  # in seconds
+
+
+def file_to_write(text: str) -> Path:
+    """Return the path of a file that a command writes at its end; its directory can be written."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        fix = f"{path.parent} is not a directory. Make it, or choose another."
+        raise argparse.ArgumentTypeError(f"{text}: {fix}")
+    try:
+        require_writable(path.parent)
+    except OSError as error:
+        fix = f"{path.parent} is not writable ({error.strerror}). Choose another directory."
+        raise argparse.ArgumentTypeError(f"{text}: {fix}") from None
+    return path

@@ -62,6 +62,32 @@ def pointer_problem_of(path: str | Path) -> str:
     return ""
 
 
+def barrier(path: str | Path) -> Path:
+    """Return what denies access to a path: the first directory of it that does, or the path."""
+    path = Path(path)
+    for directory in reversed(path.parents):
+        if directory.exists() and not os.access(directory, os.X_OK):
+            return directory
+    is_open = not os.path.lexists(path) or os.access(path, os.R_OK | os.W_OK)
+    return path.parent if is_open and path.parent.exists() else path
+
+
+def require_writable(directory: str | Path) -> None:
+    """Make a directory in the nearest existing one, and remove it.
+
+    Raises:
+        OSError: it cannot be made. Its `filename` is the existing directory.
+    """
+    existing = Path(directory)
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    try:  # os.access is always true for root, and on some read-only mounts
+        Path(tempfile.mkdtemp(prefix=".zerolm-", dir=existing)).rmdir()
+    except OSError as error:
+        error.filename = str(existing)
+        raise
+
+
 def sync_directory(path: str | Path) -> None:
     """Make the creations and renames in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -25,18 +25,6 @@ def stop_signals() -> list[signal.Signals]:
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored]
 
 
-def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process without a traceback, until it has a handler of its own."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not if it is ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, after `end_on_interrupt`."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 @dataclass(frozen=True)
 class Process:
     """The state of a process at the time of `inspect_process`.

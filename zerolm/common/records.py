@@ -31,6 +31,7 @@ from typing import (
 )
 
 from zerolm.common.errors import ConfigError, RecordError
+from zerolm.common.files import barrier
 from zerolm.common.secrets import masked
 
 MAX_DEPTH = 100  # of nested lists and objects; code that walks a value recurses safely
@@ -82,6 +83,13 @@ def read_file(path: str | Path) -> bytes | None:
         return file.read()
 
 
+def unreadable(path: object, error: Exception, fix: str, what: str = "cannot be read") -> str:
+    """Return the message on a file that cannot be read; `fix` is for other causes than its mode."""
+    if isinstance(error, PermissionError):
+        fix = f"Let this user read {barrier(str(path))}."
+    return f"{path}: {what} ({why(error)}). {fix}"
+
+
 def why(error: Exception) -> str:
     """Return the reason of an error of reading or parsing, without the path."""
     if isinstance(error, OSError):
@@ -119,9 +127,8 @@ def read_json(
     except (ValueError, OSError, RecursionError) as error:
         if str(path).endswith((".yaml", ".yml")):
             raise ConfigError(f"{path}: is YAML, but JSON is read. {CONVERT_YAML}") from None
-        raise ConfigError(
-            f"{path}: cannot be read as JSON ({why(error)}). Correct the file."
-        ) from None
+        message = unreadable(path, error, "Correct the file.", "cannot be read as JSON")
+        raise ConfigError(message) from None
     if content is None:
         raise ConfigError(f"{path}: no such file. Name {what}.")
     if not isinstance(value, dict):
@@ -145,7 +152,7 @@ def read_record(path: str | Path, kind: type[T], fix: str = DAMAGED) -> T | None
     try:
         content = read_file(path)
     except OSError as error:
-        raise RecordError(f"{path}: cannot be read ({why(error)}). {fix}") from None
+        raise RecordError(unreadable(path, error, fix)) from None
     return None if content is None else parse_record(content, path, kind, fix)
 
 

@@ -6,6 +6,7 @@ fsspec is imported where it is needed.
 import itertools
 import math
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ RETRY_SECONDS = 240.0  # a store that is down for a minute or two does not end a
 CONNECT_SECONDS, READ_SECONDS = 10, 30
 OFF = "off"
 T = TypeVar("T")
+
+_SAID: set[str] = set()  # stores of which this process has said that a call is repeated
 
 
 class StoreError(Exception):
@@ -94,6 +97,7 @@ def retried(
     """
     started_at = time.monotonic() if started_at is None else started_at
     pause = FIRST_PAUSE_SECONDS if first_pause_seconds is None else first_pause_seconds
+    until = f" for up to {seconds:.0f} s" if math.isfinite(seconds) else ""
     for attempt in itertools.count(1):
         try:
             return call()
@@ -102,12 +106,15 @@ def retried(
             limit = min(seconds, missing_seconds) if is_missing else seconds
             wait = pause * random.uniform(0.5, 1.0)
             spent = time.monotonic() - started_at
+            why = reason(error, named=not isinstance(error, StoreError))
             if _is_permanent(error) or attempt == attempts or spent + wait > limit:
-                why = reason(error, named=not isinstance(error, StoreError))
                 if is_missing:
                     raise Missing(f"{where}: not there ({why})") from None
                 tries = f"{attempt} attempts" + (f" in {spent:.0f} s" if attempts is None else "")
                 raise StoreError(f"{where}: {why}" + f" ({tries})" * (attempt > 1)) from None
+        if (store := "/".join(where.split("/")[:3])) not in _SAID:
+            _SAID.add(store)
+            print(f"{where}: {why}; trying again{until}", file=sys.stderr, flush=True)
         time.sleep(wait)
         pause = min(MAX_PAUSE_SECONDS, 2 * pause)
     raise AssertionError("the last attempt returns or raises")

@@ -1,8 +1,10 @@
 """URLs of directories in object stores, used like paths, and names on the Hugging Face hub."""
 
+import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -80,10 +82,36 @@ def ask_hub(name: str, revision: str | None = None, kind: str = "model") -> str 
     return None
 
 
-def announce_hub(name: str) -> None:
-    """Print, on rank 0, that the hub is asked for a name."""
+def announce_hub(name: str, fact: str = "nothing here has this name") -> None:
+    """Print, on rank 0, that the hub is asked for a name, and why."""
     from huggingface_hub import constants
 
     if os.environ.get("RANK", "0") == "0":
-        line = f"{name}: nothing here has this name; asking the hub, {constants.ENDPOINT}"
+        line = f"{name}: {fact}; asking the hub, {constants.ENDPOINT}"
         print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def hub_client(name: str, fact: str = "nothing here has this name") -> Iterator[None]:
+    """Ask the hub for an answer once, after a line that says so; without one, only caches are read.
+
+    For libraries whose clients would repeat each of their requests for half a minute.
+    """
+    import datasets
+    import httpx
+    from huggingface_hub import constants
+
+    clients: tuple[Any, ...] = (constants, datasets.config)
+    before = [client.HF_HUB_OFFLINE for client in clients]
+    if not before[0]:
+        announce_hub(name, fact)
+        try:
+            httpx.head(constants.ENDPOINT, timeout=HUB_SECONDS)
+        except httpx.HTTPError:
+            for client in clients:
+                client.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for client, value in zip(clients, before, strict=True):
+            client.HF_HUB_OFFLINE = value

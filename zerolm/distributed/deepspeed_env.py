@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zerolm.common.errors import ConfigError
+from zerolm.common.records import unreadable
 
 NAME = re.compile(r"[A-Z_][A-Z_0-9]*", re.IGNORECASE | re.ASCII)
 # deepspeed/launcher/multinode_runner.py 0.19.8, add_export: double quotes around all but simple
@@ -44,7 +45,7 @@ def deepspeed_env_files(environment: Mapping[str, str] = os.environ) -> dict[Pat
             with path.open() as file:
                 lines = list(file)
         except (OSError, UnicodeDecodeError) as error:
-            problems.append(f"{path}: cannot be read ({error}). Write it as UTF-8 text.")
+            problems.append(unreadable(path, error, "Write it as UTF-8 text."))
             continue
         for number, line in enumerate(lines, start=1):
             key, equals, value = (part.strip() for part in line.partition("="))

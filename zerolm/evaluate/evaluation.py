@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
-from zerolm.common.errors import ConfigError, reason
+from zerolm.common.errors import ConfigError
 from zerolm.common.files import write_json
+from zerolm.common.records import unreadable
 from zerolm.config.part import Part
 from zerolm.run_dir.files import RunFiles
 from zerolm.run_dir.metrics import Panel
@@ -38,7 +39,7 @@ def read_json_lines(path: Path, fix: str) -> Iterator[tuple[int, Any]]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({reason(error)}). {fix}.") from None
+        raise ConfigError(unreadable(path, error, f"{fix}.")) from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:

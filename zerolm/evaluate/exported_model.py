@@ -3,6 +3,7 @@
 Must not depend on a run or an engine, nor know an evaluation by name.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,7 @@ def evaluate_export(
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype="auto", local_files_only=True, trust_remote_code=False
-    )
-    model = model.to(device).eval()
+    model = load_directory(directory).to(device).eval()
     coder = TextCoder(directory) if any(each.on_texts for each in evaluations) else None
     for notice in held_out.notices if held_out is not None else ():
         print_line(notice)
@@ -81,3 +77,25 @@ def evaluate_export(
     for key, value in results["figures"].items():
         print_line(f"{key}={value:.6g}")
     return results
+
+
+def load_directory(directory: Path) -> Any:
+    """Load the model of a directory in its own precision, and run no code of the directory.
+
+    Raises:
+        ConfigError: it needs such code, or a file is unreadable or damaged.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    if problems := model_problems(directory):
+        raise ConfigError(problems)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype="auto", local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        for path in sorted(directory.iterdir()):  # safetensors calls an unreadable file absent
+            if not os.access(path, os.R_OK):
+                raise ConfigError(f"{path}: Permission denied. Let this user read it.") from None
+        raise ConfigError(f"{directory}: cannot be loaded: {error}") from None

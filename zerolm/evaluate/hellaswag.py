@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerolm.common.errors import ConfigError, reason
+from zerolm.common.url import hub_client
 from zerolm.config.flag import count, flag
 from zerolm.evaluate.evaluation import (
     OWN_TEXTS,
@@ -161,7 +162,8 @@ def _load_from_hub(name: str) -> list[Any]:
     import datasets
 
     try:
-        return list(datasets.load_dataset(name, split=SPLIT))
+        with hub_client(name):
+            return list(datasets.load_dataset(name, split=SPLIT))
     except Exception as error:  # from the hub, the network, the disk or the format
         raise ConfigError(
             f"{name}: neither a file nor a hub data set that can be loaded ({reason(error)}). "

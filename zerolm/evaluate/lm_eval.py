@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerolm.common.errors import ConfigError, did_you_mean, reason
+from zerolm.common.url import hub_client
 from zerolm.config.flag import count, flag
 from zerolm.evaluate import olmes
 from zerolm.evaluate.evaluation import OWN_TEXTS, TASKS, Evaluation, ExportFlag, Scores
@@ -158,7 +159,8 @@ def _loaded(name: str, task_dir: str | None) -> Any:
         _require_lm_eval()
         return olmes.load(task_dir)
     try:
-        return _manager_for([name], task_dir).load([name])
+        with hub_client(name, "its data may not be here"):
+            return _manager_for([name], task_dir).load([name])
     except Exception as error:  # from the hub, the network, a YAML file or its functions
         raise ConfigError(
             f"{name}: lm-eval cannot load the task ({reason(error)}). Correct it, or download its "

@@ -9,6 +9,7 @@ from typing import Any
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import pointer_problem_of
+from zerolm.common.records import unreadable
 from zerolm.config.flag import count, flag
 from zerolm.evaluate.evaluation import OWN_TEXTS, Evaluation, Scores, read_json_lines
 
@@ -149,7 +150,7 @@ def read_prompts(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}). {fix}.") from None
+        raise ConfigError(unreadable(path, error, f"{fix}.")) from None
     if pointer := pointer_problem_of(path):
         raise ConfigError(f"{path}: {pointer}")
     if path.suffix == ".jsonl":

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 from zerolm.checkpoint.directory import locate, verify_files
 from zerolm.common.errors import CheckpointError, ConfigError
-from zerolm.config.custom_code import model_problems
 from zerolm.distributed.device import inference_device
 from zerolm.export.export import DTYPES, check_logits
 from zerolm.export.tokenizer import missing_tokenizer, tokenizer_of
@@ -38,19 +37,12 @@ def load_model(reference: str | Path, device: str | None = None) -> LoadedModel:
 
 
 def _load_directory(directory: Path, device: str) -> LoadedModel:
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from zerolm.evaluate.exported_model import load_directory
+
     logging.disable_progress_bar()
-    if problems := model_problems(directory):
-        raise ConfigError(problems)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype="auto", local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"{directory}: cannot be loaded: {error}") from None
+    model = load_directory(directory)
     about = f"{directory}: {model.num_parameters():,} parameters, {model.dtype}, on {device}"
     return LoadedModel(model.to(device).eval(), directory, None, about)
 

@@ -111,8 +111,10 @@ _REMOVAL = re.compile(
 _WANTED = r"(?<!without )(?<!needs )(?<![Uu]se )(?<![Aa]dd )(?<![Gg]ive )"  # not to be removed
 
 
-def with_no_forms(problems: Iterable[str], settings: Settings) -> list[str]:
-    """Return problems, with `--no-NAME` where the fix is to remove a value that stands in a file.
+def with_origins(problems: Iterable[str], settings: Settings) -> list[str]:
+    """Return problems with the file and key of each path that a settings file gives.
+
+    And with `--no-NAME` where the fix is to remove a value that stands in a file.
 
     A flag that a user did not write cannot be removed from the command line.
     """
@@ -121,7 +123,21 @@ def with_no_forms(problems: Iterable[str], settings: Settings) -> list[str]:
         for name, place in settings.origins.items()
         if not place.startswith(COMMAND_LINE)
     }
-    return [_with_no_forms(problem, in_files) for problem in problems]
+    return [
+        _with_no_forms(_with_origin(problem, settings, in_files), in_files) for problem in problems
+    ]
+
+
+def _with_origin(problem: str, settings: Settings, in_files: Mapping[str, str]) -> str:
+    """Return a problem that begins with a path of a file, with the file and key that give it."""
+    for name, place in in_files.items():
+        values = getattr(settings, name)
+        for value in values if isinstance(values, tuple) else (values,):
+            path = value.rpartition("=")[0] or value if isinstance(value, str) else ""
+            starts = f"{value}:", f"{path}:", f"{path}/", f"--{name} "
+            if path and problem.startswith(starts):
+                return f"{problem.removesuffix(f' (--{name})')} ({place})"
+    return problem
 
 
 def _with_no_forms(problem: str, in_files: Mapping[str, str]) -> str:

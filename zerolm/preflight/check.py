@@ -25,7 +25,7 @@ from zerolm.model.architecture import causal_lm_class
 from zerolm.model.flops import flops_per_token
 from zerolm.model.model import Model
 from zerolm.optim.schedule import SCHEDULES
-from zerolm.parts.inheritance import with_no_forms
+from zerolm.parts.inheritance import with_origins
 from zerolm.parts.parse import parse_settings
 from zerolm.parts.settings import FLAGS
 from zerolm.plan import budget
@@ -113,7 +113,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
     else:
         found.problems += missing
     if found.problems:
-        raise ConfigError(with_no_forms(dict.fromkeys(found.problems), settings))
+        raise ConfigError(with_origins(dict.fromkeys(found.problems), settings))
     assert plan is not None, "there is a plan unless there are problems"
     if (start := existing.start) is not None:
         source = start.checkpoint.directory if start.checkpoint is not None else None

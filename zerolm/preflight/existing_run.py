@@ -12,7 +12,7 @@ from zerolm.checkpoint import directory, rollback
 from zerolm.checkpoint.directory import Checkpoint
 from zerolm.common import machine
 from zerolm.common.errors import CheckpointError, Findings, RecordError
-from zerolm.common.records import open_regular, why
+from zerolm.common.records import open_regular, unreadable
 from zerolm.common.values import shown_bytes
 from zerolm.config.resolved import Resolved
 from zerolm.config.settings import Settings
@@ -83,7 +83,7 @@ def _wrong_kinds(run_dir: Path) -> list[str]:
         try:
             open_regular(path)
         except OSError as error:
-            problems.append(f"{path}: cannot be read ({why(error)}). Remove or restore it.")
+            problems.append(unreadable(path, error, "Remove or restore it."))
     problems += [
         f"{path}: is not a directory. Remove it."
         for path in (files.checkpoints, files.ranks)

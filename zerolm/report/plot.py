@@ -73,8 +73,10 @@ def plot_losses(
 def draw_losses(run_dirs: Sequence[str | Path], last_step: float = math.inf) -> Figure:
     """Return the figure of `plot_losses`."""
 
+    unread: list[str] = []
+
     def until(path: Path, kind: Any) -> list[dict[str, Any]]:
-        return [row for row in read_rows(path, kind) if row["step"] <= last_step]
+        return [row for row in read_rows(path, kind, unread) if row["step"] <= last_step]
 
     runs = [(Path(run_dir), until(RunFiles(run_dir).metrics, MetricsRow)) for run_dir in run_dirs]
     problems = [
@@ -85,7 +87,7 @@ def draw_losses(run_dirs: Sequence[str | Path], last_step: float = math.inf) -> 
         if not len(series(rows, "train/loss")[0])
     ]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(unread or problems)
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
     axes, labels = figure.add_subplot(), []
     for number, (run_dir, rows) in enumerate(runs):
@@ -157,8 +159,8 @@ def _draw_events(
 
 
 def _counted(kinds: Sequence[str]) -> str:
-    """Return `2 x spike, resume`: each kind once, in the order of its first event."""
-    numbers = {kind: kinds.count(kind) for kind in kinds}
+    """Return `2 x step skipped, resume`: each kind once, in the order of its first event."""
+    numbers = {kind.replace("_", " "): kinds.count(kind) for kind in kinds}
     return ", ".join(
         f"{number} x {kind}" if number > 1 else kind for kind, number in numbers.items()
     )

@@ -5,6 +5,7 @@ a starting run needs. Files and lines that cannot be read are listed in `problem
 only, so that `status` answers at once.
 """
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -160,6 +161,11 @@ def read_run(run_dir: str | Path) -> RunHistory:
         for row in rows:
             history.rolled_back[-1].add(row)
     history.events = list(read_rows(files.events, EventRow, problems))
+    problems += [
+        f"{directory}: cannot be read (Permission denied). Let this user read {directory}"
+        for directory in (files.checkpoints, files.ranks)
+        if directory.is_dir() and not os.access(directory, os.R_OK | os.X_OK)
+    ]
     history.samples = list(read_rows(files.samples, SampleRow, problems))
     history.heartbeats = progress.read_heartbeats(files.run_dir, problems)
     ages = [_heartbeat_age(path) for path in files.heartbeats()]

@@ -22,6 +22,7 @@ from zerolm.run_dir import events
 from zerolm.run_dir.records import lineage
 
 WATCH_SECONDS = 2.0
+SHORT = ("step", "loss", "speed")  # what `--watch` shows of each of several runs
 LAST_EVENTS = 5
 MOST_RESULTS = 10  # of the last evaluation; some have a hundred
 SPARKS, SPARK_POINTS = "▁▂▃▄▅▆▇█", 32
@@ -63,13 +64,15 @@ def _show_live(run_dirs: Sequence[Path], watch: bool) -> None:
 
     console = Console(file=getattr(sys.stdout, "stream", sys.stdout), highlight=False)
 
+    short = watch and len(run_dirs) > 1  # the screen cannot be scrolled
+
     def panels() -> Group:
-        return Group(*(panel(status_of(run)) for run in read_runs(run_dirs)))
+        return Group(*(panel(status_of(run), short) for run in read_runs(run_dirs)))
 
     if not watch:
         console.print(panels())
         return
-    with Live(panels(), console=console, auto_refresh=False, vertical_overflow="crop") as live:
+    with Live(panels(), console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
         while True:
             time.sleep(WATCH_SECONDS)
             live.update(panels(), refresh=True)
@@ -275,13 +278,18 @@ def _finding_texts(found: Sequence[Row]) -> list[str]:
 
 
 def _event_line(event: Row) -> str:
-    return f"{str(event['time'])[:19].replace('T', ' ')}  step {event['step']:,}  " + (
+    step = f"step {event['step']:,}  " if event["step"] >= 0 else ""
+    return f"{str(event['time'])[:19].replace('T', ' ')}  {step}" + (
         f"{event['event'].replace('_', ' ')}: {event['words']}".rstrip(": ")
     )
 
 
-def panel(status: Row) -> Any:
-    """Return a run as a `rich` panel. Text from files is never interpreted as markup."""
+def panel(status: Row, short: bool = False) -> Any:
+    """Return a run as a `rich` panel. Text from files is never interpreted as markup.
+
+    Args:
+        short: leave out all but step, loss, speed and the last event.
+    """
     from rich.console import Group
     from rich.panel import Panel
     from rich.progress_bar import ProgressBar
@@ -296,15 +304,17 @@ def panel(status: Row) -> Any:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, text in lines(status):
+        if short and name not in SHORT:
+            continue
         table.add_row(name, text_of(text))
         if name == "step" and status["total_tokens"]:
             done = min(status["tokens"], status["total_tokens"])
             total = status["total_tokens"]
             bar = ProgressBar(total, done, 48, complete_style=colour, finished_style=colour)
             table.add_row("", bar)
-    for event in status["events"]:
+    for event in status["events"][-1:] if short else status["events"]:
         table.add_row("event", text_of(_event_line(event), style=COLOURS[event["level"]]))
-    for text in _finding_texts(status["findings"]):
+    for text in [] if short else _finding_texts(status["findings"]):
         table.add_row("finding", text_of(text, style="yellow"))
     for problem in status["problems"]:
         table.add_row("unreadable", text_of(problem, style="red"))

@@ -133,7 +133,7 @@ def _resumed(event: Event) -> str:
 
 def _stalled(event: Event) -> str:
     template = "training was paused for {seconds:seconds}"
-    if event.get("wait_seconds"):
+    if event.get("wait_seconds", 0) >= 0.001:
         template += ", {wait_seconds:seconds} of it for the previous checkpoint"
     return _TEMPLATES.vformat(template, (), event)
 

@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any, TypedDict
 
 from zerolm.common.files import sync_directory
-from zerolm.common.records import Count, mismatch, open_regular, parse_json, why
+from zerolm.common.records import Count, mismatch, open_regular, parse_json, unreadable
 
 BLOCK_BYTES = 1 << 16
 MAX_PENDING_BYTES = 64 << 20  # kept in memory while a disk is full
@@ -114,7 +114,7 @@ def read_rows(
                 if not key or key in row:
                     yield row
     except OSError as error:
-        problems.append(f"{path}: cannot be read ({why(error)})")
+        problems.append(unreadable(path, error, "").rstrip(". "))
     if bad:
         shown = ", ".join(map(str, bad[:MAX_SHOWN_LINES]))
         shown += ", ..." if len(bad) > MAX_SHOWN_LINES else ""

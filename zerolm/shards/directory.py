@@ -7,7 +7,6 @@ command to resume, or removed with its content. Uses only the names of the files
 import os
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from zerolm.common.errors import ShardError
 from zerolm.common.files import (
     encode_json,
     make_directories,
+    require_writable,
     sync_directory,
     sync_tree,
     write_atomically,
@@ -50,8 +50,8 @@ def output_problems(directory: str | Path) -> list[str]:
         existing = existing.parent
     if not existing.is_dir():
         return [f"{directory}: {existing} is not a directory. Choose another directory."]
-    try:  # os.access is always true for root, and on some read-only mounts
-        Path(tempfile.mkdtemp(prefix=".zerolm-", dir=existing)).rmdir()
+    try:
+        require_writable(existing)
     except OSError as error:
         return [
             f"{directory}: {existing} is not writable ({error.strerror}). Choose another directory."

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from zerolm.common.errors import ShardReadError
+from zerolm.common.files import barrier
+from zerolm.common.records import unreadable
 from zerolm.shards.checksums import BLOCK_BYTES, FINE_BYTES, block_checksum
 from zerolm.shards.manifest import DTYPES, FILE_KEYS, wrong_id
 
@@ -49,9 +51,8 @@ def map_file(path: Path, size: int) -> mmap.mmap:
         finally:
             os.close(descriptor)
     except (OSError, ValueError) as error:  # ValueError: the file is shorter
-        raise ShardReadError(
-            f"{path}: can no longer be opened with {size} bytes ({error}). Restore it."
-        ) from error
+        what = f"can no longer be opened with {size} bytes"
+        raise ShardReadError(unreadable(path, error, "Restore it.", what)) from error
 
 
 def size_problem(path: Path, size: int, actual: int | None) -> str:
@@ -99,6 +100,15 @@ def sampled_size_problems(directory: Path, shards: Sequence[dict[str, Any]]) -> 
             if actual != shard[size_key]:
                 problems.append(size_problem(path, shard[size_key], actual))
     return problems
+
+
+def unreadable_files(directory: Path, shards: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a line for each file that this user may not read; of many shards, look at some."""
+    step = len(shards) * len(FILE_KEYS) // MAX_SAMPLED_FILES + 1
+    names = (shard[key] for shard in shards[::step] for key in FILE_KEYS if key in shard)
+    paths = (directory / name for name in names)
+    return [f"{path}: cannot be read (Permission denied). Let this user read {barrier(path)}."
+            for path in paths if path.exists() and not os.access(path, os.R_OK)]  # fmt: skip
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:

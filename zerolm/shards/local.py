@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from zerolm.common.errors import ShardError, ShardReadError
+from zerolm.common.records import unreadable
 from zerolm.shards.checksums import BLOCK_BYTES, FINE_BYTES, num_blocks
 from zerolm.shards.disk import (
     MAX_SAMPLED_FILES,
@@ -25,6 +26,7 @@ from zerolm.shards.disk import (
     require_digest,
     sampled_size_problems,
     size_problems,
+    unreadable_files,
 )
 from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY, read_manifest
 from zerolm.shards.table import ShardTable, all_have, column, read_table
@@ -90,7 +92,7 @@ class LocalFiles:
         return self.head if "shards" in self.head else {**self.head, "shards": list(self.shards)}
 
     def problems(self) -> list[str]:
-        """Return a line for each file whose size differs from the manifest.
+        """Return a line for each file whose size differs from the manifest, or that is unreadable.
 
         Only one process of a node checks: all of them see the same files. With very many shards in
         a table it checks a sample; `check_sizes` checks the others, and opening a shard checks it
@@ -99,8 +101,10 @@ class LocalFiles:
         if not _is_first_of_node():
             return []
         if self._is_sampled:
-            return sampled_size_problems(self.directory, self.shards)
-        return self.size_problems()
+            found = sampled_size_problems(self.directory, self.shards)
+        else:
+            found = self.size_problems()
+        return found + unreadable_files(self.directory, self.shards)
 
     @property
     def _is_sampled(self) -> bool:
@@ -202,9 +206,7 @@ class LocalFiles:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise ShardReadError(
-                f"{path}: cannot be read ({error.strerror}). Restore it."
-            ) from None
+            raise ShardReadError(unreadable(path, error, "Restore it.")) from None
         require_digest(path, content, digest)
         return content
 

@@ -15,7 +15,7 @@ import numpy as np
 import orjson
 
 from zerolm.common.errors import ShardError
-from zerolm.common.records import digest_problem
+from zerolm.common.records import digest_problem, unreadable
 from zerolm.shards.checksums import CHECKSUM_BYTES, CHECKSUM_FILES, num_blocks
 
 FORMAT = "zerolm-shards"
@@ -85,7 +85,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ShardError(f"{path}: cannot be read ({error}). Tokenize again.") from error
+        raise ShardError(unreadable(path, error, "Tokenize again.")) from error
     return parse_manifest(content, path)
 
 

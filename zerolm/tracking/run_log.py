@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zerolm.common.files import write_atomically
+from zerolm.common.files import sync_directory, write_atomically
 from zerolm.common.values import count, duration
 from zerolm.config.settings import Settings
 from zerolm.distributed.collectives import print_safely
@@ -42,6 +42,7 @@ class RunLog:
         self._metrics: LineFile | None = None
         self._events: LineFile | None = None
         self._values: dict[str, dict[int, float]] = {}  # {key given to ranked_steps: {step: value}}
+        self._samples_named = False  # the name of samples.jsonl is on the disk
         self._newest: tuple[int, set[str]] = (-1, set())  # the last step, and its keys
         self.lacks_rows: str | None = None  # what is missing before the step of a resume
         if not writes:
@@ -110,6 +111,9 @@ class RunLog:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
             file.flush()
             os.fsync(file.fileno())
+        if not self._samples_named:
+            sync_directory(self.run_dir)
+            self._samples_named = True
 
     def sampled_tokens(self) -> int:
         """Return the token count of the last samples, 0 if there are none. Rank 0 only."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.locks import FileLock, LockTaken
-from zerolm.common.records import read_record
+from zerolm.common.records import open_regular, read_record, unreadable
 from zerolm.run_dir.files import TRACKER_STATE, RunFiles, rollback_name
 from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow
 from zerolm.run_dir.records import read_run_json
@@ -56,6 +56,12 @@ def wandb_sync(
     run_id = _id_in_use(files) if same_id else new_id()
     parts = [("", files.metrics)]
     parts += [(f"-{rollback_name(path)}", path) for path in files.all_archived_metrics()]
+    for path in (*(path for _, path in parts), files.events, files.samples):
+        try:  # an error of a file is none of W&B's
+            if (file := open_regular(path)) is not None:
+                file.close()
+        except OSError as error:
+            raise ConfigError(unreadable(path, error, "Restore it.")) from None
     ids = []
     for suffix, path in parts:
         one = identity(files.run_dir, record, suffix)

@@ -180,12 +180,15 @@ def _fetch_files(store: Store, name: str, temporary: Path, entries: list[ListedF
 
 def _move_record(fetched: Path, run_dir: Path) -> None:
     """Move the run's record into the run directory, before its checkpoint is published."""
-    events = RunFiles(run_dir).events
+    files = RunFiles(run_dir)
+    printed = {files.console, files.earlier_console}  # of this start, too
+    appended = {files.events, *printed}
     for file in record_files(fetched):
         source, target = fetched / file, run_dir / file
         if not source.is_file():
-            target.unlink(missing_ok=True)  # written after the checkpoint
-        elif target != events or not target.is_file() or _is_longer(source, target):
+            if target not in printed:
+                target.unlink(missing_ok=True)  # written after the checkpoint
+        elif target not in appended or not target.is_file() or _is_longer(source, target):
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(source, target)
     sync_directory(run_dir)

@@ -58,7 +58,9 @@ def record_files(directory: Path) -> list[str]:
     state = [
         files.tracker(name) / file for name in TRACKERS for file in tracker_class(name).state_files
     ]
-    return [str(path.relative_to(directory)) for path in (*files.record_files(OUTCOMES), *state)]
+    logs = files.earlier_console, files.console
+    written = (*files.record_files(OUTCOMES), *logs, *state)
+    return [str(path.relative_to(directory)) for path in written]
 
 
 class Store:

@@ -234,7 +234,10 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
         source, record = run_dir / file, f"{RECORD_DIRECTORY}/{file}"
         if source.is_file():
             (staging / record).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, staging / record)
+            try:
+                shutil.copyfile(source, staging / record)
+            except FileNotFoundError:  # rank0.log, which has just become rank0-earlier.log
+                continue
             files[record] = staging / record
             checksums[record] = checksum_file(staging / record, SHA256)
     listed = [

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.errors import ConfigError, reason
+from zerolm.common.files import barrier
 from zerolm.common.values import shown_bytes
 
 MAX_FILES = 1 << 16
@@ -177,7 +178,7 @@ def _cause(number: int, path: Path | None) -> str:
         return f"{SHARED_MEMORY}: no space left. {LARGER_SHARED_MEMORY}"
     space, processes = _limit(resource.RLIMIT_AS), _limit(resource.RLIMIT_NPROC)
     return _TEXTS[number].format(
-        path=path or "a file",
+        path=barrier(path) if path and number == errno.EACCES else path or "a file",
         what="inodes" if path and _no_inodes(path) else "space",
         files=_limit(resource.RLIMIT_NOFILE),
         raise_files=_raise_files(4096),

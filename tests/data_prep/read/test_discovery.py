@@ -48,6 +48,14 @@ def test_hidden_files_are_not_read_and_are_named(tmp_path):
     assert read([str(tmp_path / ".b.txt")]) == [".b.txt"], "named, it is read"
 
 
+def test_a_name_with_a_line_break_is_refused_in_one_line(tmp_path):
+    (tmp_path / "a\nzerolm: done.txt").write_text("a")
+    with pytest.raises(ConfigError) as refusal:
+        find_inputs([str(tmp_path)], "text")
+    assert str(refusal.value).count("\n") == 0
+    assert r"a\nzerolm: done.txt: has a line break in its name. Rename it." in str(refusal.value)
+
+
 def test_every_invalid_input_is_listed(tmp_path):
     (tmp_path / "a.pdf").write_text("a")
     (tmp_path / "empty").mkdir()

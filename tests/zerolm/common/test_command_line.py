@@ -357,3 +357,13 @@ def test_a_closed_output_ends_a_command_without_a_traceback(words, tmp_path):
         assert process.returncode in (0, 141)
     else:
         assert process.returncode == 0
+
+
+@pytest.mark.parametrize("form", ["{}", "--output={}"])
+def test_a_file_whose_name_forges_a_line_of_output_is_refused(tmp_path, capsys, form):
+    path = tmp_path / "a\nzerolm: done"
+    path.mkdir()
+    assert main(["status", form.format(path)]) == 2
+    error = capsys.readouterr().err
+    assert r"a\nzerolm: done': has a line break in its path. Rename it." in error
+    assert "\nzerolm: done" not in error

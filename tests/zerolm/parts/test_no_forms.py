@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zerolm.parts.inheritance import with_no_forms
+from zerolm.parts.inheritance import with_origins
 from zerolm.parts.parse import parse_settings
 from zerolm.parts.settings import FLAGS, RunSettings
 
@@ -20,7 +20,7 @@ def settings(tmp_path) -> RunSettings:
 
 
 def hint(settings: RunSettings, problem: str) -> str:
-    (found,) = with_no_forms([problem], settings)
+    (found,) = with_origins([problem], settings)
     assert found.startswith(problem)
     return found.removeprefix(problem).partition(" removes the value that ")[0].strip()
 
@@ -56,3 +56,22 @@ def test_every_flag_of_a_file_has_a_no_form(tmp_path):
     saved = [name for name, about in FLAGS.items() if about["saved"]]
     arguments = [f"--no-{name}" for name in saved]
     assert parse_settings(arguments)[1] == []
+
+
+def test_a_path_of_a_file_is_named_with_its_key(settings, tmp_path):
+    where = f"{tmp_path / 'run.json'}: settings.init_from"
+    for problem in ("model: no such directory.", "model/config.json: is empty.",
+                    "--init_from model: no such directory."):  # fmt: skip
+        assert with_origins([problem], settings) == [f"{problem} ({where})"]
+    assert with_origins(["models: no such directory."], settings) == ["models: no such directory."]
+
+
+def test_a_source_of_a_file_is_named_without_its_flag(tmp_path):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"data": ["web=0.5", "code"]}))
+    found, _ = parse_settings(["--settings", str(path), "--val_data", "web-val"])
+    problems = ["web: no such directory. (--data)", "web-val: no such directory. (--val_data)"]
+    assert with_origins(problems, found) == [
+        f"web: no such directory. ({path}: settings.data)",
+        problems[1],
+    ]

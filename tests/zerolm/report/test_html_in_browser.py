@@ -92,6 +92,29 @@ def test_curves_are_drawn_at_their_values(browser, page) -> None:
     assert max(gaps) - min(gaps) <= 0.21, "equal steps are equally far apart"
 
 
+def test_a_constant_has_one_tick_at_its_value(browser, tmp_path) -> None:
+    """Also where rounding differs, and for a count that is 0; an event of no step has no link."""
+    rates = [1e-3, 1e-3 * (1 + 2e-16)]
+    rows = [{"step": step, "tokens": 700 * step, "train/loss": 5 / step,
+             "train/learning_rate": rates[step % 2], "health/skipped_steps": 0}
+            for step in range(1, 41)]  # fmt: skip
+    run = write_run(tmp_path / "run")
+    write_lines(run / "metrics.jsonl", rows)
+    with open(run / "events.jsonl", "a") as file:
+        file.write(
+            json.dumps({"event": "upload_failed", "step": -1, "reason": "no network"}) + "\n"
+        )
+    browser.open(report.write_report([run]), 1280, 844)
+    labels = """(title) => [...document.querySelectorAll('.panel')].filter(
+      (panel) => panel.querySelector('.title').textContent === title).flatMap((panel) =>
+      [...panel.querySelectorAll('svg text[text-anchor=end]')].filter(
+        (text) => Number(text.getAttribute('x')) < 100).map((text) => text.textContent))"""
+    assert browser.evaluate(f"({labels})('Learning rate')") == ["0.001"]
+    assert browser.evaluate(f"({labels})('Refused steps')") == ["0"]
+    steps = "[...document.querySelectorAll('.events [data-step]')].map(e => e.dataset.step)"
+    assert "-1" not in browser.evaluate(steps)
+
+
 def test_every_chart_has_units_and_two_ticks_on_each_axis(browser, tmp_path) -> None:
     """For ranges of 1.3 to a million, linear and logarithmic."""
     factors = (1.3, 2, 5, 9.9, 11, 15, 31, 70, 99, 150, 500, 2000, 1e4, 1e6)

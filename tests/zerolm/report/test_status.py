@@ -86,6 +86,16 @@ def test_the_weights_that_a_run_began_with_are_named(tmp_path) -> None:
     assert message(started) == "on 2 ranks, ZeRO-3, weights from runs/trunk@30"
 
 
+def test_several_runs_on_one_screen_are_shown_in_short(tmp_path) -> None:
+    run = status_of(read_run(write_run(tmp_path / "run")))
+    for short in (False, True):
+        console = Console(width=100, file=io.StringIO())
+        console.print(panel(run, short))
+        text = console.file.getvalue()
+        assert "40 of 100" in text and "loss" in text and "done" in text
+        assert ("evaluation" in text) is not short and ("finding" in text) is not short
+
+
 def test_a_terminal_gets_a_panel(tmp_path) -> None:
     run = write_run(tmp_path / "[bold]run")
     leader, follower = pty.openpty()

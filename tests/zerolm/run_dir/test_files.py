@@ -70,7 +70,7 @@ def test_what_is_sent_with_a_checkpoint_is_named_relative_to_the_run(tmp_path):
     assert record_files(tmp_path) == [
         "run.json", "rollbacks.json", "metrics.jsonl", "events.jsonl", "samples.jsonl",
         "hellaswag.json", "core.json", "metrics-rolled-back-0001.jsonl",
-        "metrics-rolled-back-0002.jsonl", "wandb/run.json",
+        "metrics-rolled-back-0002.jsonl", "rank0-earlier.log", "rank0.log", "wandb/run.json",
     ]  # fmt: skip
 
 

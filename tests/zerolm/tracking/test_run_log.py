@@ -103,6 +103,17 @@ def test_durations_are_short(seconds: float, text: str) -> None:
     assert run_log.duration(seconds) == text
 
 
+def test_the_name_of_the_samples_is_synced_once(tmp_path, monkeypatch) -> None:
+    synced: list[object] = []
+    monkeypatch.setattr(run_log, "sync_directory", synced.append)
+    log = RunLog(tmp_path, 0, writes=True)
+    assert not synced
+    for step in (2, 4):
+        log.samples([{"step": step, "tokens": step, "prompt": "a", "text": "b"}])
+    log.close()
+    assert synced == [tmp_path]
+
+
 def test_samples_of_repeated_steps_are_dropped(tmp_path) -> None:
     log = RunLog(tmp_path, 0, writes=True)
     assert log.sampled_tokens() == 0 and not (tmp_path / "samples.jsonl").exists()

@@ -48,7 +48,7 @@ def test_a_restored_run_is_identical_to_the_uploaded_one(run_dir, store, tmp_pat
     for step in (5, 10):
         publish(run_dir, step)
     (run_dir / "rollbacks.json").write_text("{}")
-    logs = ["metrics-rolled-back-0001.jsonl", "samples.jsonl", "hellaswag.json"]
+    logs = ["metrics-rolled-back-0001.jsonl", "samples.jsonl", "hellaswag.json", "rank0.log"]
     for file in logs:
         (run_dir / file).write_text('{"step": 5}\n')
     assert uploader.upload(run_dir, store, keep=0) == ["step-00000010", "step-00000005"]

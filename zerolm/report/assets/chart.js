@@ -88,6 +88,7 @@ class Chart {
         if (value !== null && !(one.faint && !this.all)) values.push(value);
       }
     }
+    this.constant = null;
     if (!values.length) return [0, 1, false];
     values.sort((a, b) => a - b);
     let low = values[0], high = values[values.length - 1], cut = false;
@@ -103,7 +104,8 @@ class Chart {
       low = Math.min(low, this.clipping);
       high = Math.max(high, this.clipping);
     }
-    if (low === high) { low -= Math.abs(low) * 0.05 || 0.5; high += Math.abs(high) * 0.05 || 0.5; }
+    this.constant = high - low <= 1e-9 * Math.abs(high) ? high : null; // but for rounding
+    if (this.constant !== null) { low = high - (Math.abs(high) * 0.05 || 0.5); high += Math.abs(high) * 0.05 || 0.5; }
     if (this.log) {
       const margin = (high / low) ** 0.04;
       return [Math.max(low / margin, Number.MIN_VALUE), high * margin, cut];
@@ -127,7 +129,7 @@ class Chart {
     const [low, high, cut] = this.range(shown);
     this.allButton.hidden = !cut;
     const y = this.y = makeScale([low, high], [box.bottom, box.top], this.log);
-    const ticks = niceTicks(low, high, Math.max(3, Math.floor((box.bottom - box.top) / 42)), this.panel.unit, this.log);
+    const ticks = this.constant !== null ? [this.constant] : niceTicks(low, high, Math.max(3, Math.floor((box.bottom - box.top) / 42)), this.panel.unit, this.log);
     const labels = ticks.map((tick) => format(tick, this.panel.unit, 4));
     box.left = Math.max(MARGIN.left, 12 + CHARACTER_PIXELS * Math.max(0, ...labels.map((label) => label.length)));
     this.x = makeScale(domain, [box.left, box.right], view.logX);

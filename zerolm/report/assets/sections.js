@@ -102,7 +102,7 @@ function eventList(data) {
   const left = data.runs.reduce((sum, run) => sum + run.events_left_out, 0);
   const body = (all) => table([...(many ? ['Run'] : []), 'Step', 'What', '', 'When'], rows.filter(({ event }) => all || event.level !== 'quiet').map(({ event, run }) => [
     ...(many ? [h('span', { class: 'run' }, dot(run.colour), run.name)] : []),
-    h('button', { type: 'button', class: 'link', 'data-step': event.step, 'data-run': run.number }, event.step.toLocaleString('en')),
+    event.step < 0 ? '' : h('button', { type: 'button', class: 'link', 'data-step': event.step, 'data-run': run.number }, event.step.toLocaleString('en')),
     h('span', { class: `kind ${event.level}` }, event.title), event.words, h('span', { class: 'when' }, (event.time || '').slice(0, 19).replace('T', ' '))]), 'events');
   const host = h('div', {}, body(false));
   const quiet = rows.filter(({ event }) => event.level === 'quiet').length;

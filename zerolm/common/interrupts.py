@@ -1,0 +1,15 @@
+"""What Ctrl-C does to this process. Imports nothing: an interrupt of an import is a traceback."""
+
+import _signal  # the module `signal` imports more
+
+
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end this process without a traceback, until it has a handler of its own."""
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # not if it is ignored
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+
+
+def raise_on_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, after `end_on_interrupt`."""
+    if _signal.getsignal(_signal.SIGINT) == _signal.SIG_DFL:
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
