@@ -68,7 +68,7 @@ def test_links_lead_somewhere(path):
 
 
 def test_the_index_names_every_document():
-    linked = set(re.findall(r"\]\(([\w.]+\.md)\)", text_of(ROOT / "docs" / "README.md")))
+    linked = set(re.findall(r"\]\(([\w.-]+\.md)\)", text_of(ROOT / "docs" / "README.md")))
     assert linked == {path.name for path in tracked("docs/*.md")} - {"README.md"}
 
 
