@@ -8,7 +8,6 @@ from typing import Any
 
 from data_prep.cli.input_flags import add_input_flags, find_inputs, input_rules, print_notes
 from data_prep.cli.problems import Problems
-from zerolm.common.command_line import file_to_write
 
 SAMPLE_BYTES = 8_000_000
 
@@ -26,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "be repeated",
     )
     add("--sample_bytes", metavar="BYTES", help=f"text to compare on (default: {SAMPLE_BYTES})")
-    add("--output", type=file_to_write, metavar="FILE", help="also write the figures as JSON")
+    add("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -41,6 +40,7 @@ def run(options: argparse.Namespace) -> None:
     sample_bytes = problems.size("sample_bytes", options.sample_bytes, 1, default=SAMPLE_BYTES)
     if options.output is not None and options.output.suffix != ".json":
         problems.lines.append(f"--output {options.output}: must end in .json. Rename it.")
+    problems.file_to_write("output", options.output)
     if len(set(options.tokenizer)) < len(options.tokenizer):
         problems.lines.append("--tokenizer: the same one is given twice. Give each once.")
     rules = input_rules(options, problems)

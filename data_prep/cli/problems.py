@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from data_prep.stages.options import options_of_flags
 from zerolm.common.errors import ConfigError
+from zerolm.common.files import write_problem
 from zerolm.common.url import is_url
 from zerolm.common.values import parse_bytes, parse_number
 
@@ -79,6 +80,11 @@ class Problems:
         except ConfigError as error:
             self.lines += error.problems
             return None
+
+    def file_to_write(self, flag: str, path: Path | None) -> None:
+        """Check that a file can be written at the end, if one is given."""
+        if path is not None and (problem := write_problem(path)):
+            self.lines.append(f"--{flag} {problem}")
 
     def refuse(self) -> None:
         """Raise a ConfigError if there are problems."""

@@ -7,13 +7,12 @@ from typing import Any
 
 from data_prep.cli.input_flags import add_workers_flag
 from data_prep.cli.problems import Problems
-from zerolm.common.command_line import file_to_write
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("shards", nargs="+", type=Path, metavar="SHARDS", help="shard directories")
-    add("--json", type=file_to_write, metavar="FILE", help="write the figures as JSON")
+    add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     add("--top", metavar="N", help="number of most frequent ids to list (default: 50)")
     add_workers_flag(parser)
 
@@ -28,6 +27,7 @@ def run(options: argparse.Namespace) -> None:
     workers = problems.workers(options.workers)
     top = problems.number("top", options.top, 1, 100_000, default=50)
     sources = [problems.collect(open_source, directory) for directory in options.shards]
+    problems.file_to_write("json", options.json)
     problems.refuse()
     progress = Progress("stats", sum(source.num_tokens for source in sources))
     try:

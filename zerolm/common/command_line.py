@@ -34,7 +34,7 @@ from zerolm.common.errors import (
     did_you_mean,
     reason,
 )
-from zerolm.common.files import barrier, require_writable
+from zerolm.common.files import barrier, write_problem
 from zerolm.common.provenance import version_text
 from zerolm.common.secrets import mask_tracebacks, masked
 from zerolm.common.values import (
@@ -429,14 +429,7 @@ duration = flag_type(parse_duration)  # in seconds
 
 
 def file_to_write(text: str) -> Path:
-    """Return the path of a file that a command writes at its end; its directory can be written."""
-    path = Path(text)
-    if not path.parent.is_dir():
-        fix = f"{path.parent} is not a directory. Make it, or choose another."
-        raise argparse.ArgumentTypeError(f"{text}: {fix}")
-    try:
-        require_writable(path.parent)
-    except OSError as error:
-        fix = f"{path.parent} is not writable ({error.strerror}). Choose another directory."
-        raise argparse.ArgumentTypeError(f"{text}: {fix}") from None
-    return path
+    """Return the path of a file that a command writes at its end."""
+    if problem := write_problem(Path(text)):
+        raise argparse.ArgumentTypeError(problem)
+    return Path(text)

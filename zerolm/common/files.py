@@ -88,6 +88,18 @@ def require_writable(directory: str | Path) -> None:
         raise
 
 
+def write_problem(path: Path) -> str | None:
+    """Return why a command could not write a file at its end, None if it can."""
+    directory = path.parent
+    if not directory.is_dir():
+        return f"{path}: {directory} is not a directory. Make it, or choose another."
+    try:
+        require_writable(directory)
+    except OSError as error:
+        return f"{path}: {directory} is not writable ({error.strerror}). Choose another directory."
+    return None
+
+
 def sync_directory(path: str | Path) -> None:
     """Make the creations and renames in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
