@@ -11,6 +11,7 @@ from typing import TypeVar
 from data_prep.tasks.phases import FailedNote, RunningNote, TaskRecord
 from zerolm.common.errors import ConfigError, RecordError
 from zerolm.common.records import read_record
+from zerolm.common.values import printable
 
 T = TypeVar("T")
 STRAGGLER_FACTOR = 3  # times the median duration of the tasks that are done
@@ -53,7 +54,7 @@ def _print_phase(phase: Path, name: Path) -> None:
         parts.append(f"median {statistics.median(seconds):,.1f} s")
         hosts = {record["host"] for record in records}
         parts.append(f"{len(hosts):,} hosts" if len(hosts) > 1 else f"on {hosts.pop()}")
-    print(f"{name}: {', '.join(parts)}")
+    print(f"{printable(str(name))}: {', '.join(parts)}")
     limit = STRAGGLER_FACTOR * statistics.median(seconds) if seconds else float("inf")
     for task, note in running.items():
         age = max(0.0, time.time() - note["started"])

@@ -16,6 +16,7 @@ from launch.experiments.comparable import differences, law_differences, meanings
 from launch.experiments.law import Observed
 from launch.experiments.results import final_loss
 from zerolm.common.errors import ConfigError
+from zerolm.common.values import printable
 from zerolm.model.flops import LOOKUP
 from zerolm.model.model import Model
 from zerolm.optim.schedule import SCHEDULES
@@ -142,7 +143,7 @@ def read_ladder(
     problems: list[str] = []
     rungs, left_out, runs = list[Rung](), dict[str, str](), dict[str, RunHistory]()
     places = expand(paths)
-    names = [path.resolve().name for path in places]
+    names = [printable(path.resolve().name) for path in places]
     for path, name in zip(places, names, strict=True):
         try:
             run = read_run(path)

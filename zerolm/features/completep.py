@@ -2,7 +2,7 @@
 
 CompleteP with alpha = 1 (Dey et al. 2025, arXiv 2505.01618, table 1). Its multipliers of residual
 branches and of logits are moved into initial values and optimizer options, which for Adam is the
-same function of the data: docs/initialization.md derives it. So no code of the model changes.
+same function of the data: docs/initialization.md says how. So no code of the model changes.
 """
 
 import re
