@@ -73,6 +73,7 @@ class Forward(NamedTuple):
     """A forward pass over a micro-batch, on one rank.
 
     Attributes:
+        outputs: of the model; its `logits` are losses (B, T, 1) with `--loss_chunk_tokens`.
         losses_BT: the loss of each target token, 0 where there is none.
         tokens, targets: numbers of tokens and targets in the global batch.
     """
