@@ -12,8 +12,8 @@ from tests.end_to_end.recipe import BATCH, profile, recipe
 from tests.launching import LLAMA, events, rows, run_ranks, write_json
 from tests.texts import VOCABULARY, write_items, write_task, write_text_shards, write_tokenizer
 from zerolm.__main__ import main
-from zerolm.config.settings import Settings
 from zerolm.evaluate.exported_model import evaluate_export
+from zerolm.parts.settings import RunSettings
 
 pytestmark = pytest.mark.soak  # always: tests/zerolm/evaluate
 
@@ -179,7 +179,7 @@ def test_evaluations_are_correct_and_do_not_change_training(tmp_path, texts, sta
 
     config = json.loads((exported / "config.json").read_text())
     write_json(exported / "config.json", config | {"max_position_embeddings": SEQ_LEN})
-    settings = Settings(core=str(texts / "bundle"), core_items=CORE_ITEMS)
+    settings = RunSettings(core=str(texts / "bundle"), core_items=CORE_ITEMS)
     expected = evaluate_export(exported, settings)
     saved = json.loads((run_dir / "core.json").read_text())
     assert saved["tasks"] == expected["core"] and saved["step"] == STEPS

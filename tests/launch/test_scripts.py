@@ -81,7 +81,7 @@ def test_multinode_reports_every_problem(tmp_path):
     )
     assert result.returncode == 2 and "secret-value" not in result.stderr
     assert f"{hostfile}: line 4: 'node3' is not `name slots=N`" in result.stderr
-    assert f"{hostfile}: line 5: 'node1 slots=2', lists node1 again" in result.stderr
+    assert f"{hostfile}: line 5: 'node1 slots=2' lists node1 again" in result.stderr
     assert "line 1" not in result.stderr and "line 3: 'node2" not in result.stderr
     assert f"{tmp_path}/.deepspeed_env: line 2: not NAME=VALUE" in result.stderr
     assert "command line: a&b: would be changed by the shell" in result.stderr

@@ -15,7 +15,7 @@ from zerolm.plan import hardware
 MODELS = tracked("model_configs/*.json")
 FEW = ("gpt2", "llama-160m", "moe-1.6b", "tiny")  # tests/zerolm/model has the counts of all
 PLACES = {"8 x H100": ("H100", 8), "64 x A100": ("A100-80GB", 64)}
-GOLDEN = ROOT / "tests" / "launch" / "plan" / "golden_plans.json"
+GOLDEN = ROOT / "tests" / "launch" / "estimate" / "golden_plans.json"
 # A change of transformers may move these a little; everything else is equal.
 TRACED = ("memory", "activations", "micro_batch_size")
 

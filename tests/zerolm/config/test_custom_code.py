@@ -12,12 +12,12 @@ from tests.launching import LLAMA
 from tests.texts import write_tokenizer
 from zerolm.common.errors import ConfigError
 from zerolm.config.custom_code import kernel_problems, tokenizer_problem
-from zerolm.config.settings import Settings
 from zerolm.data.window_text import load_decoder
 from zerolm.evaluate.exported_model import evaluate_export
 from zerolm.evaluate.text_coder import TextCoder
 from zerolm.model.architecture import meta_model
 from zerolm.model.config_file import load_model_config
+from zerolm.parts.settings import RunSettings
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_the_code_of_an_exported_model_is_refused_and_named(exported, tmp_path, 
     directory = shutil.copytree(exported, tmp_path / "m")
     malicious.add_code(directory, mark, "llama")
     with pytest.raises(ConfigError) as caught:
-        evaluate_export(directory, Settings(hellaswag="items.jsonl"))
+        evaluate_export(directory, RunSettings(hellaswag="items.jsonl"))
     assert [line.split(": ")[1] for line in caught.value.problems] == ["auto_map", "auto_map"]
 
 
@@ -95,7 +95,7 @@ def test_an_exported_model_that_needs_other_code_is_refused(
     directory = shutil.copytree(exported, tmp_path / "m")
     malicious.change(directory / file, values)
     with pytest.raises(ConfigError, match=named):
-        evaluate_export(directory, Settings(hellaswag="items.jsonl"))
+        evaluate_export(directory, RunSettings(hellaswag="items.jsonl"))
 
 
 @pytest.mark.parametrize(

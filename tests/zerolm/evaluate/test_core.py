@@ -14,9 +14,9 @@ from tests.launching import LLAMA
 from tests.texts import VOCABULARY, write_tokenizer
 from zerolm.__main__ import main
 from zerolm.common.errors import ConfigError
-from zerolm.config.settings import Settings
 from zerolm.evaluate import core
 from zerolm.evaluate.exported_model import evaluate_export
+from zerolm.parts.settings import RunSettings
 
 COUNT, POSITIONS = 40, 48
 
@@ -147,7 +147,7 @@ def test_an_answer_longer_than_the_context_is_scored_as_far_as_it_fits(base, tmp
             else:
                 item["choices"] = [choice + " and so on" * 60 for choice in item["choices"]]
         file.write_text("".join(json.dumps(item) + "\n" for item in items))
-    results = evaluate_export(base / "model", Settings(core=str(bundle), core_items=5))
+    results = evaluate_export(base / "model", RunSettings(core=str(bundle), core_items=5))
     assert all(len(each["correct"]) == 5 for each in results["core"].values())
     assert results["core"]["toy_words"]["accuracy"] == 0
 
@@ -162,7 +162,7 @@ def test_every_problem_of_a_bundle_is_reported_before_anything_runs(base, tmp_pa
     lines = (data / "words_2.jsonl").read_text().splitlines()[:2]
     (data / "words_2.jsonl").write_text("\n".join(lines))
     with pytest.raises(ConfigError) as caught:
-        evaluate_export(base / "model", Settings(core=str(bundle), core_items=0))
+        evaluate_export(base / "model", RunSettings(core=str(bundle), core_items=0))
     for problem, (file, why) in zip(
         caught.value.problems,
         [

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig
 
 from tests.launching import LLAMA
-from zerolm.config.settings import Settings
 from zerolm.evaluate.crashes import EvaluationAttempts
 from zerolm.evaluate.evaluator import Evaluations
 from zerolm.evaluate.samples import Samples
+from zerolm.parts.settings import RunSettings
 
 
 def test_every_later_launch_knows_the_attempts_that_crashed(tmp_path) -> None:
@@ -67,7 +67,7 @@ def evaluations(run_dir, zero_stage: int) -> Evaluations:
     engine = SimpleNamespace(
         global_rank=0, world_size=1, device=torch.device("cpu"), eval=lambda: 0, train=lambda: 0
     )
-    settings = Settings(
+    settings = RunSettings(
         val_data=("shards",), eval_interval=1, micro_batch_size=1, seq_len=8, total_tokens=1000
     )
     plan = SimpleNamespace(

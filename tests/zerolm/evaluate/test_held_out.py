@@ -13,9 +13,9 @@ from tests.launching import LLAMA
 from tests.texts import VOCABULARY, paragraphs, write_text_shards, write_tokenizer
 from zerolm.__main__ import main
 from zerolm.common.errors import ConfigError
-from zerolm.config.settings import Settings
 from zerolm.evaluate.exported_model import evaluate_export
 from zerolm.evaluate.validation import validation_loss
+from zerolm.parts.settings import RunSettings
 
 SEQ_LEN, SEQUENCES = 32, 12
 
@@ -139,12 +139,12 @@ def test_every_problem_of_the_shards_is_reported(base, tmp_path) -> None:
     (without / "tokenizer").rmdir()
     paths = [str(tmp_path / "shards"), str(without), str(tmp_path / "none")]
     with pytest.raises(ConfigError) as caught:
-        evaluate_export(base / "model", Settings(val_data=tuple(paths), seq_len=65))
+        evaluate_export(base / "model", RunSettings(val_data=tuple(paths), seq_len=65))
     problems = caught.value.problems
     assert len(problems) == 4
-    for start, part in zip(problems, ("--seq_len 65", "another", "no such", "none"), strict=True):
+    for start, part in zip(problems, ("--seq_len 65", "not made by the tokenizer", "no such", "none"), strict=True):
         assert part in start
-    packed = Settings(val_data=(str(base / "shards"),), seq_len=64, packing="best_fit")
+    packed = RunSettings(val_data=(str(base / "shards"),), seq_len=64, packing="best_fit")
     with pytest.raises(ConfigError, match="packing best_fit with --seq_len 64 needs it"):
         evaluate_export(base / "model", packed)
 

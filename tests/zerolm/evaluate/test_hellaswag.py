@@ -10,11 +10,11 @@ from tests.launching import LLAMA
 from tests.texts import items, write_items, write_task, write_tokenizer
 from zerolm.__main__ import main
 from zerolm.common.errors import ConfigError
-from zerolm.config.settings import Settings
 from zerolm.evaluate import hellaswag
 from zerolm.evaluate.exported_model import evaluate_export
 from zerolm.evaluate.likelihood import Row, batches, log_likelihoods
 from zerolm.evaluate.text_coder import TextCoder
+from zerolm.parts.settings import RunSettings
 
 ITEMS, POSITIONS = 200, 96  # some contexts are too long for the model, and are truncated
 
@@ -34,7 +34,7 @@ def exported(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(exported):
-    settings = Settings(hellaswag=str(exported[1]), hellaswag_items=0)
+    settings = RunSettings(hellaswag=str(exported[1]), hellaswag_items=0)
     return evaluate_export(exported[0], settings, print_line=lambda *_: None)
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.launching import write_shards
-from zerolm.config.settings import Settings
 from zerolm.evaluate.held_out import HeldOut
 from zerolm.evaluate.needle import DEPTHS, NUM_IDS, Needle, rows
 from zerolm.evaluate.runner import ModelRunner
+from zerolm.parts.settings import RunSettings
 from zerolm.shards.reader import open_source
 
 SEQ_LEN, ITEMS, VOCABULARY, EOS = 96, 5, 512, 0
@@ -40,7 +40,7 @@ def nothing(input_ids, **_):
 def measured(model, source):
     options = {"seq_len": SEQ_LEN, "micro_batch_size": 2, "rank": 0, "world_size": 1}
     held_out = HeldOut([source], ["text"], ITEMS, options, None)
-    suite = Needle(Settings(needle_items=ITEMS), held_out)
+    suite = Needle(RunSettings(needle_items=ITEMS), held_out)
     return suite.measure(ModelRunner(model, "cpu", None, SEQ_LEN, 200)).figures
 
 

@@ -10,9 +10,9 @@ import torch
 from tests.launching import LLAMA
 from tests.texts import VOCABULARY, paragraphs, write_tokenizer
 from zerolm.common.errors import ConfigError
-from zerolm.config.settings import Settings
 from zerolm.evaluate import olmes
 from zerolm.evaluate.exported_model import evaluate_export
+from zerolm.parts.settings import RunSettings
 
 COUNT = 3
 DIRECTORIES = [name for suite in olmes.SUITES.values() for each in suite.values() for name in each]
@@ -82,7 +82,7 @@ def test_lm_eval_gets_exactly_the_requests_of_the_files(base) -> None:
 def test_scores_and_averages_are_those_by_hand(base) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    settings = Settings(eval_tasks=("olmes_easy",), eval_task_path=str(base))
+    settings = RunSettings(eval_tasks=("olmes_easy",), eval_task_path=str(base))
     found = evaluate_export(base / "model", settings)["figures"]
     model = AutoModelForCausalLM.from_pretrained(base / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(base / "model")

@@ -47,7 +47,7 @@ def test_a_host_without_room_is_refused_with_both_sizes(base, monkeypatch, tmp_p
     (tmp, host) = refusal(base, FLAG)
     needed = shown_bytes(2 * 14 * num_parameters())
     for line, place in ((tmp, "/dev/shm has 64 KiB free"), (host, "memory of this host has 1 MiB")):
-        assert f"5, 2 copies of 1 rank(s) need {needed}, but {place}" in line, line
+        assert f"5: 2 copies of 1 rank(s) need {needed}, but {place}" in line, line
 
 
 def test_the_limit_of_a_container_counts(monkeypatch, tmp_path) -> None:

@@ -92,8 +92,8 @@ def test_names_and_buffers_of_old_releases_are_read(tmp_path) -> None:
     [
         (NORM, None, f"SOURCE: {NORM}: missing"),
         ("model.layers.9.weird", torch.zeros(2), "model.layers.9.weird: LlamaForCausalLM has no"),
-        (NORM, torch.zeros(31), f"{NORM}: has shape (31,), its config implies (32,)"),
-        (NORM, torch.zeros(32, dtype=torch.int8), f"{NORM}: I8, only bfloat16, float16, float32"),
+        (NORM, torch.zeros(31), f"{NORM}: has shape (31,), but its config implies (32,)"),
+        (NORM, torch.zeros(32, dtype=torch.int8), f"{NORM}: I8: only bfloat16, float16, float32"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path, name, tensor, expected) -> None:
