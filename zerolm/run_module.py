@@ -5,17 +5,24 @@ there is imported in place of Python's (and `python -P` needs Python 3.11). Must
 `zerolm.common.shipped` has the command.
 """
 
+import os  # Python itself has imported it
 import sys
 
 HERE = __file__.rpartition("/")[0]
 ROOT = HERE.rpartition("/")[0]
-sys.path[:] = [entry for entry in sys.path if entry not in ("", HERE)]
+UNWANTED = {"", HERE}
+try:
+    directory = os.getcwd()  # noqa: PTH109, pathlib would be imported from it
+    if directory not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        UNWANTED.add(directory)  # an empty entry of PYTHONPATH, made absolute
+except OSError:  # the directory was deleted
+    pass
+sys.path[:] = [entry for entry in sys.path if entry not in UNWANTED]
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 
 def main() -> None:
-    import os
     import runpy
 
     from zerolm.common.shipped import shield

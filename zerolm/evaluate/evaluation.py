@@ -8,6 +8,7 @@ at its top, and what its hooks need inside them.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +101,7 @@ class Log(Protocol):
     def event(self, event: str, step: int, **values: Any) -> None: ...
 
 
-class Evaluation(Part):
+class Evaluation(Part, ABC):
     """A suite that models are measured with.
 
     Attributes:
@@ -171,12 +172,12 @@ class Evaluation(Part):
 
     # ---- A measurement
 
+    @abstractmethod
     def measure(self, runner: "ModelRunner", step: int = 0) -> Scores:
         """Measure the weights that the model has now, which is in evaluation mode.
 
         On rank 0, while the others compute what it asks the runner for; or on every rank.
         """
-        raise NotImplementedError
 
     def measure_export(self, runner: "ModelRunner") -> Scores:
         """Measure an exported model, in one process."""

@@ -286,10 +286,10 @@ def _stand_ins() -> tuple[Callable[..., Any], Callable[..., Any]]:
     meta version of the grouped product supports bf16 only.
     """
     import torch
-    from torch import Tensor
+    from torch import Tensor, library
 
     def operator(name: str, function: Callable[..., Any]) -> Any:
-        made = torch.library.custom_op(f"zerolm::{name}_shapes", function, mutates_args=())
+        made = library.custom_op(f"zerolm::{name}_shapes", function, mutates_args=())
         made.register_fake(function)
         return made
 

@@ -38,7 +38,7 @@ def test_every_schedule_is_as_its_description_says(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 @given(
-    total=st.integers(10**9, 10**13),
+    total=st.integers(10**15, 4 * 10**15),
     warmup=st.one_of(st.just(0.0), st.floats(0.01, 0.5)),
     decay=st.floats(0.01, 1.0),
     minimum=st.floats(0.0, 1.0),
@@ -48,14 +48,14 @@ def test_every_schedule_is_as_its_description_says(kind: str) -> None:
 def test_every_schedule_trains_from_its_first_step_and_jumps_nowhere(
     kind: str, total: int, warmup: float, decay: float, minimum: float, place: float
 ) -> None:
-    """With so many tokens neighbours differ by less than 1e-3 of the peak, except in a jump."""
+    """In 1e15 tokens neighbours differ by less than 1e-6 of the peak, also where a root begins."""
     start, length = int(warmup * total), int(decay * total)
     rate = LearningRate(kind, 1.0, minimum, start, length, total)
     assert rate(1) > 0.0 and rate(1 + int(place * total)) > 0.0
-    assert rate(start or 1) == pytest.approx(1.0, abs=1e-3), "the peak, at once without a warm-up"
+    assert rate(start or 1) == pytest.approx(1.0, abs=1e-6), "the peak, at once without a warm-up"
     for joint in {start or 1, max(start, total - length) or 1, total, 1 + int(place * total)}:
-        assert rate(joint - 1 or 1) == pytest.approx(rate(joint), abs=1e-3)
-        assert rate(joint) == pytest.approx(rate(joint + 1), abs=1e-3)
+        assert rate(joint - 1 or 1) == pytest.approx(rate(joint), abs=1e-6)
+        assert rate(joint) == pytest.approx(rate(joint + 1), abs=1e-6)
     if SCHEDULES[kind].uses_minimum:
         assert rate(total) == rate(2 * total) == pytest.approx(minimum, abs=1e-9)
 
