@@ -20,7 +20,7 @@ from tests.end_to_end.recipe import SEQ_LEN, STEP_TOKENS, profile, recipe
 from tests.launching import ROOT, environment, rows
 from zerolm.__main__ import main
 from zerolm.checkpoint.directory import read
-from zerolm.common.errors import ConfigError
+from zerolm.common.errors import CheckpointError, ConfigError
 from zerolm.data import loader as data
 from zerolm.engine import ema
 from zerolm.engine.zero_files import Weights as CheckpointWeights
@@ -266,7 +266,7 @@ def test_an_average_is_resharded_and_begins_and_ends_as_the_flags_say(
     checkpoint = read(tmp_path / "removed" / "checkpoints" / f"step-{STEPS:08d}")
     assert "ema" not in checkpoint.progress.features
     assert max(rows(tmp_path / "removed", "eval/ema_loss")) == 3
-    with pytest.raises(KeyError):
+    with pytest.raises(CheckpointError, match="'ema'"):
         saved_average(tmp_path / "removed", STEPS)
 
 
