@@ -41,7 +41,7 @@ import torch
 from zerolm import features
 from zerolm.checkpoint import branch
 from zerolm.checkpoint.directory import candidates
-from zerolm.common.command_line import open_standard_streams
+from zerolm.common.command_line import open_standard_streams, refuse_line_breaks
 from zerolm.common.errors import (
     EXIT_DONE,
     CheckpointWriteError,
@@ -81,6 +81,7 @@ def main(argv: list[str]) -> int:
     limits.raise_file_limit()
     rank, local_rank, _ = process_group.environment_rank()
     try:
+        refuse_line_breaks(argv)
         plan = check.check(argv)
         process_group.rendezvous()
         if plan.settings.check:

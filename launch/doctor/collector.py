@@ -25,6 +25,7 @@ from zerolm.data.sources import open_sources
 from zerolm.distributed.device import local_device
 from zerolm.ds_config import host as ds_host
 from zerolm.ds_config.profile import Profile
+from zerolm.model.model import Model
 from zerolm.parts.parse import parse_settings
 from zerolm.preflight import host
 from zerolm.shards.reader import Source, verify
@@ -183,14 +184,21 @@ def operators() -> dict[str, Any]:
 
 
 def build_problems(settings: Settings, device_kind: str) -> list[str]:
-    """Return what the run's preflight would say about this host's compilers, toolkit and libaio."""
+    """Return what preflight would say of configs, compilers, toolkit and libaio of this host."""
     problems = []
+    try:
+        if settings.model_config is not None:
+            Model.load(settings.model_config)
+    except ConfigError as error:
+        problems += error.problems
     if settings.compile and (why := machine.compile_problem(device_kind)):
         problems.append(f"{settings.where('compile')}: true, but {why}. Install it, or remove it.")
+    if settings.deepspeed_config is None:
+        return problems
     try:
-        profile = Profile.read(settings.deepspeed_config or "")
-    except ConfigError:
-        return problems  # reported where the settings are checked
+        profile = Profile.read(settings.deepspeed_config)
+    except ConfigError as error:
+        return [*problems, *error.problems]
     profile = ds_host.with_nvme_path(profile, settings, problems)
     problems += ds_host.nvme_problems(profile)
     return problems + ds_host.kernel_problems(profile, device_kind)

@@ -227,7 +227,7 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
             _refuse_command(found, word, name)
         found, name = command, f"{name} {word.replace('_', '-')}"
     try:
-        _refuse_line_breaks(remaining)
+        refuse_line_breaks(remaining)
         with ExitStack() as contexts:
             for outer in groups:
                 contexts.enter_context(outer.around(remaining))
@@ -247,7 +247,7 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
         return EXIT_REFUSED
 
 
-def _refuse_line_breaks(argv: Sequence[str]) -> None:
+def refuse_line_breaks(argv: Sequence[str]) -> None:
     """Refuse existing files with a line break in their path, which would forge lines of output."""
     paths = (part for argument in argv for part in (argument, argument.partition("=")[2]))
     found = [path for path in paths if {"\n", "\r"} & set(path) and os.path.lexists(path)]

@@ -176,13 +176,13 @@ def read_run(run_dir: str | Path) -> RunHistory:
 
 
 def read_runs(run_dirs: Sequence[str | Path]) -> list[RunHistory]:
-    """Read several run directories.
+    """Read several run directories; files beside them, as `runs/*` names, are left out.
 
     Raises:
         ConfigError: some are not run directories; each one is named.
     """
     histories, problems = [], []
-    for run_dir in run_dirs:
+    for run_dir in [each for each in run_dirs if not Path(each).is_file()] or run_dirs:
         try:
             histories.append(read_run(run_dir))
         except ConfigError as error:

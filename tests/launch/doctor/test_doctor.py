@@ -196,6 +196,10 @@ def test_a_host_whose_preflight_would_refuse_the_run_is_not_ready(tmp_path, monk
     compiling, *quantizer = collector.build_problems(settings, "cuda")
     assert "--compile: true, but none on cuda" in compiling
     assert len(quantizer) == 2 and all("ninja" in line or "nvcc" in line for line in quantizer)
+    absent = [str(tmp_path / name) for name in ("model.json", "zero.json")]
+    flags = ["--model_config", absent[0], "--deepspeed_config", absent[1]]
+    found = collector.build_problems(parse_settings(flags)[0], "cpu")
+    assert [line.split(":")[0] for line in found] == absent
 
 
 def test_the_majority_is_right_and_the_first_host_if_there_is_none():

@@ -10,13 +10,14 @@ from launch import __main__
 from launch.estimate.reliability import daly_interval, interruptions
 from tests import ROOT, tracked
 from tests.launching import run_module
+from zerolm.common.provenance import installed_version
 from zerolm.plan import hardware
 
 MODELS = tracked("model_configs/*.json")
 FEW = ("gpt2", "llama-160m", "moe-1.6b", "tiny")  # tests/zerolm/model has the counts of all
 PLACES = {"8 x H100": ("H100", 8), "64 x A100": ("A100-80GB", 64)}
 GOLDEN = ROOT / "tests" / "launch" / "estimate" / "golden_plans.json"
-# A change of transformers may move these a little; everything else is equal.
+# Tracing with other versions may move these a little, and with them times and prices.
 TRACED = ("memory", "activations", "micro_batch_size")
 
 
@@ -42,10 +43,13 @@ def golden_words(model, place):
 def test_plans_are_those_of_the_golden_table(name, place, capsys):
     model = ROOT / "model_configs" / f"{name}.json"
     found = plan_json(capsys, *golden_words(model, place))
-    golden = json.loads(GOLDEN.read_text())[f"{name}, {place}"]
+    table = json.loads(GOLDEN.read_text())
+    golden, versions = table[f"{name}, {place}"], table["versions"]
+    installed = {package: str(installed_version(package)).partition("+")[0] for package in versions}
     for key in golden:
         if isinstance(golden[key], (int, float)):
-            assert found[key] == pytest.approx(golden[key], rel=1e-6), key
+            tolerance = 1e-6 if installed == versions else 0.02
+            assert found[key] == pytest.approx(golden[key], rel=tolerance), key
         elif key in TRACED:
             assert found[key] == pytest.approx(golden[key], rel=0.02), key
 
