@@ -142,10 +142,6 @@ def run_program(group: Group, argv: Sequence[str], program: str) -> int:
 def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
     try:
         code = _run(group, argv, program)
-    except KeyboardInterrupt:
-        interrupts.end_on_interrupt()
-        print(f"{program}: interrupted", file=sys.stderr)
-        code = EXIT_INTERRUPTED
     except BrokenPipeError:
         if not _output_is_closed():  # a pipe of ours, not `| head`
             raise
@@ -154,6 +150,13 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
         if isinstance(end.code, str):
             raise
         code = end.code or EXIT_DONE
+    except (KeyboardInterrupt, Exception) as error:
+        # numpy's extension makes an ImportError of an interrupt of its import
+        if not isinstance(error, KeyboardInterrupt) and not interrupts.was_raised():
+            raise
+        interrupts.end_on_interrupt()
+        print(f"{program}: interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
     flush_output()
     return code
 

@@ -2,14 +2,27 @@
 
 import _signal  # the module `signal` imports more
 
+_raised = False
+
+
+def was_raised() -> bool:
+    """Return whether Ctrl-C has raised KeyboardInterrupt since `raise_on_interrupt`."""
+    return _raised
+
 
 def end_on_interrupt() -> None:
     """Let Ctrl-C end this process without a traceback, until it has a handler of its own."""
-    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # not if it is ignored
+    if _signal.getsignal(_signal.SIGINT) in (_signal.default_int_handler, _raise):  # not ignored
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def raise_on_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, after `end_on_interrupt`."""
     if _signal.getsignal(_signal.SIGINT) == _signal.SIG_DFL:
-        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+        _signal.signal(_signal.SIGINT, _raise)
+
+
+def _raise(*_: object) -> None:
+    global _raised
+    _raised = True
+    raise KeyboardInterrupt

@@ -72,6 +72,8 @@ def wandb_sync(
             entity=entity or one.entity,
         )
         ids.append(run_id + suffix)
+        if one.mode == "online":
+            log(f"{path}: connecting to W&B")
         try:
             log(_send(files, path, one, ids[-1], everything=not suffix))
         except Exception as error:  # network, key or disk; W&B raises many classes
