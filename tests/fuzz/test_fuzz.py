@@ -105,10 +105,12 @@ def linked(path: Path) -> None:
 
 
 LONG = written("settings.json", "a long list", json.dumps({"seq_len": [*range(2000)]}).encode())
+SEPARATOR = written("settings.json", "no path", json.dumps({"val_data": ["\u2028"]}).encode())
 IDS = "shards/shard-00000.bin"
 MODEL = "run/checkpoints/step-00000010/model.pt"
 PINNED = {  # what the fuzzer has found, {what: (target, input)}
     "a message of 9,000 characters": ("settings", Input((LONG,))),
+    "a path that is escaped in its message": ("settings", Input((SEPARATOR,))),
     "stats of damaged ids": (
         "shards", Input((Damage(IDS, "a byte", flip),))
     ),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from zerolm.common.values import printable
 from zerolm.config import defaults
 from zerolm.config.settings import COMMAND_LINE, Settings
 from zerolm.optim.schedule import SCHEDULES, BatchSchedule
@@ -133,8 +134,9 @@ def _with_origin(problem: str, settings: Settings, in_files: Mapping[str, str]) 
     for name, place in in_files.items():
         values = getattr(settings, name)
         for value in values if isinstance(values, tuple) else (values,):
-            path = value.rpartition("=")[0] or value if isinstance(value, str) else ""
-            starts = f"{value}:", f"{path}:", f"{path}/", f"--{name} "
+            shown = printable(value, "\n\t") if isinstance(value, str) else ""  # as in a problem
+            path = shown.rpartition("=")[0] or shown
+            starts = f"{shown}:", f"{path}:", f"{path}/", f"--{name} "
             if path and problem.startswith(starts):
                 return f"{problem.removesuffix(f' (--{name})')} ({place})"
     return problem
