@@ -32,7 +32,6 @@ if __name__ == "__main__":
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -320,7 +319,8 @@ def initialize(
     """
     import deepspeed
 
-    from zerolm.ds_config import muon
+    from zerolm.ds_config.muon import not_matrices
+    from zerolm.engine import muon
     from zerolm.engine.shard_groups import sharding_within
     from zerolm.pretrained import masters
 
@@ -331,8 +331,8 @@ def initialize(
     if custom.is_dotted(profile.optimizer.name):
         kind = custom.optimizer_class(profile.optimizer.name)
         optimizer = partial(kind, **profile.optimizer.params)
-    matrices = muon.only_matrices(model) if profile.uses_muon else nullcontext()
-    with matrices, sharding_within(plan.layout) as across:
+    others = not_matrices(model) if profile.uses_muon else []
+    with muon.leaving_to_adamw(others), sharding_within(plan.layout.shard_within) as across:
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import zerolm.__main__
-from launch.command.train import LAUNCHER_FLAGS
 from tests import ROOT, tracked
 from zerolm.common.command_line import Command, Group, Parser
+from zerolm.engine.launcher_options import LAUNCHER_FLAGS
 from zerolm.parts.settings import FLAGS
 
 README = ROOT / "README.md"

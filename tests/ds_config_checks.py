@@ -24,11 +24,12 @@ def run_checks(check: Callable[[dict], Any]) -> None:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from zerolm.distributed.process_group import release_shared_memory
+    from zerolm.engine import shared_memory
 
     report, *paths = sys.argv[1:]
     deepspeed.init_distributed("gloo" if get_accelerator().device_name() == "cpu" else "nccl")
-    release_shared_memory()
+    torch.distributed.barrier()
+    shared_memory.release()
     found = {path: check(json.loads(Path(path).read_text())) for path in paths}
     if os.environ["RANK"] == "0":
         write_json(Path(report), found)

@@ -23,11 +23,11 @@ from tests import ROOT, tracked
 
 LADDER = {
     "zerolm.common": 0,
-    "zerolm.optim": 0,
+    "zerolm.engine": 1,
     "zerolm.run_dir": 1,
-    "zerolm.config": 2,
     "zerolm.distributed": 2,
-    "zerolm.engine": 3,
+    "zerolm.optim": 2,
+    "zerolm.config": 3,
     "zerolm.ds_config": 4,
     "zerolm.integrity": 4,
     "zerolm.model": 4,

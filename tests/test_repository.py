@@ -185,7 +185,7 @@ def test_no_file_contains_a_path_of_a_machine():
 def test_no_process_of_ours_imports_files_of_the_working_directory():
     """`shipped.module_command` starts modules, `code_command` code; `-I` does it, too."""
     argv = re.compile(r"""(?<!"-I", )["']-m["'],|executable, ["']-[mc]["']""")
-    allowed = {"zerolm/common/shipped.py", "launch/command/launcher.py"}
+    allowed = {"zerolm/common/shipped.py", "zerolm/engine/launcher.py"}
     product = {"pretrain.py", *map(name_of, tracked("zerolm/**/*.py", "launch/**/*.py"))}
     product |= set(map(name_of, tracked("data_prep/**/*.py")))
     found = [name for name in sorted(product - allowed) if argv.search(text_of(ROOT / name))]

@@ -8,10 +8,8 @@ import re
 
 from zerolm.common.errors import ConfigError
 from zerolm.common.secrets import FILE_NAME
-from zerolm.distributed.deepspeed_env import change_of, deepspeed_env_files
+from zerolm.engine.launcher_options import FORWARDED_PREFIXES, change_of, deepspeed_env_files
 
-# deepspeed/launcher/runner.py 0.19.8: EXPORT_ENVS, and the prefix that its CUDA accelerator adds
-FORWARDED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 # Parts of a name: neither NCCL_IB_PKEY nor TOKENIZERS_PARALLELISM is a secret.
 SECRET_NAME = re.compile(
     r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE

@@ -13,16 +13,13 @@ from launch.command.environment import environment_problems
 from zerolm.common import interrupts
 from zerolm.common.errors import ConfigError
 from zerolm.common.records import unreadable
+from zerolm.engine.launcher_options import CHANGED_ARGUMENT, CHANGED_IN_QUOTES, MPI_LAUNCHERS
 
 HOST_LINE = re.compile(  # "-x" is an option of ssh
     r"(?!-)[!-~]+ slots=0*[1-9][0-9]*( max[_-]slots=[0-9]+)?", re.ASCII
 )
-# deepspeed/launcher/multinode_runner.py 0.19.8: only an argument with a space gets double quotes.
-CHANGED_ARGUMENT = re.compile(r"[^\w@%+=:,./^!~#-]|^[~#]|^$|%[hun%]")
-MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
 CHOOSE_PARTS = ("num_nodes", "num_gpus", "include", "exclude")
 KEEP_ALIVE = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"  # of ssh: dead after a minute
-CHANGED_IN_QUOTES = re.compile(r"""[$`]|\\([\\"]|$)|%[hun%]""")
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from launch.command.hosts import (
     keep_alive,
@@ -22,69 +22,18 @@ from launch.command.hosts import (
     used_hosts,
 )
 from zerolm.common import processes
-from zerolm.common.command_line import count
 from zerolm.common.errors import ConfigError
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import has_credentials
 from zerolm.common.shipped import SCRIPT, module_command
+from zerolm.engine.launcher_options import ALIASES, DEFAULT_PORT, LAUNCHER_FLAGS, SHORT
 from zerolm.parts.parse import add_all_settings, answer, parse_settings
 
-SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-q": "--quiet"}
 USAGE = """\
 zerolm train [launcher flags] --deepspeed_config FILE --model_config FILE
            --data PATH[=WEIGHT] --run_dir PATH [flags]"""
-
-
-DEFAULT_PORT = 29500  # deepspeed/launcher/constants.py
-
-
-class LauncherFlag(NamedTuple):
-    """A flag of DeepSpeed's launcher. Without a metavar it is a switch.
-
-    Attributes:
-        read: how other commands that have the flag parse its value.
-    """
-
-    metavar: str
-    help: str
-    read: Callable[[str], Any] = str
-
-
-# deepspeed/launcher/runner.py 0.19.8, without the flags that would not start pretrain.py.
-LAUNCHER_FLAGS = {
-    "num_gpus": LauncherFlag("N", "number of devices to use on each host (default: all)"),
-    "num_nodes": LauncherFlag("N", "number of hosts of the hostfile to use (default: all)"),
-    "hostfile": LauncherFlag("FILE", "hosts, one `name slots=N` per line (-H)"),
-    "include": LauncherFlag(
-        "HOST[:DEVICE,...]", "use only these hosts or devices, joined with @ (-i)"
-    ),
-    "exclude": LauncherFlag(
-        "HOST[:DEVICE,...]", "do not use these hosts or devices, joined with @ (-e)"
-    ),
-    "master_addr": LauncherFlag("ADDRESS", "address of rank 0 (default: ask the first host)"),
-    "master_port": LauncherFlag(
-        "PORT", f"port on which rank 0 listens (default: {DEFAULT_PORT})", count
-    ),
-    "ssh_port": LauncherFlag("PORT", "ssh port of the hosts (default: that of ssh)", count),
-    "launcher": LauncherFlag(
-        "NAME", "multi-node launcher: pdsh, openmpi, slurm, ... (default: pdsh)"
-    ),
-    "launcher_args": LauncherFlag("TEXT", "arguments for --launcher, as one quoted string"),
-    "no_ssh": LauncherFlag("", "start only this host's ranks; needs --node_rank"),
-    "node_rank": LauncherFlag("N", "with --no_ssh: rank of this host, from 0"),
-    "no_ssh_check": LauncherFlag("", "do not test the ssh connections first"),
-    "force_multi": LauncherFlag("", "use the multi-node launcher for a single host too"),
-    "bind_cores_to_rank": LauncherFlag("", "bind each rank to its own cores"),
-    "bind_core_list": LauncherFlag("LIST", "cores to bind to, e.g. 0-15,32-47"),
-    "venv_script": LauncherFlag("FILE", "script that activates an environment on each host"),
-    "enable_each_rank_log": LauncherFlag("DIR", "write each rank's output to a file in DIR"),
-    "save_pid": LauncherFlag("", "write the launcher's process ID to a file in /tmp"),
-    "log_level": LauncherFlag("LEVEL", "log level of the launcher (default: error)"),
-    "quiet": LauncherFlag("", "print only errors of the launcher (-q)"),
-}
-LAUNCHER = "launch.command.launcher"
+LAUNCHER = "zerolm.engine.launcher"
 PROGRAMS = ("zerolm", "launch")
-ALIASES = {"num_accelerators": "num_gpus"}
 CHOOSE_DEVICES = ("num_gpus", "num_nodes", "hostfile", "include", "exclude")
 
 

@@ -25,6 +25,7 @@ from zerolm.data.sources import open_sources
 from zerolm.distributed.device import local_device
 from zerolm.ds_config import host as ds_host
 from zerolm.ds_config.profile import Profile
+from zerolm.engine.operators import installed
 from zerolm.model.model import Model
 from zerolm.parts.parse import parse_settings
 from zerolm.preflight import host
@@ -176,10 +177,7 @@ def disk(settings: Settings) -> dict[str, Any]:
 
 def operators() -> dict[str, Any]:
     """Return {built: DeepSpeed's compiled operators, missing: what is needed to compile others}."""
-    from deepspeed.git_version_info import installed_ops
-
-    built = {path.stem for path in machine.built_operators(os.environ)}
-    built |= {name for name, installed in installed_ops.items() if installed}
+    built = {path.stem for path in machine.built_operators(os.environ)} | installed()
     return {"built": sorted(built), "missing": machine.missing_compilers("cpu")}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from launch.command.deepspeed_command import SCRIPT, launcher_option, pretrain_flags
 from launch.command.environment import environment_problems, forwarded_environment
 from launch.command.hosts import Host, read_hostfile, used_slots
-from launch.command.train import DEFAULT_PORT, add_launcher_flags, run_command
+from launch.command.train import add_launcher_flags, run_command
 from launch.doctor import network
 from launch.doctor.checks import run_checks
 from launch.doctor.findings import ALL, OK, RED, Finding, from_problem, merge_hosts, table
@@ -29,6 +29,7 @@ from zerolm.common.command_line import count, duration
 from zerolm.common.errors import EXIT_REFUSED
 from zerolm.common.machine import DEFAULT_HOSTFILE
 from zerolm.common.secrets import masked
+from zerolm.engine.launcher_options import DEFAULT_PORT
 from zerolm.parts.parse import add_settings, parse_settings
 from zerolm.watchdog import limits
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from launch.estimate.planned_run import PlannedRun
 from zerolm.ds_config.gathering import gathers_blocks, prefetch_bucket
 from zerolm.ds_config.profile import Profile
+from zerolm.engine import reduction_choice
+from zerolm.engine.reduction_choice import HOP_SECONDS
 from zerolm.model.architecture import num_parameters
-from zerolm.optim import reduction_choice
-from zerolm.optim.reduction_choice import HOP_SECONDS
 from zerolm.plan import memory
 
 # Large all-gathers reach about this share of the links (nccl-tests on DGX A100 and H100).

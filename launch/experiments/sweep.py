@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from launch.command.train import LAUNCHER_FLAGS, split_flags
+from launch.command.train import split_flags
 from launch.experiments.grid import Point, grid, read_axes
 from launch.render.node import add_size_flags
 from launch.render.render import add_job_flags, job_from, write_job
@@ -26,6 +26,7 @@ from zerolm.common.errors import EXIT_BUG, EXIT_DONE, EXIT_STOPPED, ConfigError
 from zerolm.common.shipped import module_command
 from zerolm.common.values import duration
 from zerolm.config.settings import COMMAND_LINE
+from zerolm.engine.launcher_options import LAUNCHER_FLAGS
 from zerolm.parts.parse import parse_settings
 from zerolm.run_dir.events import DONE, GAVE_UP
 

@@ -18,12 +18,13 @@ from functools import partial
 from pathlib import Path
 
 from launch.command.deepspeed_command import parse_pretrain_flags, pretrain_flags
-from launch.command.train import DEFAULT_PORT, LAUNCHER, add_launcher_flags, run_command
+from launch.command.train import LAUNCHER, add_launcher_flags, run_command
 from launch.supervise.attempt import POLL_SECONDS, Attempt
 from zerolm.common import processes
 from zerolm.common.command_line import count, count_from_zero
 from zerolm.common.errors import EXIT_BUG, EXIT_STOPPED, ConfigError
 from zerolm.common.shipped import SCRIPT, module_command
+from zerolm.engine.launcher_options import DEFAULT_PORT
 
 # The node's rank, as set by Slurm, by an indexed Kubernetes Job, and by SkyPilot.
 RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")

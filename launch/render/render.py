@@ -12,11 +12,12 @@ from pathlib import Path
 
 from launch.command.deepspeed_command import parse_pretrain_flags, pretrain_flags
 from launch.command.environment import is_secret_name
-from launch.command.train import DEFAULT_PORT, add_launcher_flags, run_command
+from launch.command.train import add_launcher_flags, run_command
 from launch.render.node import add_size_flags
 from launch.render.templates import Job, slurm_script
 from zerolm.common.command_line import duration
 from zerolm.common.errors import ConfigError
+from zerolm.engine.launcher_options import DEFAULT_PORT
 from zerolm.parts.parse import add_settings
 
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -21,7 +21,6 @@ from launch.command.deepspeed_command import (
 )
 from launch.command.hosts import (
     CHOOSE_PARTS,
-    MPI_LAUNCHERS,
     Host,
     keep_alive,
     mpi_problems,
@@ -30,6 +29,7 @@ from launch.command.hosts import (
 )
 from zerolm.common.errors import ConfigError
 from zerolm.common.shipped import code_command
+from zerolm.engine.launcher_options import MPI_LAUNCHERS
 from zerolm.run_dir.files import RunFiles
 
 MAX_CONCURRENT_CHECKS = 64

@@ -265,7 +265,7 @@ class Trial:
         pids = self.cluster.pids(host or self.victim, "--run_dir", str(self.run_dir), *words)
         if words:
             return pids
-        own = ("launch", "supervise", NODE_LAUNCHER, "launch.command.launcher", "train")
+        own = ("launch", "supervise", NODE_LAUNCHER, "zerolm.engine.launcher", "train")
         return [
             pid for pid in pids
             if not {*own} & {*Path(f"/proc/{pid}/cmdline").read_text().split("\0")}

@@ -8,7 +8,7 @@ import pytest
 from tests import ROOT, tracked
 from tests.end_to_end.recipe import PEAK, recipe
 from tests.launching import rows, run_ranks, write_json
-from zerolm.ds_config.host import has_asynchronous_io
+from zerolm.engine.operators import has_asynchronous_io
 
 STEPS = 12
 # Need GPU kernels, libaio, and another curve (Muon: test_optimizers.py).

@@ -10,7 +10,7 @@ from tests import ROOT, tracked
 from tests.end_to_end.recipe import BATCH, CLIPPING, SEQ_LEN, STEP_TOKENS, recipe
 from tests.launching import EOS, LLAMA, VOCABULARY, write_json, write_shards
 from zerolm.common.provenance import versions
-from zerolm.optim.reduction_choice import KEY
+from zerolm.engine.reduction_choice import KEY
 from zerolm.shards.reader import open_source
 
 SAVE_INTERVAL = 25

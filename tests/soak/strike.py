@@ -33,7 +33,7 @@ def strike(kill: Kill, run: Supervised, rng: random.Random) -> bool:
         sent = [send(kill, run, beat["pid"]) for beat in beats.values()]
         return all(sent)
     victims = {
-        "deepspeed": lambda: children(run.process.pid, "launch.command.launcher"),
+        "deepspeed": lambda: children(run.process.pid, "zerolm.engine.launcher"),
         "node launcher": lambda: [beats[kill.rank]["launcher_pid"]],
         "loader": lambda: children(beats[kill.rank]["pid"], *words(beats[kill.rank]["pid"])),
         "tracker": lambda: with_word(run, "mirror") + with_word(run, "wandb-core"),

@@ -3,7 +3,6 @@
 Must not know when a checkpoint is saved or published: `CheckpointWriter` does.
 """
 
-import re
 import shutil
 import threading
 import time
@@ -24,12 +23,9 @@ from zerolm.common.faults import fault_point
 from zerolm.common.files import sync_directory, sync_file
 from zerolm.common.values import shown_bytes
 from zerolm.distributed.collectives import broadcast_object, gather_objects
-from zerolm.engine.checkpoints import saving_parts
+from zerolm.engine.checkpoints import OF_ONE_RANK, saving_parts, uncaptured_files
 from zerolm.engine.protocol import Engine
 from zerolm.run_dir.files import TEMPORARY, checkpoint_name
-
-# Files that only the rank which writes them reads, on the same topology. DeepSpeed's names.
-OWN_FILE = re.compile(r"(bf16_)?zero_pp_rank_|offloaded_tensors/")
 
 
 @dataclass(frozen=True)
@@ -175,11 +171,12 @@ class OnDisk:
             entry = write_hashed(path, state, lambda: job.cancelled)
             entries.append({"file": str(path.relative_to(job.temporary)), **entry})
             del state
-        entries += [_hash_file(path, job.temporary) for path in _other_files(job, self.rank)]
+        others = uncaptured_files(job.temporary, self.rank)
+        entries += [_hash_file(path, job.temporary) for path in others]
         for entry in entries:
             if self.read_back:
                 verify_written(job.temporary / entry["file"], entry)
-            if OWN_FILE.match(entry["file"]):
+            if OF_ONE_RANK.match(entry["file"]):
                 entry["rank"] = self.rank
         # `publish` syncs the checkpoint's own directory, after all ranks have written.
         names = {parent for entry in entries for parent in Path(entry["file"]).parents}
@@ -251,21 +248,6 @@ class InMemory:
     def replaces(self, job: Job) -> Callable[[], object]:
         fault_point("memory.remove", job.progress.step)
         return partial(self.copies.remove_older, job.progress.step)
-
-
-def _other_files(job: Job, rank: int) -> list[Path]:
-    """Return this rank's files that were not captured: NVMe states and zero_to_fp32.py."""
-    files = []
-    swapped = job.temporary / "offloaded_tensors" / f"rank{rank}"
-    if swapped.is_dir():
-        files = [path for path in sorted(swapped.rglob("*")) if path.is_file()]
-    if rank == 0:
-        from deepspeed.utils import zero_to_fp32
-
-        script = job.temporary / "zero_to_fp32.py"
-        shutil.copyfile(zero_to_fp32.__file__, script)
-        files.append(script)
-    return files
 
 
 def _hash_file(path: Path, directory: Path) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class CheckpointWriter:
         self._host_copy = HostCopy()
         self._job: Job | None = None
         self._deletion: threading.Thread | None = None
-        checkpoints.capture_saves(engine, self._capture)  # `_other_files` copies zero_to_fp32.py
+        checkpoints.capture_saves(engine, self._capture)
 
     @property
     def busy(self) -> bool:

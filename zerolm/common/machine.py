@@ -20,7 +20,7 @@ from pathlib import Path
 from zerolm.common import processes
 
 DEFAULT_HOSTFILE = "/job/hostfile"  # deepspeed/launcher/runner.py, DLTS_HOSTFILE
-RUNNER_NAMES = ("deepspeed", "deepspeed.launcher.runner", "launch.command.launcher", "ds")
+RUNNER_NAMES = ("deepspeed", "deepspeed.launcher.runner", "zerolm.engine.launcher", "ds")
 MAX_COMPILE_WORKERS = 32  # torch/_inductor/config.py, decide_compile_threads
 STALE_BUILD_SECONDS = 600  # compiling one source file of an operator takes much less
 

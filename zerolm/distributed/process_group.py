@@ -9,17 +9,16 @@ import json
 import os
 import socket
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 from zerolm.common import machine, processes
 from zerolm.common.command_line import flush_output
 from zerolm.common.errors import ConfigError
 from zerolm.distributed import collectives, ranks
+from zerolm.engine import shared_memory
 
 REFUSAL_DELAY_SECONDS = 20
 # torch's own timeout for a process group; rank 0 may first download a run to restore.
@@ -28,9 +27,6 @@ DEPARTURE_TIMEOUT_SECONDS = 30
 # The watchdog ends a run that hangs, and names the rank. NCCL's timeout, by default 10 minutes like
 # --hang_timeout, aborts all ranks, so it must not come first.
 GROUP_TIMEOUT = timedelta(days=1)
-SHARED_MEMORY = Path("/dev/shm")
-BUFFER = "deepspeed_allreduce_buffer"  # in deepspeed/ops/csrc/cpu/comm/shm.cpp, 0.19.8
-STALE_BUFFER_SECONDS = 600
 _first_rank: tuple[str, processes.Process | None] | None = None  # machine and process of rank 0
 _stores: list[Any] = []  # the TCP store shared by all ranks, then one prefix of it per rendezvous
 
@@ -154,11 +150,7 @@ def init() -> tuple[int, int, Any]:
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     if accelerator.device_name() == "cpu":
         device = torch.device("cpu")
-        if local_rank == 0:
-            remove_stale_buffers()
-        if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-            # DeepSpeed would try to compile this op and crash; without it Gloo does the same work.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        shared_memory.prepare(local_rank)
     else:
         device = torch.device(accelerator.device_name(local_rank))
         accelerator.set_device(local_rank)
@@ -166,45 +158,12 @@ def init() -> tuple[int, int, Any]:
     distributed_c10d.default_pg_timeout = GROUP_TIMEOUT
     distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     deepspeed.init_distributed(timeout=GROUP_TIMEOUT, verbose=False)
-    release_shared_memory()
+    collectives.barrier()
+    shared_memory.release()
     global _first_rank
     own = processes.machine_id(), processes.inspect_process(os.getpid())
     _first_rank = collectives.broadcast_object(own)
     return torch.distributed.get_rank(), torch.distributed.get_world_size(), device
-
-
-def release_shared_memory() -> None:
-    """Unlink the shared-memory buffer of DeepSpeed's CPU collectives. Every rank must call this.
-
-    DeepSpeed 0.19.8 allocates 69 MB in /dev/shm per rank and launch on a CPU and never removes
-    them, so a machine runs out of memory after some hundred launches. Once all ranks have mapped
-    the buffer its name is not needed: after this call the kernel frees it when the last process
-    exits, even if it is killed.
-    """
-    collectives.barrier()
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    name = f"{BUFFER}_{os.getuid()}_{address}_{port}_{os.environ['RANK']}"
-    with contextlib.suppress(OSError):  # does not exist with several hosts or on GPUs
-        (SHARED_MEMORY / name).unlink()
-
-
-def remove_stale_buffers() -> None:
-    """Remove buffers of this user's ranks that were killed before `release_shared_memory`.
-
-    A buffer is stale if it is older than ten minutes and no process has it mapped or open: a rank
-    opens its buffer by name in its first second. The first rank of each host calls this before the
-    process group exists; the other ranks create their buffers after that.
-    """
-    oldest = time.time() - STALE_BUFFER_SECONDS
-    stale = set()
-    for path in SHARED_MEMORY.glob(f"{BUFFER}_{os.getuid()}_*"):
-        with contextlib.suppress(OSError):
-            status = path.lstat()
-            if status.st_uid == os.getuid() and max(status.st_mtime, status.st_ctime) < oldest:
-                stale.add(path)
-    for path in stale - processes.files_in_use(stale):
-        with contextlib.suppress(OSError):
-            path.unlink()
 
 
 def destroy(close: Callable[[], object] = lambda: None) -> None:

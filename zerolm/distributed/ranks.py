@@ -10,8 +10,9 @@ import subprocess
 from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
+from zerolm.engine.launcher_options import DEFAULT_PORT
+
 HOST_SECONDS = 30.0
-DEFAULT_PORT = 29500  # deepspeed/launcher/constants.py, and torchrun's
 # Ports of jobs that may share a host; below Linux's ephemeral ports, which start at 32768.
 FIRST_PORT, NUM_PORTS = 20000, 10000
 TASKS_OF_NODES = re.compile(r"(\d+)(?:\(x(\d+)\))?")

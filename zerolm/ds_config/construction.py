@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zerolm.common.values import shown
 from zerolm.ds_config.precision import CPU_ADAM
 from zerolm.ds_config.profile import AUTO, Profile, block
-from zerolm.ds_config.schema import is_number
+from zerolm.engine.config_keys import is_number
 
 MISSING = object()
 # Parameters of schedulers that are no numbers.

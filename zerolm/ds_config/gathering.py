@@ -6,7 +6,7 @@ DeepSpeed calls a module that it gathers as a whole a leaf module.
 from collections.abc import Sequence
 
 from zerolm.ds_config.profile import AUTO, Profile
-from zerolm.optim.reduction_choice import separate_calls_pay
+from zerolm.engine.reduction_choice import separate_calls_pay
 
 # Keys of zero_optimization with which a JSON names leaf modules itself.
 LEAF_KEYS = ("leaf_module", "stage3_module_granularity_threshold")

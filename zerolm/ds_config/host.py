@@ -15,6 +15,7 @@ from zerolm.config.settings import Settings
 from zerolm.ds_config.optimizers import ADAM, uses_torch_adam
 from zerolm.ds_config.profile import AUTO, Profile, block
 from zerolm.ds_config.rules import QUANTIZED_KEYS
+from zerolm.engine import operators
 
 # -------------------------------------------------------------------------------------------------
 # NVMe
@@ -69,21 +70,13 @@ def nvme_problems(profile: Profile) -> list[str]:
         for name, path in paths.items()
         if isinstance(path, str) and path != AUTO and (why := write_problem(path))
     ]
-    if paths and not has_asynchronous_io():
+    if paths and not operators.has_asynchronous_io():
         problems.append(
             f"{profile.name}: offload to NVMe needs DeepSpeed's async_io operator, which cannot be "
             f"built on this host. Install the libaio headers (Debian: libaio-dev), or use "
             f"ds_configs/zero3_offload.json."
         )
     return problems
-
-
-def has_asynchronous_io() -> bool:
-    """Return whether DeepSpeed's async_io operator is installed or can be built."""
-    from deepspeed.accelerator import get_accelerator
-
-    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
-    return builder is not None and builder.is_compatible(verbose=False)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -104,13 +97,11 @@ def kernel_problems(profile: Profile, device_kind: str) -> list[str]:
     needed = needed_kernels(profile)
     if not needed or not (why := toolkit_problem()):
         return found
-    from deepspeed.git_version_info import installed_ops
-
     return found + [
         f"{profile.name}: {key} needs DeepSpeed's {operator} operator, built with the CUDA "
         f"toolkit, but {why}. {fix}"
         for operator, key, fix in needed
-        if not installed_ops.get(operator)
+        if operator not in operators.installed()
     ]
 
 

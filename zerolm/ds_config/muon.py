@@ -3,12 +3,10 @@
 Muon orthogonalizes the momentum of each matrix by a Newton-Schulz iteration before each step
 (Jordan et al. 2024, kellerjordan.github.io/posts/muon). ZeRO gathers full matrices for it, and the
 optimizer receives the finished update. This module decides which parameters Muon updates, and
-refuses what DeepSpeed 0.19.8 gets wrong. Imports torch and DeepSpeed only inside functions.
+refuses what DeepSpeed 0.19.8 gets wrong. Imports torch only inside functions.
 """
 
-import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from zerolm.common.errors import did_you_mean
@@ -137,49 +135,20 @@ def fill_defaults(params: dict[str, Any]) -> None:
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether Muon updates a parameter, by name and shape.
 
-    `only_matrices` asks the model itself; a test holds the two to the same answer.
+    `not_matrices` asks the model itself; a test holds the two to the same answer.
     """
     return len(shape) >= 2 and not any(word in name.lower() for word in EMBEDDING_NAMES)
 
 
-@contextmanager
-def only_matrices(model: Any) -> Iterator[None]:
-    """Let `deepspeed.initialize` tag matrices for Muon, without embeddings and the head.
-
-    DeepSpeed recognizes them by "embed" and "lm_head" in the name, and would give GPT-2's `wte` and
-    `wpe` to Muon, and biases of two dimensions. It reads `ds_shape`, so partitioned parameters have
-    their full shape.
-    """
-    import deepspeed
+def not_matrices(model: Any) -> list[Any]:
+    """Return the parameters that AdamW updates: embeddings, the head, and what does not decay."""
     from torch import nn
 
     from zerolm.optim.parameter_groups import decays
 
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     tables += [model.get_input_embeddings(), model.get_output_embeddings()]
-    others = [table.weight for table in tables if table is not None]
-    others += [each for name, each in model.named_parameters() if not decays(model, name)]
-    original = deepspeed.set_optimizer_flags
-
-    def tag(config_class: Any, tagged: Any) -> None:
-        original(config_class, tagged)
-        for parameter in others:
-            setattr(parameter, "use_muon", False)  # noqa: B010
-
-    deepspeed.set_optimizer_flags = tag
-    try:
-        yield
-    finally:
-        deepspeed.set_optimizer_flags = original
-
-
-def describe(model: Any) -> str:
-    """Describe how many parameters Muon and AdamW update, by DeepSpeed's `use_muon` tags."""
-    counts, values = {True: 0, False: 0}, {True: 0, False: 0}
-    for parameter in model.parameters():
-        counts[parameter.use_muon] += 1
-        values[parameter.use_muon] += math.prod(getattr(parameter, "ds_shape", parameter.shape))
-    return (
-        f"Muon: {counts[True]} matrix tensors with {values[True]:,} values; AdamW: the "
-        f"{counts[False]} other tensors with {values[False]:,}"
-    )
+    return [
+        *(table.weight for table in tables if table is not None),
+        *(each for name, each in model.named_parameters() if not decays(model, name)),
+    ]

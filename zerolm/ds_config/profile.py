@@ -16,8 +16,8 @@ from zerolm.common.records import read_json
 from zerolm.common.shipped import find_config
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config import schema
-from zerolm.ds_config.schema import AUTO, is_number
-from zerolm.optim import reduction_choice
+from zerolm.engine import reduction_choice
+from zerolm.engine.config_keys import AUTO, is_number
 
 # DeepSpeed's defaults where the JSON has no value (deepspeed/runtime/zero/config.py, 0.19.8).
 REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 50_000_000, 100_000

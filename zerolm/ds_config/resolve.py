@@ -85,7 +85,7 @@ def deepspeed_problems(profile: Profile) -> list[str]:
     Args:
         profile: resolved, and without problems that `schema` and `rules` find.
     """
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed import DeepSpeedConfig
 
     config = copy.deepcopy(profile.json)
     config.pop("train_batch_size", None)  # it would be compared with a world size of 1

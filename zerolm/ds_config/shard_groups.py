@@ -9,7 +9,7 @@ from dataclasses import replace
 from zerolm.config.settings import Settings
 from zerolm.ds_config.parallel_rules import parallel_key
 from zerolm.ds_config.profile import Profile
-from zerolm.optim.reduction_choice import KEY
+from zerolm.engine.reduction_choice import KEY
 
 
 def with_shard_groups(

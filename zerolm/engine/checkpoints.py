@@ -4,12 +4,17 @@ Saving passes the engine's state to a function instead of writing it. Loading re
 restricted unpickler, and does not look for them on every rank.
 """
 
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from zerolm.engine.safe_load import read_data
+
+# Names of the files that only the rank which writes them reads, on the same topology.
+OF_ONE_RANK = re.compile(r"(bf16_)?zero_pp_rank_|offloaded_tensors/")
 
 
 class _CapturingEngine:
@@ -46,7 +51,7 @@ def capture_saves(engine: Any, capture: Callable[[Any, str], None]) -> None:
     It writes no files, except those of states on NVMe.
     """
     engine.checkpoint_engine = _CapturingEngine(engine.checkpoint_engine, capture)
-    engine._copy_recovery_script = lambda path: None  # the writer copies zero_to_fp32.py
+    engine._copy_recovery_script = lambda path: None  # `uncaptured_files` does
 
 
 def save(engine: Any, directory: Path) -> None:
@@ -56,6 +61,21 @@ def save(engine: Any, directory: Path) -> None:
         OSError: DeepSpeed itself copies the files of states on NVMe.
     """
     engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
+
+
+def uncaptured_files(directory: Path, rank: int) -> list[Path]:
+    """Return a rank's files of a save that are not captured: NVMe states, and zero_to_fp32.py.
+
+    Copies the script there.
+    """
+    states = directory / "offloaded_tensors" / f"rank{rank}"
+    files = [path for path in sorted(states.rglob("*")) if path.is_file()]
+    if rank == 0:
+        from deepspeed.utils import zero_to_fp32
+
+        script = directory / "zero_to_fp32.py"
+        files.append(shutil.copyfile(zero_to_fp32.__file__, script))
+    return files
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from zerolm.optim.reduction_choice import KEY, bucket_calls, pieces_save_time, small_pieces_pay
+from zerolm.engine.muon import uses_muon
+from zerolm.engine.reduction_choice import KEY, bucket_calls, pieces_save_time, small_pieces_pay
 
 Parameters = list[tuple[int, int]]  # of a bucket: group, and index in it
 
@@ -69,7 +70,7 @@ def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerR
         and engine.postscale_gradients()
         and engine.gradient_predivide_factor() == 1.0
     )
-    if not is_mean or optimizer.mpu is not None or optimizer._uses_muon:
+    if not is_mean or optimizer.mpu is not None or uses_muon(optimizer):
         return None
     found = OwnerReduction(engine, always_by_owner=key is False, across=across)
     engine.buffered_allreduce_fallback = found.finish

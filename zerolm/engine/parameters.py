@@ -5,10 +5,25 @@ Without ZeRO-3 all of these functions are those of torch.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+
+def partitioned_while_built(config: dict[str, Any] | None) -> AbstractContextManager[Any]:
+    """Return a context in which ZeRO-3 partitions the parameters of a model that is constructed.
+
+    Args:
+        config: the resolved DeepSpeed JSON; None: parameters stay complete.
+    """
+    if config is None:
+        return nullcontext()
+    import deepspeed
+
+    # Without tensor overrides buffers are computed on the CPU in float32, as without ZeRO.
+    # DeepSpeed's default casts them to bf16 (a rotary frequency of 0.56234 becomes 0.5625).
+    return deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=[])
 
 
 def full_shape(parameter: Any) -> torch.Size:
@@ -24,6 +39,11 @@ def num_values(parameter: Any) -> int:
 def is_partitioned(parameter: Any) -> bool:
     """Return whether ZeRO-3 partitions a parameter over the ranks."""
     return hasattr(parameter, "ds_tensor")
+
+
+def is_shard(parameter: Any) -> bool:
+    """Return whether tensor parallelism shards a parameter; else all ranks of a replica have it."""
+    return getattr(parameter, "tensor_model_parallel", False)
 
 
 def multiply(parameter: Any, factor: float) -> None:

@@ -23,7 +23,6 @@ import torch
 from torch import distributed
 
 from zerolm.common.errors import CheckpointError
-from zerolm.distributed.collectives import gather_objects
 from zerolm.engine.partitions import Partitions, num_shards
 from zerolm.engine.safe_load import interpreted, read_data
 from zerolm.engine.zero_files import (
@@ -74,9 +73,10 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
         problems += [problem for shard in inspected for problem in shard["problems"]]
     except CheckpointError as error:  # all ranks must learn of it
         problems = error.problems
-    found = [shard for group in gather_objects(inspected) for shard in group]
-    problems = [line for lines in gather_objects(problems) for line in lines]
-    problems += _shard_differences(found)
+    of_ranks: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(of_ranks, (inspected, problems))
+    found = [shard for shards, _ in of_ranks for shard in shards]
+    problems = [line for _, lines in of_ranks for line in lines] + _shard_differences(found)
     if problems:
         raise CheckpointError(list(dict.fromkeys(problems)))
 

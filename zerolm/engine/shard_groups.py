@@ -16,26 +16,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zerolm.distributed.layout import Layout
-
 
 @contextmanager
-def sharding_within(layout: Layout) -> Iterator[Any]:
+def sharding_within(size: int) -> Iterator[Any]:
     """Let an engine that is built in this context shard its states inside groups of neighbours.
 
     Every rank must call this.
+
+    Args:
+        size: of a group; 0: one group of all ranks.
 
     Yields:
         The process group of the ranks with the same partition as this one, one of each group; None
         if states are sharded over all ranks.
     """
-    if layout.copies == 1:
+    if not size:
         yield None
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
     from torch import distributed
 
-    size, ranks = layout.shards, list(range(layout.world_size))
+    ranks = list(range(distributed.get_world_size()))
     neighbours = [ranks[first : first + size] for first in ranks[::size]]
     inside, _ = distributed.new_subgroups_by_enumeration(neighbours)
     across, _ = distributed.new_subgroups_by_enumeration([ranks[n::size] for n in range(size)])

@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+from zerolm.common.errors import GaveUp
+from zerolm.engine.muon import uses_muon
+
 RefusalRule = Callable[[float], bool]  # gradient norm -> whether to refuse the step
 # At stage 3, and with offload, these advance Muon's momentum before the norm is known. They are not
 # called in a step that is refused before it starts. In a step that is refused by its norm it would
@@ -67,10 +70,18 @@ class StepGate:
             refused: do not take the step, whatever its norm.
             should_refuse: given the norm, which is the same on all ranks, returns whether to
                 refuse the step.
+
+        Raises:
+            GaveUp: fp16 found no loss scale at which the gradients are finite.
         """
         self.grad_norm, self.refused, self._should_refuse = None, refused, should_refuse
         self._optimizer.clip_grad = self.clip_norm  # a checkpoint has loaded its own
-        engine.step()
+        try:
+            engine.step()
+        except Exception as error:
+            if "loss scale already at minimum" in str(error):  # DeepSpeed raises a bare Exception
+                raise GaveUp(f"fp16: {error}") from error
+            raise
         if not engine.was_step_applied():
             self._clear_offloaded_sums()
         assert not (self.refused and engine.was_step_applied()), "DeepSpeed took a refused step"
@@ -132,7 +143,7 @@ class StepGate:
         mpu = optimizer.mpu  # with tensor parallelism a rank has only shards of gradients
         partitions = optimizer.fp32_groups_gradient_flat_partition
         if for_clipping:  # Muon reads the matrices of which it owns a part
-            is_complete = mpu or optimizer._uses_muon
+            is_complete = mpu or uses_muon(optimizer)
             return original(*args, for_clipping=True) if is_complete else partitions
         if mpu:
             gradients, experts = original(*args, for_clipping=False)

@@ -15,7 +15,13 @@ import torch
 from torch import distributed as dist
 
 from zerolm.config.settings import Recompute
-from zerolm.engine.parameters import cast, gathered, is_partitioned, zero_padding
+from zerolm.engine.parameters import (
+    cast,
+    gathered,
+    is_partitioned,
+    partitioned_while_built,
+    zero_padding,
+)
 from zerolm.engine.zero3_hooks import fit_zero3_to_recomputation, follow_external_parameters
 from zerolm.model.activation_checkpointing import checkpoint_kwargs
 from zerolm.model.architecture import train_every_row
@@ -66,18 +72,12 @@ def build_model(
         alone: this rank computes all values itself; not with `zero3_config`.
     """
     weights = initial or InitialWeights(config, seed, factors)
-    if zero3_config is not None:
-        import deepspeed
-
-        # Without tensor overrides buffers are computed on the CPU in float32, as without ZeRO.
-        # DeepSpeed's default casts them to bf16 (a rotary frequency of 0.56234 becomes 0.5625).
-        partition = deepspeed.zero.Init(config_dict_or_path=zero3_config, tensor_overrides=[])
-        with partition:
-            model = _construct(config, dtype, attn_implementation)
-        _move_buffers(model, torch.device(device))
-    else:
+    with partitioned_while_built(zero3_config):
         model = _construct(config, dtype, attn_implementation)
+    if zero3_config is None:
         torch.nn.Module.to(model, device)
+    else:
+        _move_buffers(model, torch.device(device))
     _cast_parameters(model, dtype)
     _fill(model, weights, dtype, alone)
     zero_padding(model)

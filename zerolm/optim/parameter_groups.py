@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerolm.engine.parameters import full_shape, num_values
+
 # Layers of torch whose parameters decay if they have at least two dimensions.
 MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 # Parameters of other modules, by the last part of their name: biases of any shape (of fused experts
@@ -61,15 +63,14 @@ def decays(model: nn.Module, name: str) -> bool:
 
     Decided by the type of its module: norms of any class are excluded. Parameters that are not the
     weight of a layer of torch decay if they are matrices, such as those of fused experts, but not
-    biases of more dimensions, and not what the authors of an architecture exclude. Under ZeRO-3 a
-    partitioned parameter is one-dimensional, so its original shape (`ds_shape`) counts.
+    biases of more dimensions, and not what the authors of an architecture exclude.
 
     Args:
         name: names a parameter of `model`.
     """
     path, _, leaf = name.rpartition(".")
     module, parameter = model.get_submodule(path), model.get_parameter(name)
-    shape = getattr(parameter, "ds_shape", parameter.shape)
+    shape = full_shape(parameter)  # a partitioned parameter is one-dimensional
     if len(shape) < 2 or getattr(parameter, "_no_weight_decay", False):  # a mark of mamba-ssm
         return False
     if isinstance(module, MATRIX_MODULES) or type(module).__name__ == "Conv1D":
@@ -89,7 +90,7 @@ def describe_groups(model: nn.Module, weight_decay: float) -> str:
         if not parameter.requires_grad:
             group = "frozen"
         tensors[group] = tensors.get(group, 0) + 1
-        values[group] = values.get(group, 0) + getattr(parameter, "ds_numel", parameter.numel())
+        values[group] = values.get(group, 0) + num_values(parameter)
         if group == "not decayed":
             parts = [part for part in name.split(".") if not part.isdigit()]
             kinds[".".join(parts[-2:])] = None

@@ -13,9 +13,9 @@ from zerolm.config.settings import Recompute
 from zerolm.distributed.layout import Layout
 from zerolm.ds_config.optimizers import OPTIMIZERS
 from zerolm.ds_config.profile import Profile
+from zerolm.engine.reduction_choice import DEEPSPEED_BUCKET
 from zerolm.model import activation_memory
 from zerolm.model.model import hidden_size
-from zerolm.optim.reduction_choice import DEEPSPEED_BUCKET
 from zerolm.plan import muon_memory
 from zerolm.plan.rank_share import Shapes, shapes_of_rank
 

@@ -16,19 +16,14 @@ from zerolm.common.errors import ConfigError, Findings
 from zerolm.common.values import shown_bytes
 from zerolm.config.settings import Settings
 from zerolm.distributed import ranks
-from zerolm.distributed.deepspeed_env import deepspeed_env_files
 from zerolm.distributed.device import CPU, NO_DEVICE, Device, local_device, this_cpu
+from zerolm.engine.launcher_options import deepspeed_env_files
+from zerolm.engine.shared_memory import BYTES_PER_RANK
 from zerolm.plan import hardware
 from zerolm.run_dir.files import RunFiles, checkpoint_directories
 from zerolm.tracking.tracker import enabled_trackers, tracker_class
 from zerolm.watchdog import limits
 from zerolm.watchdog.limits import SHARED_MEMORY
-
-# DeepSpeed 0.19.8's collectives of one CPU rank take 69 MB there (measured:
-# zerolm/distributed/process_group.py).
-# For GPUs NVIDIA recommends 1 GB per container, here for eight GPUs: "Troubleshooting, shared
-# memory", https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
-SHARED_BYTES_PER_RANK = 128 << 20
 
 
 class Host(NamedTuple):
@@ -174,7 +169,7 @@ def shared_memory() -> tuple[int, int] | None:
 
 def shared_memory_problem(free: int, num_ranks: int) -> str | None:
     """Return why the ranks of a host do not have enough shared memory, None if they do."""
-    required = num_ranks * SHARED_BYTES_PER_RANK
+    required = num_ranks * BYTES_PER_RANK
     if free >= required:
         return None
     needed = f"{num_ranks} rank(s) need about {shown_bytes(required)}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zerolm.distributed.layout import Layout
-from zerolm.engine.parameters import is_partitioned, own_values
+from zerolm.engine.parameters import is_partitioned, is_shard, own_values
 from zerolm.engine.protocol import Engine
 from zerolm.engine.states import OnNvme, master_slice
 from zerolm.model.architecture import block_of
@@ -100,7 +100,7 @@ def is_counted_here(parameter: Any, contributes: bool) -> bool:
     Args:
         contributes: `Layout.contributes` of this rank.
     """
-    return contributes or getattr(parameter, "tensor_model_parallel", False)  # DeepSpeed's mark
+    return contributes or is_shard(parameter)
 
 
 def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torch.Tensor | None:

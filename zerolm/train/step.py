@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from zerolm.common.errors import GaveUp
 from zerolm.distributed import ulysses
 from zerolm.distributed.collectives import sum_over_ranks
 from zerolm.engine.protocol import Engine
@@ -223,13 +222,8 @@ class Steps:
             result.learning_rate = groups[0]["lr"]
         refused = guard.check_loss(result.loss)
         record_progress("optimizer")
-        try:
-            with record_function("optimizer step"):
-                gate.step(engine, refused, guard.check_grad_norm)
-        except Exception as error:
-            if "loss scale already at minimum" in str(error):  # DeepSpeed raises a bare Exception
-                raise GaveUp(f"fp16: {error}") from error
-            raise
+        with record_function("optimizer step"):
+            gate.step(engine, refused, guard.check_grad_norm)
         result.applied = engine.was_step_applied()
         if not result.applied:  # DeepSpeed's scheduler, if there is one, has not advanced either
             for group, rate in zip(groups, scheduled, strict=True):

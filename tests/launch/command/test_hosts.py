@@ -9,14 +9,11 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from deepspeed.launcher.multinode_runner import PDSHRunner
 from deepspeed.launcher.runner import EXPORT_ENVS, fetch_hostfile
 
-from launch.command.environment import (
-    FORWARDED_PREFIXES,
-    environment_problems,
-    forwarded_environment,
-)
+from launch.command.environment import environment_problems, forwarded_environment
 from launch.command.hosts import KEEP_ALIVE, keep_alive, read_hostfile, ssh_problems
 from launch.command.train import run as train
 from zerolm.common.errors import ConfigError
+from zerolm.engine.launcher_options import FORWARDED_PREFIXES
 
 BAD_LINES = {
     "zero slots": "a slots=0",

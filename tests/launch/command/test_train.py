@@ -8,17 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.command.train import (
-    ALIASES,
-    LAUNCHER_FLAGS,
-    SHORT,
-    deepspeed_command,
-    run_command,
-    split_flags,
-)
+from launch.command.train import deepspeed_command, run_command, split_flags
 from tests import ROOT
 from tests.launching import LLAMA, environment, free_port, run_module, write_json, write_shards
 from zerolm.common.errors import ConfigError
+from zerolm.engine.launcher_options import ALIASES, LAUNCHER_FLAGS, SHORT
 from zerolm.parts.settings import FLAGS
 
 NOT_OFFERED = {"module", "no_python", "no_local_rank", "autotuning"}  # they start something else

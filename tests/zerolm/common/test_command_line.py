@@ -12,7 +12,6 @@ from importlib import metadata
 
 import pytest
 
-from launch.command.train import LAUNCHER_FLAGS
 from tests import ROOT
 from tests.launching import environment
 from zerolm.__main__ import COMMANDS, main
@@ -20,6 +19,7 @@ from zerolm.common import command_line
 from zerolm.common.command_line import Command, Group, Parser, run_program
 from zerolm.common.errors import ConfigError
 from zerolm.common.values import parse_real
+from zerolm.engine.launcher_options import LAUNCHER_FLAGS
 from zerolm.parts.settings import FLAGS
 
 

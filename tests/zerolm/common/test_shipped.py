@@ -80,4 +80,4 @@ def test_deepspeeds_launchers_import_nothing_of_it(directory, tmp_path):
     """Neither the launcher, nor that of the node which it starts, nor the ranks."""
     (tmp_path / "rank.py").write_text("import json, random; print('trained')")
     launcher = ["--num_gpus", 1, "--master_port", free_port(), tmp_path / "rank.py"]
-    assert "trained" in run(module_command("launch.command.launcher", *launcher), directory)
+    assert "trained" in run(module_command("zerolm.engine.launcher", *launcher), directory)

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from launch.command.train import LAUNCHER_FLAGS
 from tests import ROOT
 from zerolm.common.values import parse_number
 from zerolm.config.settings import FIRST_FLAGS, split_weight
+from zerolm.engine.launcher_options import LAUNCHER_FLAGS
 from zerolm.parts.other_names import OTHER_NAMES
 from zerolm.parts.parse import (
     add_all_settings,

@@ -9,6 +9,7 @@ from zerolm.ds_config import host
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import resolve_profile
 from zerolm.ds_config.rules import rule_notices, rule_problems
+from zerolm.engine import operators
 from zerolm.parts.parse import parse_settings
 
 PROFILES = ROOT / "ds_configs"
@@ -79,7 +80,7 @@ def test_a_contradicting_path_and_a_host_without_libaio_are_refused(tmp_path, mo
     assert '/other" contradicts command line: --nvme_path /disk' in "\n".join(problems)
     (tmp_path / "file").write_text("")
     config["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "file")
-    monkeypatch.setattr(host, "has_asynchronous_io", lambda: False)
+    monkeypatch.setattr(operators, "has_asynchronous_io", lambda: False)
     not_there, no_library = host.nvme_problems(Profile.parse(config))
     assert "is not a directory" in not_there
     assert "libaio" in no_library and "zero3_offload.json" in no_library

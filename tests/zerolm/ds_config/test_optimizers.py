@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.zerolm.model.initialization_families import COMMON, FAMILIES
 from zerolm.ds_config import muon, optimizers
 from zerolm.ds_config.profile import Profile
+from zerolm.engine.muon import describe, leaving_to_adamw
 from zerolm.features.ema import Ema
 from zerolm.features.feature import Case
 from zerolm.features.qk_clip import QkClip
@@ -116,7 +117,7 @@ def test_all_problems_of_a_muon_config_are_reported_together():
 def test_muon_takes_the_matrices_and_no_table(family):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**COMMON, **FAMILIES[family]}))
     named = types.SimpleNamespace(optimizer_name="muon", optimizer_params={})
-    with muon.only_matrices(model):
+    with leaving_to_adamw(muon.not_matrices(model)):
         deepspeed.set_optimizer_flags(named, model)
     tables = {"wte.weight", "wpe.weight", "embed_tokens.weight", "embed_in.weight",
               "embed_out.weight", "lm_head.weight"}  # fmt: skip
@@ -125,14 +126,14 @@ def test_muon_takes_the_matrices_and_no_table(family):
         assert parameter.use_muon == (parameter.ndim >= 2 and not is_table), name
         assert parameter.use_muon == muon.is_matrix(name, tuple(parameter.shape)), name
     values = sum(each.numel() for each in model.parameters() if each.use_muon)
-    assert f"with {values:,} values; AdamW" in muon.describe(model)
+    assert f"with {values:,} values; AdamW" in describe(model)
 
 
 def test_muon_leaves_what_has_no_weight_decay_to_adamw():
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "state_size": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes))
     named = types.SimpleNamespace(optimizer_name="muon", optimizer_params={})
-    with muon.only_matrices(model):
+    with leaving_to_adamw(muon.not_matrices(model)):
         deepspeed.set_optimizer_flags(named, model)
     mixer = model.backbone.layers[0].mixer
     assert mixer.A_log.ndim == 2 and not mixer.A_log.use_muon

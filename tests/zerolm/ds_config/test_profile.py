@@ -17,7 +17,8 @@ from tests.zerolm.ds_config.ds_cases import USER, found, resolved, zero
 from zerolm.common.errors import ConfigError
 from zerolm.ds_config.implied import contradictions, implied_settings, implied_token_counts
 from zerolm.ds_config.profile import Profile
-from zerolm.ds_config.schema import inner_model, known_keys
+from zerolm.ds_config.schema import inner_model
+from zerolm.engine.config_keys import known_keys
 from zerolm.parts.parse import parse_settings
 
 

@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.zerolm.ds_config.ds_cases import found, notices, resolved, zero
-from zerolm.ds_config import schema
 from zerolm.ds_config.profile import Profile
 from zerolm.ds_config.resolve import deepspeed_problems
-from zerolm.ds_config.schema import inner_model, known_keys, model_fields, read
+from zerolm.ds_config.schema import inner_model, model_fields, read
+from zerolm.engine import config_keys
+from zerolm.engine.config_keys import known_keys
 
-SWITCH_TYPE = schema._SWITCH
+SWITCH_TYPE = config_keys._SWITCH
 TRUE = [True, 1, 1.0, "true", "True", "1", "on", "yes", "Y"]
 FALSE = [False, 0, 0.0, "false", "FALSE", "0", "off", "no", "n"]
 SWITCH = st.sampled_from([*TRUE, *FALSE] * 4 + ["x", 2, -1, "", 0.5])
@@ -105,7 +106,7 @@ def switches(types, path=()):
         model = inner_model(kind)
         if kind in (SWITCH_TYPE, SWITCH_TYPE | None):
             yield (*path, key)
-        elif model and model.__module__ == schema.__name__:
+        elif model and model.__module__ == config_keys.__name__:
             inner = {name: field.annotation for name, field in model.model_fields.items()}
             yield from switches(inner, (*path, key))
 

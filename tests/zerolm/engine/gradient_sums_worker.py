@@ -24,9 +24,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from tests.zerolm.ds_config.ds_cases import shipped
-from zerolm.engine import gradient_reduction, gradient_sums
+from zerolm.engine import gradient_reduction, gradient_sums, reduction_choice
 from zerolm.engine.step_gate import StepGate
-from zerolm.optim import reduction_choice
 
 WIDTH, ACCUMULATION, STEPS = 24, 3, 4
 BUCKET = 200  # values, of which a rank owns several

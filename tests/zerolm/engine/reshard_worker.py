@@ -19,8 +19,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import nn
 
 from zerolm.common.errors import CheckpointError
-from zerolm.distributed.process_group import release_shared_memory
-from zerolm.engine import reshard
+from zerolm.engine import reshard, shared_memory
 from zerolm.optim.parameter_groups import parameter_groups
 
 WORDS, WIDTH, STEPS, ROWS = 37, 9, 3, 12  # odd sizes, so that all parts have padding
@@ -134,7 +133,8 @@ def run(job: dict) -> None:
 
 def main(path: str) -> None:
     deepspeed.init_distributed("gloo", verbose=False)
-    release_shared_memory()
+    torch.distributed.barrier()
+    shared_memory.release()
     for job in json.loads(Path(path).read_text()):
         print("job", job["do"], job["state"], flush=True)
         run(job)

@@ -29,13 +29,13 @@ from torch import distributed, nn
 from tests.zerolm.ds_config.ds_cases import shipped
 from zerolm.distributed.collectives import gather_objects, sum_over_ranks
 from zerolm.distributed.layout import Layout
+from zerolm.engine import reduction_choice
 from zerolm.engine.gradient_sums import spare_memory_traffic
 from zerolm.engine.shard_groups import sharding_within
 from zerolm.engine.states import states
 from zerolm.engine.step_gate import StepGate
 from zerolm.integrity.checks import flip_bit
 from zerolm.integrity.seal import Seal
-from zerolm.optim import reduction_choice
 from zerolm.train.norms import Blocks, UpdateMeter
 
 WIDTH, ACCUMULATION, STEPS, BUCKET, GROUP = 24, 2, 5, 200, 2
@@ -70,7 +70,7 @@ def engine_of(layout: Layout) -> Any:
     config["zero_optimization"]["reduce_bucket_size"] = BUCKET
     torch.manual_seed(0)
     model = Model().to(torch.bfloat16)
-    with sharding_within(layout) as across:
+    with sharding_within(layout.shard_within) as across:
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=list(model.parameters()), config=config
         )

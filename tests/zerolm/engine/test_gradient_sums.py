@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching import run_workers
-from zerolm.optim.reduction_choice import pieces_save_time, small_pieces_pay
+from zerolm.engine.reduction_choice import pieces_save_time, small_pieces_pay
 
 
 @pytest.mark.parametrize(

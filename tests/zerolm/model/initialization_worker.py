@@ -17,7 +17,7 @@ from tests.zerolm.model.initialization_families import (
     write_result,
 )
 from zerolm.attention.choice import choose_attention
-from zerolm.distributed.process_group import release_shared_memory
+from zerolm.engine import shared_memory
 from zerolm.model import build as zerolm_model
 from zerolm.routers.biased_routers import ExpertLoads, biased_routers
 
@@ -100,7 +100,8 @@ def spoiled_on_the_last_rank():
 
 def main(result_path):
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    release_shared_memory()
+    torch.distributed.barrier()
+    shared_memory.release()
     result = {"world size": torch.distributed.get_world_size()}
     generator_before = torch.get_rng_state()
     for family in FAMILIES:

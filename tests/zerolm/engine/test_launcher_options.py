@@ -9,7 +9,7 @@ import pytest
 from deepspeed.launcher.multinode_runner import PDSHRunner
 
 from zerolm.common.errors import ConfigError
-from zerolm.distributed.deepspeed_env import deepspeed_env_files
+from zerolm.engine.launcher_options import deepspeed_env_files
 
 AS_WRITTEN = {  # {line: (name, value)}
     "A=1": ("A", "1"),

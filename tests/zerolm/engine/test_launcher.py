@@ -5,8 +5,8 @@ import sys
 import pytest
 from deepspeed.launcher import multinode_runner, runner
 
-from launch.command import launcher
 from zerolm.common.shipped import RUN_MODULE
+from zerolm.engine import launcher
 
 
 def test_other_hosts_get_neither_the_directory_nor_a_module_of_it(monkeypatch, tmp_path):

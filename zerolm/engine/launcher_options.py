@@ -1,0 +1,121 @@
+"""What DeepSpeed's launcher reads (0.19.8): its flags, and variables for ranks on other hosts.
+
+It forwards some variables of its own environment, and copies each line of `.deepspeed_env` into the
+command for a host's shell; pdsh and that shell may change characters of it, and of the arguments of
+the script. Nothing else reads the file. Standard library only.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerolm.common.command_line import count
+from zerolm.common.errors import ConfigError
+from zerolm.common.records import unreadable
+
+DEFAULT_PORT = 29500  # deepspeed/launcher/constants.py, and torchrun's
+MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
+SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-q": "--quiet"}
+ALIASES = {"num_accelerators": "num_gpus"}
+# deepspeed/launcher/runner.py: EXPORT_ENVS, and the prefix that its CUDA accelerator adds
+FORWARDED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+VARIABLE = re.compile(r"[A-Z_][A-Z_0-9]*", re.IGNORECASE | re.ASCII)
+# deepspeed/launcher/multinode_runner.py, add_export: double quotes around all but simple values.
+# pdsh replaces %h, %u, %n and %% (pipecmd.c).
+CHANGED_VALUE = re.compile(r"""["$`\0]|\\(\\|$)|%[hun%]|^'.*'$""", re.DOTALL)
+# deepspeed/launcher/multinode_runner.py: only an argument with a space gets double quotes.
+CHANGED_ARGUMENT = re.compile(r"[^\w@%+=:,./^!~#-]|^[~#]|^$|%[hun%]")
+CHANGED_IN_QUOTES = re.compile(r"""[$`]|\\([\\"]|$)|%[hun%]""")
+
+
+class LauncherFlag(NamedTuple):
+    """A flag of DeepSpeed's launcher. Without a metavar it is a switch.
+
+    Attributes:
+        read: how other commands that have the flag parse its value.
+    """
+
+    metavar: str
+    help: str
+    read: Callable[[str], Any] = str
+
+
+# deepspeed/launcher/runner.py, without the flags that would not start pretrain.py.
+LAUNCHER_FLAGS = {
+    "num_gpus": LauncherFlag("N", "number of devices to use on each host (default: all)"),
+    "num_nodes": LauncherFlag("N", "number of hosts of the hostfile to use (default: all)"),
+    "hostfile": LauncherFlag("FILE", "hosts, one `name slots=N` per line (-H)"),
+    "include": LauncherFlag(
+        "HOST[:DEVICE,...]", "use only these hosts or devices, joined with @ (-i)"
+    ),
+    "exclude": LauncherFlag(
+        "HOST[:DEVICE,...]", "do not use these hosts or devices, joined with @ (-e)"
+    ),
+    "master_addr": LauncherFlag("ADDRESS", "address of rank 0 (default: ask the first host)"),
+    "master_port": LauncherFlag(
+        "PORT", f"port on which rank 0 listens (default: {DEFAULT_PORT})", count
+    ),
+    "ssh_port": LauncherFlag("PORT", "ssh port of the hosts (default: that of ssh)", count),
+    "launcher": LauncherFlag(
+        "NAME", "multi-node launcher: pdsh, openmpi, slurm, ... (default: pdsh)"
+    ),
+    "launcher_args": LauncherFlag("TEXT", "arguments for --launcher, as one quoted string"),
+    "no_ssh": LauncherFlag("", "start only this host's ranks; needs --node_rank"),
+    "node_rank": LauncherFlag("N", "with --no_ssh: rank of this host, from 0"),
+    "no_ssh_check": LauncherFlag("", "do not test the ssh connections first"),
+    "force_multi": LauncherFlag("", "use the multi-node launcher for a single host too"),
+    "bind_cores_to_rank": LauncherFlag("", "bind each rank to its own cores"),
+    "bind_core_list": LauncherFlag("LIST", "cores to bind to, e.g. 0-15,32-47"),
+    "venv_script": LauncherFlag("FILE", "script that activates an environment on each host"),
+    "enable_each_rank_log": LauncherFlag("DIR", "write each rank's output to a file in DIR"),
+    "save_pid": LauncherFlag("", "write the launcher's process ID to a file in /tmp"),
+    "log_level": LauncherFlag("LEVEL", "log level of the launcher (default: error)"),
+    "quiet": LauncherFlag("", "print only errors of the launcher (-q)"),
+}
+
+
+def change_of(value: str) -> str | None:
+    """Return why a value would not reach the ranks on other hosts as written, None if it would."""
+    if not (found := CHANGED_VALUE.search(value)):
+        return None
+    if "'" in found[0] or '"' in found[0]:
+        return "has quotes, which need not be written around spaces. Remove them."
+    return f"has {found[0]!r}, which the host's shell or pdsh would replace. Write the final value."
+
+
+def deepspeed_env_files(environment: Mapping[str, str] = os.environ) -> dict[Path, dict[str, str]]:
+    """Return {file: its variables} for each `.deepspeed_env` that DeepSpeed reads, in its order.
+
+    Raises:
+        ConfigError: every line that would not reach the ranks as written.
+    """
+    directories = (Path(environment.get("HOME") or Path.home()), Path.cwd())
+    name = environment.get("DS_ENV_FILE", ".deepspeed_env")
+    files: dict[Path, dict[str, str]] = {}
+    problems = []
+    for path in dict.fromkeys(directory / name for directory in directories):
+        if not path.is_file():
+            continue
+        files[path] = {}
+        try:
+            with path.open() as file:
+                lines = list(file)
+        except (OSError, UnicodeDecodeError) as error:
+            problems.append(unreadable(path, error, "Write it as UTF-8 text."))
+            continue
+        for number, line in enumerate(lines, start=1):
+            key, equals, value = (part.strip() for part in line.partition("="))
+            key = key.removeprefix("export ").lstrip()
+            if not equals or not VARIABLE.fullmatch(key):
+                problems.append(
+                    f"{path}: line {number}: not NAME=VALUE, without which DeepSpeed's launcher "
+                    f"ends or starts nothing. Remove comments, blank lines and text around names."
+                )
+            elif change := change_of(value):
+                problems.append(f"{path}: line {number}: {key}: {change}")
+            files[path][key] = value
+    if problems:
+        raise ConfigError(problems)
+    return files

@@ -1,0 +1,50 @@
+"""The parameters that DeepSpeed's Muon updates: 0.19.8 tags them before it builds the optimizer.
+
+Which they should be is decided in zerolm/ds_config/muon.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from zerolm.engine.parameters import num_values
+
+
+@contextmanager
+def leaving_to_adamw(parameters: Sequence[Any]) -> Iterator[None]:
+    """Let `deepspeed.initialize` tag all matrices for Muon but these.
+
+    DeepSpeed leaves out what has "embed" or "lm_head" in its name. It would give GPT-2's `wte` and
+    `wpe` to Muon, and biases of two dimensions.
+    """
+    import deepspeed
+
+    original = deepspeed.set_optimizer_flags
+
+    def tag(config_class: Any, model: Any) -> None:
+        original(config_class, model)
+        for parameter in parameters:
+            parameter.use_muon = False
+
+    deepspeed.set_optimizer_flags = tag
+    try:
+        yield
+    finally:
+        deepspeed.set_optimizer_flags = original
+
+
+def describe(model: Any) -> str:
+    """Describe how many parameters Muon and AdamW update."""
+    counts, values = {True: 0, False: 0}, {True: 0, False: 0}
+    for parameter in model.parameters():
+        counts[parameter.use_muon] += 1
+        values[parameter.use_muon] += num_values(parameter)
+    return (
+        f"Muon: {counts[True]} matrix tensors with {values[True]:,} values; AdamW: the "
+        f"{counts[False]} other tensors with {values[False]:,}"
+    )
+
+
+def uses_muon(optimizer: Any) -> bool:
+    """Return whether ZeRO's optimizer with flat buffers wraps Muon, which it can since 0.19.8."""
+    return getattr(optimizer, "_uses_muon", False)
