@@ -26,6 +26,7 @@ RefusalRule = Callable[[float], bool]  # gradient norm -> whether to refuse the 
 # called in a step that is refused before it starts. In a step that is refused by its norm it would
 # be too late, but with Muon the norm is not the gradient's and refuses no step.
 MUON_UPDATES = ("_apply_muon_to_accumulated_grads", "_apply_muon_updates_cpu_offload")
+SCALE_AT_MINIMUM = "loss scale already at minimum"  # DeepSpeed raises a bare Exception
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
@@ -79,7 +80,7 @@ class StepGate:
         try:
             engine.step()
         except Exception as error:
-            if "loss scale already at minimum" in str(error):  # DeepSpeed raises a bare Exception
+            if SCALE_AT_MINIMUM in str(error):
                 raise GaveUp(f"fp16: {error}") from error
             raise
         if not engine.was_step_applied():

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.ds_config_checks import check_in_ranks
+from zerolm.engine.step_gate import SCALE_AT_MINIMUM
 
 BATCH = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
@@ -69,3 +70,13 @@ def test_a_refused_step_changes_no_bit_and_does_not_affect_later_steps(tmp_path,
         config["communication_data_type"] = "fp32"
     worker = Path(__file__).with_name("step_gate_worker.py")
     assert check_in_ranks(worker, tmp_path, chosen) == {name: [] for name in chosen}
+
+
+def test_deepspeed_says_that_its_loss_scale_cannot_be_lowered():
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    scaler = DynamicLossScaler(
+        1.0, scale_window=1, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False
+    )
+    with pytest.raises(Exception, match=SCALE_AT_MINIMUM):
+        scaler.update_scale(overflow=True)
