@@ -128,7 +128,7 @@ COMMANDS = Group(
                 "pack": "build the index that packs complete documents into sequences",
                 "verify": "compare every file of token shards with its checksum",
                 "split": "divide the documents of token shards, such as for validation",
-                "convert": "read ids of Megatron, MDS, litdata, Parquet and nanoGPT, and write two",
+                "convert": "make token shards of ids of Megatron, MDS, litdata, Parquet or nanoGPT",
                 "table": "write the table of shards of an older release, for quick starts",
                 "inspect": "print training sequences as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",

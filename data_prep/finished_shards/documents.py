@@ -1,15 +1,14 @@
 """`Documents`: token ids with document ends and origins, and how they are read from shards."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 import xxhash
 
-from zerolm.common.errors import ConfigError, ShardError
-from zerolm.shards.origins import MAX_INPUTS, POSITION_BITS, list_inputs, pack_origins
+from zerolm.common.errors import ShardError
+from zerolm.shards.origins import list_inputs, pack_origins
 from zerolm.shards.reader import Source
 
 PIECE_TOKENS = 1 << 22  # read at a time, unless a document is longer
@@ -57,63 +56,24 @@ def hash_documents(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.fromiter(hashes, np.uint64, len(edges))
 
 
-class Inputs:
-    """The input files that the origins of all sources refer to, as one list.
-
-    The documents of a source without origins refer to the source itself.
-    """
-
-    def __init__(self, sources: Sequence[Source]):
-        self.entries: list[dict[str, Any]] = []
-        self._numbers: list[np.ndarray | int] = []  # new ones of each source's inputs
-        places: dict[bytes, int] = {}
-
-        def place(entry: dict[str, Any]) -> int:
-            number = places.setdefault(orjson.dumps(entry), len(self.entries))
-            if number == len(self.entries):
-                self.entries.append(entry)
-            return number
-
-        for source in sources:
-            listed = list_inputs(source)
-            if listed is None:
-                entry = {"name": str(source.directory), "size_bytes": None, "unit": "document"}
-                self._numbers.append(place(entry))
-            else:
-                self._numbers.append(np.array([place(entry) for entry in listed], np.uint64))
-        if len(self.entries) > MAX_INPUTS:
-            raise ConfigError(
-                f"SHARDS: have {len(self.entries):,} input files, more than {MAX_INPUTS:,}, which "
-                f"a shard directory cannot list. Give fewer of them."
-            )
-
-    def origins(self, source: Source, number: int, shard: int, first: int) -> np.ndarray:
-        """Return the origins of a shard's documents in the new list, (D,) uint64.
-
-        Args:
-            number: number of the source.
-            first: number of the shard's first document in the source.
-        """
-        mapped = self._numbers[number]
-        if isinstance(mapped, int):
-            count = source.shards[shard]["num_documents"]
-            return pack_origins(mapped, np.arange(first, first + count))
-        old = np.frombuffer(source.files.read_sidecar(shard, "origins"), "<u8")
-        positions = old & np.uint64((1 << POSITION_BITS) - 1)
-        return pack_origins(mapped[old >> np.uint64(POSITION_BITS)], positions)
+def listed_inputs(source: Source) -> list[dict[str, Any]]:
+    """Return the inputs that origins refer to: without origins, documents refer to the source."""
+    entry = {"name": str(source.directory), "size_bytes": None, "unit": "document"}
+    return list_inputs(source) or [entry]
 
 
-def read_documents(sources: Sequence[Source], inputs: Inputs) -> Iterator[Documents]:
+def read_documents(source: Source) -> Iterator[Documents]:
     """Yield all documents in pieces of about `PIECE_TOKENS`, in order; ids are verified."""
-    for number, source in enumerate(sources):
-        first = 0
-        for shard, entry in enumerate(source.shards):
-            ends = source.document_ends(shard).astype(np.int64)
-            _check_ends(source, entry, ends)
-            yield from _read_shard(
-                source, shard, ends, inputs.origins(source, number, shard, first)
-            )
-            first += len(ends)
+    has_origins, first = list_inputs(source) is not None, 0
+    for shard, entry in enumerate(source.shards):
+        ends = source.document_ends(shard).astype(np.int64)
+        _check_ends(source, entry, ends)
+        if has_origins:
+            origins = np.frombuffer(source.files.read_sidecar(shard, "origins"), "<u8")
+        else:
+            origins = pack_origins(0, np.arange(first, first + len(ends)))
+        yield from _read_shard(source, shard, ends, origins)
+        first += len(ends)
 
 
 def _read_shard(

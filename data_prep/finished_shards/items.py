@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from data_prep.finished_shards.documents import PIECE_TOKENS, Documents
+from data_prep.finished_shards.documents import PIECE_TOKENS
 from zerolm.common.errors import ConfigError, RecordError
 from zerolm.common.files import pointer_problem_of
 from zerolm.common.records import read_record
@@ -58,26 +58,6 @@ class ReadOptions(NamedTuple):
 
     column: str | None = None
     dtype: str | None = None
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a writer writes.
-
-    Attributes:
-        documents: yields all documents in order; may be called once.
-        ends: yields the ends of documents, counted from the start of each shard; any number of
-            times.
-        dtype: type of the ids, uint16 or uint32.
-        is_validation: whether these are held-out documents.
-    """
-
-    documents: Callable[[], Iterator[Documents]]
-    ends: Callable[[], Iterator[np.ndarray]]
-    num_documents: int
-    num_tokens: int
-    dtype: np.dtype
-    is_validation: bool
 
 
 def grouped(arrays: Iterable[np.ndarray]) -> Iterator[Items]:
@@ -169,14 +149,13 @@ def read_whole(path: Path, compression: str | None) -> np.ndarray:
         raise damaged(path, f"cannot be decompressed ({error})") from None
 
 
-def offsets_of(path: Path, content: np.ndarray, expected: Any, header: int = 0) -> np.ndarray:
+def offsets_of(path: Path, content: np.ndarray, expected: Any) -> np.ndarray:
     """Return the (N + 1,) int64 offsets of a file's items, from its first bytes.
 
     MDS shards and litdata chunks begin alike: uint32 N, then N + 1 uint32 offsets in the file.
 
     Args:
         expected: N in the index.
-        header: bytes between the offsets and the first item, at least.
     """
     count = int(content[:4].view("<u4")[0]) if len(content) >= 4 else -1
     if count != expected:
@@ -185,6 +164,6 @@ def offsets_of(path: Path, content: np.ndarray, expected: Any, header: int = 0) 
         raise damaged(path, f"ends after {len(content)} bytes")
     offsets = content[4 : 4 * (count + 2)].view("<u4").astype(np.int64)
     is_ascending = bool((np.diff(offsets) >= 0).all())
-    if not is_ascending or offsets[0] < 4 * (count + 2) + header or offsets[-1] != len(content):
+    if not is_ascending or offsets[0] < 4 * (count + 2) or offsets[-1] != len(content):
         raise damaged(path, f"has {len(content)} bytes, to which its offsets do not fit")
     return offsets

@@ -16,7 +16,6 @@ import numpy as np
 
 from data_prep.finished_shards.documents import piece_bounds
 from data_prep.finished_shards.items import (
-    Content,
     InputFile,
     Items,
     ReadOptions,
@@ -28,7 +27,6 @@ from zerolm.common.errors import ConfigError
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats
-PREFIX = "tokens"
 BLOCK_DOCUMENTS = 1 << 16
 
 
@@ -106,23 +104,3 @@ def _arrays(index: Path, num_sequences: int, num_ends: int) -> tuple[np.ndarray,
     pointers = np.memmap(index, "<i8", "r", place, (num_sequences,))
     return lengths, pointers, np.memmap(index, "<i8", "r", place + pointers.nbytes, (num_ends,))
 
-
-def write(directory: Path, content: Content) -> None:
-    """Write tokens.bin and tokens.idx; a document is one sequence."""
-    is_small = content.dtype.itemsize == 2
-    dtype = np.dtype("<u2" if is_small else "<i4")
-    with open(directory / f"{PREFIX}.bin", "wb") as file:
-        for documents in content.documents():
-            file.write(documents.ids.astype(dtype, copy=False).data)
-    with open(directory / f"{PREFIX}.idx", "wb") as file:
-        counts = content.num_documents, content.num_documents + 1
-        file.write(HEADER.pack(MAGIC, VERSION, 8 if is_small else 4, *counts))
-        for ends in content.ends():
-            file.write(np.diff(ends, prepend=0).astype("<i4").data)
-        start = 0
-        for ends in content.ends():
-            starts = np.concatenate([[0], ends[:-1]]) + start
-            file.write((starts * dtype.itemsize).astype("<i8").data)
-            start += int(ends[-1])
-        for first in range(0, counts[1], BLOCK_DOCUMENTS):
-            file.write(np.arange(first, min(first + BLOCK_DOCUMENTS, counts[1]), dtype="<i8").data)

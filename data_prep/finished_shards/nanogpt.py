@@ -13,7 +13,6 @@ import numpy as np
 
 from data_prep.finished_shards.documents import PIECE_TOKENS
 from data_prep.finished_shards.items import (
-    Content,
     InputFile,
     Items,
     ReadOptions,
@@ -54,10 +53,3 @@ def _open(path: Path, options: ReadOptions) -> InputFile:
     num_ids = (size - start) // dtype.itemsize
     return InputFile(path, "document", size, num_ids, read, has_ends=False)
 
-
-def write(directory: Path, content: Content) -> None:
-    """Write train.bin, or val.bin from held-out documents."""
-    name = "val.bin" if content.is_validation else "train.bin"
-    with open(directory / name, "wb") as file:
-        for documents in content.documents():
-            file.write(np.ascontiguousarray(documents.ids).data)

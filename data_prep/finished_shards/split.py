@@ -11,7 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.finished_shards.documents import Documents, Inputs, hash_documents, read_documents
+from data_prep.finished_shards.documents import (
+    Documents,
+    hash_documents,
+    listed_inputs,
+    read_documents,
+)
 from data_prep.finished_shards.output import Output, parent_entry, write_outputs
 from data_prep.tasks.progress import Progress
 from zerolm.shards.reader import Source
@@ -32,9 +37,7 @@ def split(
     Args:
         directories: share of the documents of each new directory; together 1.
     """
-    inputs = Inputs([source])
-    itemsize = source.dtype.itemsize
-    progress = Progress("split", source.num_tokens * itemsize)
+    progress = Progress("split", source.num_tokens * source.dtype.itemsize)
     parts = {directory.name: share for directory, share in directories.items()}
     common: dict[str, Any] = {
         "inputs": source.head.get("inputs", []),
@@ -53,7 +56,7 @@ def split(
         return Output(directory, source.vocab_size, source.eos_id, copy_tokenizer, shard_tokens)
 
     def write(outputs: Sequence[Output]) -> None:
-        for documents in read_documents([source], inputs):
+        for documents in read_documents(source):
             for number, part in _divide(documents, list(parts.values())):
                 outputs[number].add(part)
             progress.add(documents.ids.nbytes, len(documents.ends), len(documents.ids))
@@ -64,7 +67,7 @@ def split(
 
     try:
         starts = [lambda path=path: start(path) for path in directories]
-        return write_outputs(starts, write, inputs.entries, keys)
+        return write_outputs(starts, write, listed_inputs(source), keys)
     finally:
         progress.close()
 

@@ -32,6 +32,7 @@ CHANGES = {
     r"--data_stage 2B": "--data_stage 4k",
     r"trunk@8000 --schedule wsd --total_tokens 5B": "first --schedule wsd --total_tokens 12k",
     r"s3://": "file://{directory}/",
+    r"nanogpt/train.bin": "shards/web/shard-00000.bin",  # the same format
     r"--set seed=0,1 ": "--jobs 2 ",
     r"zerolm train (?!--check)": "zerolm train --num_gpus 2 --master_port {port} ",
 }

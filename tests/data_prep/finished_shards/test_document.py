@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from data_prep.__main__ import main
 from tests import ROOT
 from tests.data_prep.encode.tokenized import documents_of
-from tests.data_prep.finished_shards.conversions import write_peer_files
+from tests.data_prep.finished_shards.conversions import write_megatron, write_peer_files
 from tests.data_prep.finished_shards.corpus import write_corpus
 
 
@@ -31,7 +31,14 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, tokenizer_directo
         block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "pyarrow" in block
     )
     exec(code, {})
-    assert pq.read_table("web.parquet")["ids"].to_pylist() == documents_of(tmp_path / "shards/web")
+    documents = documents_of(tmp_path / "shards/web")
+    assert pq.read_table("web.parquet")["ids"].to_pylist() == documents
+    for name in ("megatron", "nanogpt"):
+        (tmp_path / name / "web").mkdir(parents=True)
+    write_megatron(tmp_path / "megatron/web/tokens", documents)
+    with open("nanogpt/web/train.bin", "wb") as file:  # as `cat` writes it
+        for path in sorted((tmp_path / "shards/web").glob("shard-*.bin")):
+            file.write(path.read_bytes())
     blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line]
     assert len(lines) > 6
@@ -41,4 +48,4 @@ def test_every_command_of_the_page_runs(tmp_path, monkeypatch, tokenizer_directo
         assert main(words[2:]) == 0, f"{line}\n{capfd.readouterr().err}"
     for form in ("megatron", "nanogpt", "parquet"):
         back = tmp_path / "shards" / f"web_{form}"
-        assert documents_of(back) == documents_of(tmp_path / "shards/web"), form
+        assert documents_of(back) == documents, form

@@ -8,6 +8,8 @@ import pytest
 
 from data_prep.__main__ import main
 from data_prep.read.stage_files import read_stage
+from tests.data_prep.encode.tokenized import documents_of
+from tests.data_prep.finished_shards.conversions import write_megatron
 from tests.data_prep.finished_shards.corpus import write_corpus
 from tests.data_prep.stage_cases import write_stage
 from tests.manifests import write_shard_manifest
@@ -101,11 +103,11 @@ def test_what_a_manifest_says_of_its_tokens_is_counted_again(shards, key, has_di
 
 
 def test_every_command_that_writes_shards_writes_a_digest(corpus, tmp_path, capsys):
-    parts, other, back = (str(tmp_path / name) for name in ("parts", "other", "back"))
+    parts, back = str(tmp_path / "parts"), str(tmp_path / "back")
+    given = str(write_megatron(tmp_path / "m", documents_of(corpus)))
     commands = [
         ["split", str(corpus), "--parts", "train=0.5,test=0.5", "--output", parts],
-        ["convert", str(corpus), "--to", "megatron", "--output", other],
-        ["convert", "--from", "megatron", other, "--tokenizer", f"{other}/_tokenizer",
+        ["convert", "--from", "megatron", given, "--tokenizer", f"{corpus}/tokenizer",
          "--output", back],
         ["pack", back, "--seq_len", "32"],
     ]  # fmt: skip
