@@ -129,7 +129,6 @@ COMMANDS = Group(
                 "verify": "compare every file of token shards with its checksum",
                 "split": "divide the documents of token shards, such as for validation",
                 "convert": "make token shards of ids of Megatron, MDS, litdata, Parquet or nanoGPT",
-                "table": "write the table of shards of an older release, for quick starts",
                 "inspect": "print training sequences as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },

@@ -76,7 +76,7 @@ class LocalFiles:
                 return cls(directory, *found)
         except ShardError as error:
             if _is_first_of_node():
-                print(f"note: {error} Until then starts are slower.", file=sys.stderr, flush=True)
+                print(f"note: {error}", file=sys.stderr, flush=True)
         manifest = read_manifest(directory)
         return cls(directory, manifest, manifest["shards"])
 

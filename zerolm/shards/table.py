@@ -1,15 +1,13 @@
 """`shards.table`: the entries of all shards as one memory-mapped table, so that a start is quick.
 
 10 T tokens are 75,000 shards, whose manifest takes half a second and 127 MB to parse. All processes
-of a node share the pages of the table instead. The manifest remains the definition of the data: the
-table can be made from it at any time, and one that is torn or belongs to another manifest is not
-used. docs/formats.md describes the file.
+of a node share the pages of the table instead. The manifest remains the definition of the data: a
+table that is torn or belongs to another manifest is not used. docs/formats.md describes the file.
 """
 
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 from typing import Any, overload
 
 import numpy as np
@@ -17,9 +15,8 @@ import orjson
 import xxhash
 
 from zerolm.common.errors import ShardError
-from zerolm.common.files import write_atomically
 from zerolm.shards.disk import map_file
-from zerolm.shards.manifest import FILE_KEYS, MANIFEST, read_manifest
+from zerolm.shards.manifest import FILE_KEYS, MANIFEST
 
 TABLE = "shards.table"
 MIN_SHARDS = 256  # a manifest of fewer is parsed in a millisecond
@@ -119,19 +116,6 @@ def encode_table(content: bytes) -> bytes | None:
     return _MAGIC + checksum + checked
 
 
-def write_table(directory: Path) -> Path:
-    """Write the table of published shards; return its path."""
-    read_manifest(directory)
-    table = encode_table((directory / MANIFEST).read_bytes())
-    if table is None:
-        raise ShardError(
-            f"{directory / MANIFEST}: has other names of files than shard-00000.bin and so on, or "
-            f"not the same files for each shard, so there can be no {TABLE}. It works without."
-        )
-    write_atomically(directory / TABLE, table)
-    return directory / TABLE
-
-
 def read_table(directory: Path) -> tuple[dict[str, Any], ShardTable] | None:
     """Map the table of a directory: (manifest without its shards, shards); None if there is none.
 
@@ -159,8 +143,7 @@ def read_table(directory: Path) -> tuple[dict[str, Any], ShardTable] | None:
 
 
 def _unusable(path: Path, reason: str) -> ShardError:
-    again = f"zerolm data table {quote(str(path.parent))}"
-    return ShardError(f"{path}: {reason}. Make it again: {again}")
+    return ShardError(f"{path}: {reason}. Remove it: a start then parses {MANIFEST}, a bit slower.")
 
 
 def _digest(path: Path) -> bytes:

@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_prep.__main__ import main
 from tests.manifests import write_shard_manifest
 from tests.zerolm.shards.small_shards import EOS, many_shards, write
 from zerolm.common.errors import ShardError, ShardReadError
 from zerolm.shards import directory as shard_directory
 from zerolm.shards import disk, local, manifest
 from zerolm.shards.reader import open_source, verify
-from zerolm.shards.table import TABLE, ShardTable, encode_table, write_table
+from zerolm.shards.table import TABLE, ShardTable, encode_table
 
 COUNT = 12
 
@@ -80,7 +79,7 @@ def test_any_damage_to_a_table_is_found_and_the_manifest_is_read_instead(shards,
         source = open_source(shards)
         assert isinstance(source.shards, list)
         note = capsys.readouterr().err
-        assert str(path) in note and f"zerolm data table {shards}" in note
+        assert str(path) in note and "Remove it: a start then parses manifest.json" in note
     assert facts(source) == expected
     with pytest.raises(ShardError, match=r"shards\.table: is damaged: its checksum differs"):
         verify(shards)
@@ -180,18 +179,6 @@ def test_nodes_look_at_different_shards_and_at_all_of_them_together(monkeypatch)
     assert together == set(range(40_000))
 
 
-def test_tables_are_made_for_shards_of_before(shards, capsys):
-    intact = (shards / TABLE).read_bytes()
-    (shards / TABLE).unlink()
-    assert main(["table", str(shards)]) == 0
-    assert (shards / TABLE).read_bytes() == intact
-    assert f"{len(intact):,} bytes" in capsys.readouterr().out
-    (shards / "manifest.json").unlink()
-    assert main(["table", str(shards), str(shards / "none")]) == 2
-    refused = capsys.readouterr().err
-    assert "no manifest.json" in refused and "no such directory" in refused
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -206,10 +193,6 @@ def test_a_manifest_that_says_more_than_a_table_can_has_none(shards, change):
     values = json.loads((shards / "manifest.json").read_text())
     change(values["shards"][3])
     assert encode_table(json.dumps(values).encode()) is None
-    if "note" in values["shards"][3]:
-        write_shard_manifest(shards, values)
-        with pytest.raises(ShardError, match="there can be no"):
-            write_table(shards)
 
 
 def test_nothing_is_left_of_a_writer_that_could_not_publish_its_manifest(tmp_path, monkeypatch):
