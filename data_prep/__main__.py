@@ -129,7 +129,7 @@ COMMANDS = Group(
                 "verify": "compare every file of token shards with its checksum",
                 "split": "divide the documents of token shards, such as for validation",
                 "convert": "make token shards of ids of Megatron, MDS, litdata, Parquet or nanoGPT",
-                "inspect": "print training sequences as text",
+                "inspect": "print a training sequence or a document as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },
             "pipelines": {

@@ -12,6 +12,7 @@ import numpy as np
 
 from zerolm.common.errors import ConfigError
 from zerolm.data.packing import Packing
+from zerolm.shards.origins import find_origin
 from zerolm.shards.reader import Source
 from zerolm.shards.table import column
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, load_backend, read_tiktoken
@@ -91,12 +92,17 @@ def _spans_in_shard(source: Source, number: int, start: int, stop: int) -> Itera
         start, document = upto, document + 1
 
 
-def render_window(spans: Sequence[DocumentSpan], decode: Decoder) -> Iterator[str]:
-    """Yield the lines that show a window."""
+def render_window(
+    source: Source, spans: Sequence[DocumentSpan], decode: Decoder
+) -> Iterator[str]:
+    """Yield the lines that show a window: the place, origin and text of each document in it."""
     for span in spans:
-        complete = span.start == 0 and span.stop == span.length
-        tokens = f"tokens {span.start:,} to {span.stop:,} of {span.length:,}"
-        yield f"--- document {span.document} ({'complete' if complete else tokens}) ---"
+        extent = f"tokens {span.start:,} to {span.stop:,} of {span.length:,}"
+        if span.start == 0 and span.stop == span.length:
+            extent = f"complete, {span.length:,} tokens"
+        found = find_origin(source, span.document)
+        where = f", {found.file}, {found.unit} {found.position}" if found else ""
+        yield f"--- document {span.document} ({extent}{where}) ---"
         yield decode(span.token_ids.tolist())
 
 

@@ -40,7 +40,8 @@ def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iter
                 f"window {row.window}, documents {row.parts[0].document} to "
                 f"{row.parts[-1].document} ==="
             )
-            yield from render_window(row.parts, decoders[row.source])
+            source = run.sources[row.source]
+            yield from render_window(source, row.parts, decoders[row.source])
 
     return lines()
 

@@ -1,17 +1,13 @@
 """`python -m data_prep inspect` and `verify`: what training would read, as text."""
 
-import hashlib
 import json
-import shutil
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from data_prep.__main__ import main
-from data_prep.finished_shards.sequences import find_window
 from tests.data_prep.small_corpus import TEXTS, data_prep, write_jsonl
-from zerolm.data.order import Order, Stage
 from zerolm.data.window_text import read_window
 from zerolm.shards.reader import open_source
 
@@ -65,18 +61,6 @@ def test_the_command_shows_the_text(shards):
     assert "--- document 1 (" in result.stdout
 
 
-def test_with_a_seed_the_sequence_of_a_run_is_shown(shards):
-    source = open_source(shards)
-    count = (source.num_tokens - 1) // SEQ_LEN
-    for sequence in (0, 3, count + 5, 10**12):
-        place = Order([count], [1.0], 7)(np.array([sequence]))
-        found = find_window(source, sequence, SEQ_LEN, 7, "concat")
-        assert found == (place.window[0], place.epoch[0]) and found[1] == sequence // count
-    result = data_prep("inspect", shards, "--sequence", 3, "--seq_len", SEQ_LEN, "--seed", 0)
-    window, _ = find_window(source, 3, SEQ_LEN, 0, "concat")
-    assert f"sequence 3 of seed 0, epoch 0, window {window}, " in result.stdout
-
-
 def test_a_document_and_its_json(shards):
     ids = all_ids(shards)
     ends = np.flatnonzero(ids == 0) + 1
@@ -88,40 +72,6 @@ def test_a_document_and_its_json(shards):
     assert (document["document"], document["start"], document["stop"]) == (3, 0, ends[3] - ends[2])
 
 
-def test_a_sequence_of_a_run_is_found_through_its_stages(shards, tmp_path):
-    """From run.json only: a mixture of two copies, and only the second from sequence 6 on."""
-    shutil.copytree(shards, tmp_path / "other")
-    sources = [open_source(shards), open_source(tmp_path / "other")]
-    prints = "\n".join(source.fingerprint for source in sources)
-    settings = {"data": [f"{source.directory}=1" for source in sources], "seq_len": SEQ_LEN,
-                "seed": 5, "batch_tokens": 4 * SEQ_LEN, "data_stage": [f"{6 * SEQ_LEN}:other=1"],
-                }  # fmt: skip
-    record = {
-        "settings": settings,
-        "data_fingerprint": hashlib.sha256(prints.encode()).hexdigest(),
-        "mixture": {"stages": [[0, [1.0, 1.0]], [6, [0.0, 1.0]]]},
-    }
-    (tmp_path / "run.json").write_text(json.dumps(record))
-    shown = data_prep("inspect", "--run", tmp_path, "--step", 2, "--json")
-    assert shown.returncode == 0, shown.stderr
-    found = [json.loads(line) for line in shown.stdout.splitlines()]
-    assert [one["sequence"] for one in found] == [4, 5, 6, 7]
-    assert [one["stage"] for one in found] == [1, 1, 2, 2]
-    count = (sources[0].num_tokens - 1) // SEQ_LEN
-    order = Order([count, count], [1, 1], 5, stages=[Stage(6, (0, 1))])
-    ids = all_ids(shards)
-    tokenizer = AutoTokenizer.from_pretrained(shards / "tokenizer")
-    for one, source, window, epoch in zip(found, *order(np.arange(4, 8)), strict=True):
-        assert one["source"] == ("s", "other")[source] and one["epoch"] == epoch
-        start = window * SEQ_LEN
-        text = "".join(document["text"] for document in one["documents"])
-        assert text == tokenizer.decode(ids[start : start + SEQ_LEN + 1])
-    row = data_prep("inspect", "--run", tmp_path, "--step", 2, "--row", 3, "--json")
-    assert json.loads(row.stdout) == found[3]
-    by_number = data_prep("inspect", "--run", tmp_path, "--sequence", 7, "--json")
-    assert json.loads(by_number.stdout) == found[3]
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -131,8 +81,8 @@ def test_a_sequence_of_a_run_is_found_through_its_stages(shards, tmp_path):
         (["--sequence", "0"], "--sequence: needs --seq_len"),
         (["--document", "7"], "--document 7: "),
         (["--document", "0", "--seq_len", "24"], "--seq_len 24: does not apply to --document"),
-        (["--step", "1"], "SHARDS needs --sequence N or --document N"),
-        (["--run", "r", "--step", "1"], "needs either SHARDS or --run RUN"),
+        ([], "needs --sequence N or --document N"),
+        (["--sequence", "0", "--document", "0"], "needs --sequence N or --document N"),
     ],
 )
 def test_windows_that_do_not_exist_are_refused(shards, words, named, capsys):

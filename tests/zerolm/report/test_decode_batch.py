@@ -99,6 +99,7 @@ def test_batch_text_equals_the_text_of_its_windows(run_dir, words, expected) -> 
         source, window, whole = expected_text(run_dir, sequence)
         assert f"source {source}, epoch 0, window {window}, documents " in heading
         assert text == whole.replace("\n", "")
+    assert ".jsonl, byte " in done.stdout
     assert ("before rollback 1" in done.stdout) == (words == ("--step", 6))
     assert ("after the end of the run, step 10" in done.stdout) == (words == ("--step", 12))
 
