@@ -38,7 +38,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from data_prep.filters.clean import CleanOptions, run_clean
     from data_prep.read.bad_input import Tally, summary_lines
-    from data_prep.stages.counts import thresholds
     from data_prep.stages.output_rules import dropped_problems, output_problems, overlap_problems
     from data_prep.tasks.executors import print_progress
     from data_prep.tasks.phases import LocalExecutor
@@ -69,11 +68,6 @@ def run(options: argparse.Namespace) -> None:
     print(f"{options.output}: kept {kept:,} of {read:,} documents")
     for reason, count in sorted(manifest["dropped"].items(), key=lambda item: -item[1]):
         print(f"    {reason:<48}{count:>12,}")
-    for tag, count in sorted(manifest["tags"].items(), key=lambda item: -item[1]):
-        print(f"    {'tagged ' + tag:<48}{count:>12,}")
-    for name, bins in manifest.get("scores_in", {}).items():
-        shown = [f"{row[1] / row[3]:.0%} at {row[0]} or above" for row in thresholds(bins)]
-        print(f"    {name}: {', '.join(shown)}")
     for line in summary_lines(inputs, Tally.from_records([manifest["reading"]]), rules):
         print(line)
     print(f"seconds: {time.monotonic() - start:,.1f} with {workers} workers")

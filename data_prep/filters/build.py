@@ -19,7 +19,6 @@ from data_prep.filters.parameters import (
     missing_package,
     parameters_of,
 )
-from data_prep.filters.score_filters import TAGS
 from data_prep.stages.line_ends import with_line_feeds
 from zerolm.common.errors import ConfigError
 from zerolm.common.files import sha256_file
@@ -42,8 +41,7 @@ class FilterResult(NamedTuple):
 class Filters:
     """The filters of a recipe, in order, built once per process."""
 
-    # name, function, and whether it tags documents instead of dropping them
-    steps: list[tuple[str, Callable[[Any], Any], bool]] = field(default_factory=list)
+    steps: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)  # by name
 
     def apply(self, text: str, document_id: str, record: Json) -> FilterResult:
         """Pass a document through the filters, up to the first that drops it.
@@ -61,32 +59,25 @@ class Filters:
         original = lambda changed: text if changed == judged else changed  # noqa: E731
         document = Document(text=judged, id=document_id, metadata=dict(record))
         changed: list[str] = []
-        tags: list[str] = []
-        for name, step, is_tag in self.steps:
+        for name, step in self.steps:
             before = document.text
             try:
                 result = step(document)
             except ZeroDivisionError:  # datatrove divides by the number of words or lines
                 result = False, "nothing_to_count"
             kept, reason = result if isinstance(result, tuple) else (result, None)
-            reason = f"{name}.{reason}" if reason else name
-            if is_tag:
-                if not kept or document.text != before:
-                    tags.append(f"{name}.changed" if kept else reason)
-                document.text = before
-            elif not kept:
-                added = _added(document.metadata, record, tags)
+            if not kept:
+                reason = f"{name}.{reason}" if reason else name
+                added = _added(document.metadata, record)
                 return FilterResult(False, reason, original(before), tuple(changed), added)
-            elif document.text != before:
+            if document.text != before:
                 changed.append(name)
-        added = _added(document.metadata, record, tags)
+        added = _added(document.metadata, record)
         return FilterResult(True, "", original(document.text), tuple(changed), added)
 
 
-def _added(metadata: Json, record: Json, tags: list[str]) -> Json:
+def _added(metadata: Json, record: Json) -> Json:
     """Return the keys that filters have added to a record, or changed."""
-    if tags:
-        metadata[TAGS] = list(dict.fromkeys([*(record.get(TAGS) or ()), *tags]))
     return {
         key: value
         for key, value in metadata.items()
@@ -101,7 +92,7 @@ def build_filters(specifications: Sequence[Json]) -> Filters:
         name = specification["filter"]
         try:
             step = _build_filter(name, parameters_of(specification))
-            filters.steps.append((name, step, specification.get("tag", False)))
+            filters.steps.append((name, step))
         except ImportError as error:
             raise ConfigError(missing_package("filters", name, error)) from error
     return filters

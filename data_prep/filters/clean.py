@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from data_prep.filters.build import Filters, build_filters, filters_identity
-from data_prep.filters.score_filters import TAGS, scores_of
 from data_prep.read.bad_input import Tally, check_bad_fraction
 from data_prep.read.documents import Document, InputRules
 from data_prep.read.parse import replace_text
@@ -69,7 +68,6 @@ class CleanOptions:
     unit_bytes: int | None = None  # of input per task; None: from the size of all inputs
     keep_dropped: Path | None = None  # directory for dropped documents
     piece_bytes: int = PIECE_BYTES  # of text read per file of the stage
-    stage: str = "clean"  # name of the stage
 
 
 @dataclass(frozen=True)
@@ -162,8 +160,6 @@ class CleanTask:
         size = len(document.text.encode())
         others = {key: value for key, value in record.items() if key not in (text_field, ID)}
         result = filters.apply(document.text, str(document_id), others)
-        scores = scores_of({**others, **result.added})
-        file.counts.add_scores("scores_in", scores, size)
         reason, shown = result.reason, result.text
         if result.kept and not result.text:
             reason, shown = "emptied", document.text
@@ -176,8 +172,6 @@ class CleanTask:
             file.counts.add_changed(name)
         size_out = len(result.text.encode()) if result.changed else size
         kept = replace_text(record, text_field, result.text) | result.added
-        file.counts.add_scores("scores_out", scores, size_out)
-        file.counts.add_tags(kept.get(TAGS) or ())
         file.keep(json_line(kept), size, size_out)
 
 
@@ -211,7 +205,7 @@ def run_clean(
         remove_unlisted_files(options.keep_dropped, {entry["file"] for entry in entries})
     return publish_stage(
         output,
-        options.stage,
+        "clean",
         entries,
         inputs=phase.inputs,
         text_field=options.rules.text_field,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from data_prep.filters.score_filters import FastText, Score, Stats, Tags
+from data_prep.filters.score_filters import FastText, Score
 from zerolm.common.errors import ConfigError, ZerolmError
 
 Json = dict[str, Any]
@@ -167,9 +167,7 @@ CUSTOM: dict[str, Callable[..., Callable[[Any], Any]]] = {
     "language": Language,
     "python": UserFilter,
     "fasttext": FastText,
-    "stats": Stats,
     "score": Score,
-    "tags": Tags,
 }
 
 

@@ -25,7 +25,6 @@ DATATROVE = {  # name: module and class in datatrove.pipeline; only filters that
     "url": "filters.url_filter:URLFilter",
     "pii": "formatters.pii:PIIFormatter",
 }
-UNTAGGED = ("stats", "score", "tags")  # filters that `tag` has no effect on, or no meaning for
 OURS = ("exclusion_writer", "model_url", "save_labels_in_metadata")  # set by wrappers
 NAMES = tuple(dict.fromkeys([*DATATROVE, *CUSTOM]))
 
@@ -49,11 +48,6 @@ def filter_problems(specifications: Any, where: str) -> list[str]:
                 f"Known: {', '.join(NAMES)}."
             )
             continue
-        tag = specification.get("tag", False)
-        if not isinstance(tag, bool):
-            problems.append(f"{place} ({name}): tag: {tag!r} is not true or false.")
-        elif tag and name in UNTAGGED:
-            problems.append(f"{place} ({name}): tag: has no meaning for this filter. Remove it.")
         try:
             problems += _parameter_problems(name, parameters_of(specification), f"{place} ({name})")
         except ImportError as error:
@@ -74,8 +68,8 @@ def resolve_model_paths(directory: Path, specifications: Any) -> Any:
 
 
 def parameters_of(specification: Json) -> Json:
-    """Return the parameters of a filter: all keys but its name and `tag`."""
-    return {key: value for key, value in specification.items() if key not in ("filter", "tag")}
+    """Return the parameters of a filter: all keys but its name."""
+    return {key: value for key, value in specification.items() if key != "filter"}
 
 
 def datatrove_class(name: str) -> Any:

@@ -1,21 +1,17 @@
-"""Filters that give documents scores, and filters that drop documents by scores or tags.
+"""Filters that give documents scores, and a filter that drops documents by numbers.
 
 A score is a number in the object `scores` of a document. So a first pass runs the models, and later
 ones choose thresholds without them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from data_prep.read.parse import find_text
 from zerolm.common.errors import ConfigError
 
-SCORES, TAGS = "scores", "tags"  # keys of a document
-STATS = {  # modules and classes of datatrove.pipeline.stats that need no other text or model
-    "document": "doc_stats:DocStats",
-    "lines": "line_stats:LineStats",
-    "paragraphs": "paragraph_stats:ParagraphStats",
-}
+SCORES = "scores"  # a key of a document
 PREFIX = "__label__"
 
 Json = dict[str, Any]
@@ -69,10 +65,9 @@ class FastText:
         found = {key: value for key, value in document.metadata.items() if key.startswith(PREFIX)}
         for key in found:
             del document.metadata[key]
-        add_scores(
-            document,
-            {f"{self.name}.{key.removeprefix(PREFIX)}": value for key, value in found.items()},
-        )
+        scores = {f"{self.name}.{key.removeprefix(PREFIX)}": value for key, value in found.items()}
+        # A new object: the record, whose keys these are, is not changed in place.
+        document.metadata[SCORES] = {**(document.metadata.get(SCORES) or {}), **scores}
         if is_kept:
             return True
         document.text = before  # a dropped document is listed with the text it had
@@ -87,31 +82,6 @@ def _is_label(pair: Any) -> bool:
         and isinstance(pair[1], int | float)
         and 0 <= pair[1] <= 1
     )
-
-
-class Stats:
-    """Stores datatrove's statistics of a text as scores: `document.digit_ratio`, for example."""
-
-    def __init__(self, of: Sequence[str] = ("document",)):
-        import importlib
-
-        self.steps = {}
-        for group in of:
-            module, name = STATS[group].split(":")
-            loaded = importlib.import_module(f"datatrove.pipeline.stats.{module}")
-            self.steps[group] = getattr(loaded, name)("memory://")  # nothing is written there
-
-    @staticmethod
-    def problems(parameters: Json) -> Iterator[str]:
-        of = parameters.get("of", ["document"])
-        if not isinstance(of, list) or not of or not set(of) <= set(STATS):
-            yield f"of: {of!r} is not a list of {', '.join(STATS)}."
-
-    def __call__(self, document: Any) -> bool:
-        for group, step in self.steps.items():
-            found = step.extract_stats(document)
-            add_scores(document, {f"{group}.{key}": value for key, value in found.items()})
-        return True
 
 
 class Score:
@@ -142,7 +112,7 @@ class Score:
             yield f"missing: {parameters['missing']!r} is not drop or keep."
 
     def __call__(self, document: Any) -> bool | tuple[bool, str]:
-        value = value_at(document.metadata, self.key)
+        _, value = find_text(document.metadata, self.key)
         if not _is_number(value):
             return self.missing == "keep" or (False, f"{self.key}.missing")
         if self.min is not None and not value >= self.min:  # also NaN
@@ -150,50 +120,6 @@ class Score:
         if self.max is not None and not value <= self.max:
             return False, f"{self.key}.too_high"
         return True
-
-
-class Tags:
-    """Drops documents with certain tags: what filters with `"tag": true` would have dropped."""
-
-    def __init__(self, drop: Sequence[str]):
-        self.drop = drop
-
-    @staticmethod
-    def problems(parameters: Json) -> Iterator[str]:
-        drop = parameters.get("drop")
-        if not isinstance(drop, list) or not drop or not all(isinstance(d, str) for d in drop):
-            yield f"drop: {drop!r} is not a list of tags, such as gopher_quality."
-
-    def __call__(self, document: Any) -> bool | tuple[bool, str]:
-        for tag in document.metadata.get(TAGS) or ():
-            for name in self.drop:
-                if tag == name or tag.startswith(f"{name}."):
-                    return False, tag
-        return True
-
-
-def add_scores(document: Any, scores: Mapping[str, float]) -> None:
-    """Add scores to a datatrove document; its record is not changed in place."""
-    document.metadata[SCORES] = {**(document.metadata.get(SCORES) or {}), **scores}
-
-
-def scores_of(record: Mapping[str, Any]) -> Json:
-    """Return the scores of a document for histograms, with datatrove's score of its language."""
-    scores = record.get(SCORES)
-    found = dict(scores) if isinstance(scores, dict) else {}
-    if "language_score" in record:
-        found["language_score"] = record["language_score"]
-    return found
-
-
-def value_at(record: Any, key: str) -> Any:
-    """Return the value of a key, in which dots may be part of names or lead into objects."""
-    if not isinstance(record, Mapping):
-        return None
-    if key in record:
-        return record[key]
-    first, dot, rest = key.partition(".")
-    return value_at(record.get(first), rest) if dot else None
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -4,7 +4,7 @@ The page is the template `report.html`; this module computes the bars of its his
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,9 @@ from markupsafe import Markup, escape
 
 from data_prep.read.bad_input import describe_changes
 from data_prep.read.documents import BAD_REASONS, Problem, describe_skipped
-from data_prep.stages.counts import thresholds
 from zerolm.report.page import page
 
 TEMPLATE = Path(__file__).with_name("report.html")
-MAX_BARS = 50
 
 Bar = tuple[str, str, list[tuple[str, int]]]  # label, title, counts by CSS class
 
@@ -36,10 +34,8 @@ def render(report: Mapping[str, Any]) -> str:
         divided=divided,
         length_bars=length_bars,
         not_read=not_read,
-        score_bars=score_bars,
         share=share,
         size=size,
-        thresholds=thresholds,
     )
 
 
@@ -67,24 +63,6 @@ def length_bars(counts: Mapping[str, int]) -> list[Bar]:
         number = counts.get(str(each), 0)
         title = f"{size(each)} to {size(2 * each)}: {number:,} documents"
         bars.append((size(each), title, [("kept", number)]))
-    return bars
-
-
-def score_bars(bins: Mapping[str, Sequence[int]], kept: Mapping[str, Sequence[int]]) -> list[Bar]:
-    """Return at most `MAX_BARS` bars of scores; from -1 to 1 also empty ones."""
-    lows = [low for low in bins if low not in ("nan", "inf", "-inf")]
-    if lows and float(lows[0]) >= -1 and float(lows[-1]) <= 1:
-        first, last = round(float(lows[0]) * 100), round(float(lows[-1]) * 100)
-        lows = [f"{number / 100:.2f}" for number in range(first, last + 1)]
-    width = -(-len(lows) // MAX_BARS) or 1
-    bars: list[Bar] = []
-    for start in range(0, len(lows), width):
-        found, own = (
-            sum(part.get(low, (0,))[0] for low in lows[start : start + width])
-            for part in (bins, kept)
-        )
-        title = f"from {lows[start]}: {found:,} documents, {own:,} kept"
-        bars.append((lows[start], title, [("all", found), ("kept", own)]))
     return bars
 
 

@@ -31,9 +31,6 @@ def stage_fingerprints(
         if stage == "clean":
             fingerprints[stage] = before = _clean_fingerprint(recipe, source)
             continue
-        if stage == "select":
-            fingerprints[stage] = before = _select_fingerprint(recipe, source)
-            continue
         if stage == "dedup":
             fingerprints[stage] = before = dedup[source.name]
             continue
@@ -57,15 +54,6 @@ def _clean_fingerprint(recipe: Recipe, source: Source) -> str:
     return fingerprint([inputs, "clean", options])
 
 
-def _select_fingerprint(recipe: Recipe, source: Source) -> str:
-    """Return the fingerprint of the select stage; of clean, if there is none."""
-    before = _clean_fingerprint(recipe, source)
-    if recipe.select is None:
-        return before
-    options = [recipe.content["select"], filters_identity(recipe.select.filters)]
-    return fingerprint([before, "select", options])
-
-
 def dedup_fingerprints(recipe: Recipe) -> dict[str, str]:
     """Return the fingerprint of each source's dedup stage, which covers the sources before it."""
     found: dict[str, str] = {}
@@ -74,7 +62,7 @@ def dedup_fingerprints(recipe: Recipe) -> dict[str, str]:
     earlier: list[str] = []  # that of the last source, which covers all before it
     for source in recipe.by_preference():
         options = dedup_identity(recipe.dedup.of_stage(()), [*recipe.against, *earlier])
-        key = fingerprint([_select_fingerprint(recipe, source), "dedup", options])
+        key = fingerprint([_clean_fingerprint(recipe, source), "dedup", options])
         found[source.name] = key
         earlier = [key] if recipe.dedup.across_sources else []
     return found
@@ -136,6 +124,6 @@ def _reading_of(options: SourceOptions) -> Sequence[str]:
 
 def _options_of(recipe: Recipe, stage: str) -> Sequence[str]:
     options = getattr(recipe, stage)
-    if stage in ("clean", "select"):
+    if stage == "clean":
         return [json.dumps(each) for each in options.filters] or ["no filters"]
     return [f"{key}: {value}" for key, value in asdict(options).items()]

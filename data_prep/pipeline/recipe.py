@@ -1,8 +1,8 @@
 """Reads a recipe: the JSON file that describes a pipeline, checked completely before it runs.
 
 Paths are relative to the recipe. Every source passes through the same stages, each with its own
-directory: `OUTPUT/SOURCE/clean`, `select`, `dedup`, ..., `shards`. All sources share a tokenizer
-that the pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
+directory: `OUTPUT/SOURCE/clean`, `dedup`, ..., `shards`. All sources share a tokenizer that the
+pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
 `data_prep/recipes/` has examples.
 """
 
@@ -46,8 +46,8 @@ OPTION_KEYS: dict[str, type] = {
     "tokenize": ShardOptions,
     "pack": PackOptions,
 }
-KEYS = ("output", "sources", "clean", "select", *OPTION_KEYS, "executor")
-STAGES = ("clean", "select", "dedup", "repeats", "decontaminate", "shards", "pack")
+KEYS = ("output", "sources", "clean", *OPTION_KEYS, "executor")
+STAGES = ("clean", "dedup", "repeats", "decontaminate", "shards", "pack")
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 Json = dict[str, Any]
@@ -81,7 +81,6 @@ class Recipe:
     output: Path
     sources: tuple[Source, ...]
     clean: CleanOptions
-    select: CleanOptions | None
     dedup: SourcesDedupOptions | None
     against: tuple[str, ...]
     repeats: RepeatsOptions | None
@@ -117,8 +116,7 @@ class Recipe:
     def stages(self) -> tuple[str, ...]:
         """The stages of each source, in order."""
         options = (
-            self.clean, self.select, self.dedup, self.repeats, self.decontaminate, self.shards,
-            self.pack,
+            self.clean, self.dedup, self.repeats, self.decontaminate, self.shards, self.pack,
         )  # fmt: skip
         return tuple(
             stage for stage, given in zip(STAGES, options, strict=True) if given is not None
@@ -151,10 +149,7 @@ def read_recipe(path: Path) -> Recipe:
     for key, kind in OPTION_KEYS.items():
         if key in content:
             options[key] = _collect(problems, parse_options, kind, content[key], f"{path}: {key}")
-    clean = _clean(content.get("clean", {}), f"{path}: clean", base, _Clean, problems)
-    select = None
-    if "select" in content:
-        select = _clean(content["select"], f"{path}: select", base, _Select, problems)
+    clean = _clean(content.get("clean", {}), f"{path}: clean", base, problems)
     output = content.get("output")
     if not isinstance(output, str) or not output:
         problems.append(f"{path}: output: {output!r} is not the path of a directory.")
@@ -185,7 +180,7 @@ def read_recipe(path: Path) -> Recipe:
     if problems:
         raise ConfigError(problems)
     recipe = Recipe(
-        path, content, base / output, sources, clean, select, options["dedup"], against,
+        path, content, base / output, sources, clean, options["dedup"], against,
         options["repeats"], options["decontaminate"], options["tokenize"], tokenizer,
         options["train_tokenizer"], options["pack"],
         executor,
@@ -215,33 +210,26 @@ def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:
         return None
 
 
-def _clean(
-    given: Any, where: str, base: Path, kind: type["_Select"], problems: list[str]
-) -> CleanOptions:
-    """Return the options of `clean` or `select`, which is the last part of `where`."""
-    options = _collect(problems, parse_options, kind, given, where) or kind()
+@dataclass(frozen=True)
+class _Clean:
+    """The options of `clean` in a recipe."""
+
+    filters: list = ()  # type: ignore[assignment]
+    keep_dropped: bool = False
+    unit_bytes: int | None = option(None, low=1)
+
+
+def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOptions:
+    """Return the options of the clean stage."""
+    options = _collect(problems, parse_options, _Clean, given, where) or _Clean()
     filters = given.get("filters", []) if isinstance(given, dict) else []
     filters = resolve_model_paths(base, filters)
     problems += filter_problems(filters, f"{where}.filters") if isinstance(filters, list) else []
     return CleanOptions(
         tuple(filters),
-        unit_bytes=getattr(options, "unit_bytes", None),
+        unit_bytes=options.unit_bytes,
         keep_dropped=Path("dropped") if options.keep_dropped else None,
-        stage=where.rpartition(" ")[2],
     )
-
-
-@dataclass(frozen=True)
-class _Select:
-    """The options of `select` in a recipe."""
-
-    filters: list = ()  # type: ignore[assignment]
-    keep_dropped: bool = False
-
-
-@dataclass(frozen=True)
-class _Clean(_Select):
-    unit_bytes: int | None = option(None, low=1)
 
 
 def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterator[Source]:

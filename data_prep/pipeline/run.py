@@ -20,7 +20,7 @@ from data_prep.dedup.signatures import signatures_manifest
 from data_prep.encode.options import TokenizeOptions
 from data_prep.encode.pack import pack
 from data_prep.encode.run import run_tokenization
-from data_prep.filters.clean import CleanOptions, run_clean
+from data_prep.filters.clean import run_clean
 from data_prep.pipeline.plan import (
     dedup_fingerprints,
     stage_fingerprints,
@@ -128,20 +128,10 @@ class Pipeline:
             before = output
 
     def _run_clean(self, output: Path, before: Path | None) -> None:
-        options = self._filtering(self.recipe.clean, output)
-        run_clean(options, self.source.inputs, output, self.executor, self._provenance())
-
-    def _filtering(self, options: CleanOptions, output: Path) -> CleanOptions:
-        """Return the options of clean or select for this source."""
+        options = self.recipe.clean
         dropped = None if options.keep_dropped is None else output / "dropped"
-        return replace(options, rules=self.source.options.rules(), keep_dropped=dropped)
-
-    def _run_select(self, output: Path, before: Path | None) -> None:
-        assert before is not None
-        stage = read_stage(before)
-        inputs, _ = find_inputs([str(before)], stage.text_field)
-        options = self._filtering(self.recipe.select, output)
-        run_clean(options, inputs, output, self.executor, provenance_of(stage))
+        options = replace(options, rules=self.source.options.rules(), keep_dropped=dropped)
+        run_clean(options, self.source.inputs, output, self.executor, self._provenance())
 
     def _run_dedup(self, output: Path, before: Path | None) -> None:
         run_dedup(self._dedup_options(), _documents(before), output, self.executor)

@@ -318,15 +318,7 @@ def remove_unlisted_files(directory: Path, listed: Set[str]) -> None:
 
 def provenance_of(stage: Stage) -> Json:
     """Return what later stages and manifests record of a stage: its manifest without the files."""
-    omitted = (
-        "files",
-        "digest",
-        "examples",
-        "lengths_in",
-        "lengths_out",
-        "scores_in",
-        "scores_out",
-    )
+    omitted = ("files", "digest", "examples", "lengths_in", "lengths_out")
     kept = {key: value for key, value in stage.manifest.items() if key not in omitted}
     return {
         **kept,

@@ -112,10 +112,8 @@ PAGES = [
     "a line without a full stop\n" * 4 + "The last one of the lines has a full stop.\n",
     "mail a@b.org\n\nand 8.8.8.8\n",
 ]
-STATS = {"filter": "stats", "of": ["document", "lines", "paragraphs"]}
 JUDGES = [
     *({"filter": name} for name in (*COMPARED, "pii")),
-    STATS,
     {"filter": "length", "max_words": 90},
     {"filter": "python", "function": "tests.data_prep.filters.test_filters:has_few_lines"},
 ]
@@ -138,7 +136,7 @@ def test_line_ends_make_no_difference_to_a_filter(judge, end):
 
 
 def test_a_paragraph_separator_is_an_empty_line():
-    filters = build_filters([{"filter": "gopher_repetition"}, STATS])
+    filters = build_filters([{"filter": "gopher_repetition"}])
     for page in PAGES:
         expected = filters.apply(page, "0", {})
         result = filters.apply(page.replace("\n\n", "\u2029"), "0", {})

@@ -1,4 +1,4 @@
-"""Scores and tags, compared with datatrove, and with what each filter decides alone."""
+"""Scores of fastText, compared with datatrove, and thresholds on numbers."""
 
 import random
 from pathlib import Path
@@ -7,7 +7,6 @@ import pytest
 
 from data_prep.filters.build import build_filters
 from data_prep.filters.parameters import filter_problems
-from data_prep.filters.score_filters import value_at
 from zerolm.common.errors import ConfigError
 
 GOOD, BAD = "the house of the old dog is here", "buy cheap pills now click click"
@@ -76,54 +75,6 @@ def test_a_label_that_a_model_lacks_is_refused_with_those_it_has(model, tmp_path
         build_filters([{"filter": "fasttext", "model": str(tmp_path / "bad.bin")}])
 
 
-def test_statistics_equal_those_of_datatrove():
-    from datatrove.data import Document
-    from datatrove.pipeline.stats.doc_stats import DocStats
-    from datatrove.pipeline.stats.line_stats import LineStats
-    from datatrove.pipeline.stats.paragraph_stats import ParagraphStats
-
-    filters = build_filters([{"filter": "stats", "of": ["document", "lines", "paragraphs"]}])
-    steps = {"document": DocStats, "lines": LineStats, "paragraphs": ParagraphStats}
-    for text in ("A line.\nA line.\n\n- one\n- two 12", "", "é…"):
-        expected = {
-            f"{name}.{key}": value
-            for name, step in steps.items()
-            for key, value in step("memory://").extract_stats(Document(text=text, id="0")).items()
-        }
-        assert filters.apply(text, "0", {}).added == {"scores": expected}
-
-
-def test_a_tag_is_the_reason_for_which_a_filter_would_drop(model):
-    specifications = [
-        {"filter": "length", "min_words": 5},
-        {"filter": "c4_quality"},
-        {"filter": "fasttext", "model": str(model), "keep_labels": [["hq", 0.5]]},
-        {"filter": "pii"},
-    ]
-    tagging = build_filters([{**each, "tag": True} for each in specifications])
-    seen = set()
-    for text in [*texts(), "Mail me at a@b.com today, please. I am here. You are there. Yes, sir."]:
-        result = tagging.apply(text, "0", {"tags": ["older"]})
-        assert result.kept and result.text == text and not result.changed
-        expected = []
-        for each in specifications:
-            alone = build_filters([each]).apply(text, "0", {})
-            name = each["filter"]
-            if not alone.kept:
-                expected.append(alone.reason)
-            elif alone.text != text:
-                expected.append(f"{name}.changed")
-        assert result.added.get("tags", ["older"]) == ["older", *expected]
-        seen |= set(expected)
-        for drop in (["c4_quality"], ["length.too_few_words"], ["older"], ["c4"]):
-            record = {"tags": ["older", *expected]}
-            reason = build_filters([{"filter": "tags", "drop": drop}]).apply(text, "0", record)
-            matching = [t for t in record["tags"] if t == drop[0] or t.startswith(f"{drop[0]}.")]
-            assert reason.kept == (not matching)
-            assert reason.reason == (f"tags.{matching[0]}" if matching else "")
-    assert {"length.too_few_words", "fasttext.quality_v1", "pii.changed"} <= seen
-
-
 def test_a_threshold_needs_only_the_number():
     given = {"filter": "score", "key": "scores.q.hq", "min": 0.25, "max": 0.75}
     filters = build_filters([given])
@@ -135,7 +86,6 @@ def test_a_threshold_needs_only_the_number():
     for missing in ({}, {"scores": None}, {"scores": {"q.hq": "0.5"}}, {"scores": {"q.hq": True}}):
         assert filters.apply("x", "0", missing).reason == "score.scores.q.hq.missing"
         assert build_filters([{**given, "missing": "keep"}]).apply("x", "0", missing).kept
-    assert value_at({"a.b": 1, "a": {"b": 2}}, "a.b") == 1
 
 
 def test_wrong_parameters_are_refused_together(tmp_path):
@@ -143,20 +93,14 @@ def test_wrong_parameters_are_refused_together(tmp_path):
         [
             {"filter": "fasttext", "model": str(tmp_path / "none.bin"), "keep_labels": ["hq", 0.5]},
             {"filter": "fasttext", "model_url": "https://example.org/model.bin"},
-            {"filter": "stats", "of": ["document", "images"]},
-            {"filter": "stats", "tag": True},
             {"filter": "score", "key": "a", "min": 2, "max": 1},
             {"filter": "score", "min": 2, "missing": "skip"},
             {"filter": "score", "key": "a"},
-            {"filter": "tags", "drop": "c4"},
-            {"filter": "length", "tag": "yes"},
         ],
         "r.json: clean.filters",
     )
     wanted = [
         "none.bin: no such file", "is not a list of [label, threshold", "'model_url' is not",
-        "is not a list of document, lines, paragraphs", "tag: has no meaning", "above max, 1",
-        "needs `key`", "missing: 'skip'", "needs `min` or `max`", "is not a list of tags",
-        "tag: 'yes' is not true or false",
+        "above max, 1", "needs `key`", "missing: 'skip'", "needs `min` or `max`",
     ]  # fmt: skip
     assert [text for text in wanted if not any(text in line for line in problems)] == []
