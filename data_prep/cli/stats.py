@@ -69,7 +69,6 @@ def text_lines(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield (
             f"    ids            {ids['unused']:,} of {ids['vocab_size']:,} unused; "
             f"{ids['half_of_tokens']:,} ids make up half of the tokens"
-            + (f"; Zipf exponent {ids['zipf_exponent']:.2f}" if ids["zipf_exponent"] else "")
         )
         if ids["eos_inside_documents"]:
             yield f"    EOS            {ids['eos_inside_documents']:,} inside documents"

@@ -5,7 +5,7 @@ and on `PARTITION_DOCUMENTS`, not on the size of the data. Must not depend on th
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,8 @@ def measure_shards(
     totals: dict[int, Counts] = {}
     with tempfile.TemporaryDirectory(prefix="data_prep-stats-") as scratch:
         hashes = [_Hashes(Path(scratch), n, s.num_documents) for n, s in enumerate(sources)]
-        results = ordered_map(partial(_measurer, list(sources)), _pieces(sources), num_workers)
+        measurer = partial(partial, _measure_piece, list(sources))
+        results = ordered_map(measurer, _pieces(sources), num_workers)
         for piece, counts, digests, numbers in results:
             hashes[piece.source].add(digests, numbers)
             if piece.source in totals:
@@ -91,10 +92,6 @@ def _pieces(sources: Sequence[Source]) -> Iterator[Piece]:
             ends = source.document_ends(shard).astype(np.int64)
             for first, last in piece_bounds(ends):
                 yield Piece(number, shard, first, last)
-
-
-def _measurer(sources: list[Source]) -> Callable[[Piece], tuple]:
-    return partial(_measure_piece, sources)
 
 
 def _measure_piece(
@@ -209,7 +206,7 @@ def _length_statistics(counts: Counts, tokens: int, documents: int) -> dict[str,
 def _id_statistics(source: Source, counts: Counts, top: int) -> dict[str, Any]:
     ranked = np.argsort(-counts.ids, kind="stable")
     used = int((counts.ids > 0).sum())
-    frequencies = counts.ids[ranked[:used]]
+    so_far = np.cumsum(counts.ids[ranked])
     return {
         "vocab_size": source.vocab_size,
         "unused": source.vocab_size - used,
@@ -217,23 +214,5 @@ def _id_statistics(source: Source, counts: Counts, top: int) -> dict[str, Any]:
         "most_frequent": [
             {"id": int(number), "times": int(counts.ids[number])} for number in ranked[:top]
         ],
-        "half_of_tokens": int(np.searchsorted(np.cumsum(frequencies), source.num_tokens / 2)) + 1,
-        "zipf_exponent": _zipf_exponent(frequencies),
-        "by_rank": [[int(n) + 1, int(frequencies[n])] for n in _log_spaced(used)],
+        "half_of_tokens": int(np.searchsorted(so_far, source.num_tokens / 2)) + 1,
     }
-
-
-def _log_spaced(count: int) -> np.ndarray:
-    return np.unique(np.geomspace(1, count, min(count, 200)).astype(np.int64)) - 1
-
-
-def _zipf_exponent(frequencies: np.ndarray) -> float | None:
-    """Return the negative slope of log frequency over log rank, from rank 10 to half of the ids.
-
-    The fit uses ranks evenly spaced in their logarithm, so that the many rare ids do not dominate.
-    """
-    if len(frequencies) < 40:
-        return None
-    ranks = np.unique(np.geomspace(10, len(frequencies) // 2, 100).astype(np.int64))
-    slope, _ = np.polyfit(np.log(ranks), np.log(frequencies[ranks - 1]), 1)
-    return float(-slope)

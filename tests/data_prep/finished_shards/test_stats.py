@@ -53,8 +53,6 @@ def test_statistics_equal_direct_counts(corpus, monkeypatch, workers):
     assert found["ids"]["eos_inside_documents"] == 0
     so_far = np.cumsum([times[token] for token in ranked])
     assert found["ids"]["half_of_tokens"] == 1 + sum(so_far < lengths.sum() / 2)
-    assert found["ids"]["by_rank"][0] == [1, times[ranked[0]]]
-    assert 0.5 < found["ids"]["zipf_exponent"] < 2
     length = found["length"]
     assert length["mean"] == pytest.approx(lengths.mean())
     assert (length["shortest"], length["longest"]) == (lengths.min(), lengths.max())
@@ -85,7 +83,7 @@ def test_the_command_prints_a_table_and_writes_json(corpus, tmp_path):
     directory, documents = corpus
     result = data_prep("stats", directory, "--json", tmp_path / "s.json")
     assert result.returncode == 0, result.stderr
-    assert f"documents      {len(documents)}, " in result.stdout and "Zipf" in result.stdout
+    assert f"documents      {len(documents)}, " in result.stdout
     (found,) = json.loads((tmp_path / "s.json").read_text())["sources"]
     assert found["num_documents"] == len(documents) and math.isfinite(found["length"]["mean"])
 
