@@ -26,7 +26,7 @@ from typing import Any, Protocol, TypedDict
 
 from data_prep.tasks.workers import ordered_map
 from zerolm.common.errors import ConfigError, RecordError, ZerolmError
-from zerolm.common.files import temporary_path, write_atomically, write_json
+from zerolm.common.files import write_atomically, write_json
 from zerolm.common.records import Count, read_record
 
 RECORDS = "records"
@@ -181,7 +181,7 @@ def run_task(phase: Phase, task: int) -> Record:
         if phase.sync:
             write_json(phase.path(task), record, many_writers=True)
         else:
-            _replace_note(running, phase.path(task), record)
+            _write_note(phase.path(task), record)
     except Exception as error:
         refused = error.problems if isinstance(error, ConfigError) else None
         note = {**process, "refused": refused, "traceback": traceback.format_exc()}
@@ -201,21 +201,6 @@ def _host() -> str:
 def _write_note(path: Path, value: Any) -> None:
     """Write a small file atomically, but without syncing it."""
     write_atomically(path, json.dumps(value).encode(), many_writers=True, durable=False)
-
-
-def _replace_note(note: Path, path: Path, value: Any) -> None:
-    """Write a small file as `_write_note` does, using the file of a note that is needed no more.
-
-    On ext4 creating a file, and finding space for it after others were removed, takes up to 0.5 ms.
-    """
-    temporary = temporary_path(path)
-    try:
-        os.replace(note, temporary)
-    except FileNotFoundError:  # another attempt of the task has removed it
-        _write_note(path, value)
-        return
-    temporary.write_bytes(json.dumps(value).encode())
-    os.replace(temporary, path)
 
 
 @dataclass(frozen=True)
@@ -245,7 +230,6 @@ class LocalExecutor:
             tasks,
             num_workers,
             ahead_per_worker=len(tasks),
-            assigned_per_worker=1,
             on_start=self.on_start,
         )
         with contextlib.closing(results):

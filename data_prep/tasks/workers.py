@@ -28,7 +28,6 @@ from typing import Any, TypeVar
 from zerolm.common.errors import ConfigError, ZerolmError
 
 MAX_AHEAD_PER_WORKER = 6  # items between reading and yielding: a slow item blocks no other worker
-ASSIGNED_PER_WORKER = 2  # one running and one queued, so that no worker waits for this process
 STOP_SECONDS = 5
 JOINED_THREAD_SECONDS = 0.005  # a joined thread may still be listed for this long
 
@@ -42,7 +41,6 @@ def ordered_map(
     num_workers: int,
     *,
     ahead_per_worker: int = MAX_AHEAD_PER_WORKER,
-    assigned_per_worker: int = ASSIGNED_PER_WORKER,
     on_start: Callable[[], object] | None = None,
 ) -> Generator[Result, None, None]:
     """Yield `prepare()(item)` for every item, in the order of the items.
@@ -50,8 +48,6 @@ def ordered_map(
     Args:
         prepare: sent to every worker and called once there.
         ahead_per_worker: limit of items and results in flight, per worker.
-        assigned_per_worker: items that a worker has at a time. Use 1 for items that take minutes,
-            so that none waits for a busy worker while another one is idle.
         on_start: called when all workers have started. Threads that are started there do not
             prevent forking.
 
@@ -66,7 +62,7 @@ def ordered_map(
         if on_start is not None:
             on_start()
         max_ahead = ahead_per_worker * num_workers
-        yield from _schedule(workers, enumerate(items), max_ahead, assigned_per_worker)
+        yield from _schedule(workers, enumerate(items), max_ahead)
     finally:
         for worker in workers:
             worker.terminate()
@@ -75,20 +71,18 @@ def ordered_map(
 
 
 def _schedule(
-    workers: list["_Worker"],
-    items: Iterator[tuple[int, Any]],
-    max_ahead: int,
-    assigned_per_worker: int,
+    workers: list["_Worker"], items: Iterator[tuple[int, Any]], max_ahead: int
 ) -> Iterator[Any]:
-    ready: deque[tuple[int, Any]] = deque()  # read, and not assigned to a worker yet
+    idle, busy = deque(workers), dict[Any, _Worker]()
+    ready: deque[tuple[int, Any]] = deque()  # read, and not given to a worker yet
     results: dict[int, Any] = {}
     num_read = next_result = 0
     has_more = True
     while True:
-        idlest = min(workers, key=lambda worker: len(worker.assigned))
-        while ready and len(idlest.assigned) < assigned_per_worker:
-            idlest.send(*ready.popleft())
-            idlest = min(workers, key=lambda worker: len(worker.assigned))
+        while ready and idle:
+            worker = idle.popleft()
+            worker.send(*ready.popleft())
+            busy[worker.connection] = worker
         can_read = has_more and len(ready) < len(workers) and num_read - next_result < max_ahead
         if can_read:
             item = next(items, None)
@@ -98,15 +92,14 @@ def _schedule(
                 ready.append(item)
                 num_read += 1
         if not has_more and not ready:
-            for worker in workers:
-                worker.dismiss_if_idle()
-        busy = {worker.connection: worker for worker in workers if worker.assigned}
+            while idle:  # these exit, and release their memory, while others still work
+                idle.popleft().connection.close()
         if not busy and not ready and not has_more:
             return
         for connection in wait(list(busy), timeout=0 if can_read else None):
-            assert isinstance(connection, Connection)
-            number, result = busy[connection].receive()
-            results[number] = result
+            worker = busy.pop(connection)
+            results[worker.number] = worker.receive()
+            idle.append(worker)
         while next_result in results:
             yield results.pop(next_result)
             next_result += 1
@@ -127,16 +120,16 @@ class _Worker:
         )
         self.process.start()
         child_connection.close()
-        self.assigned: deque[int] = deque()  # numbers of the items without a result
+        self.number = -1  # of the item that it has
 
     def send(self, number: int, item: Any) -> None:
-        self.assigned.append(number)
+        self.number = number
         try:
             self.connection.send(item)
         except OSError as error:
             raise self._death() from error
 
-    def receive(self) -> tuple[int, Any]:
+    def receive(self) -> Any:
         try:
             kind, value = self.connection.recv()
         except (EOFError, OSError) as error:  # OSError: in the middle of a message
@@ -149,7 +142,7 @@ class _Worker:
             raise OSError(*value)
         if kind == "bug":
             raise RuntimeError(f"in a worker process:\n{value}")
-        return self.assigned.popleft(), value
+        return value
 
     def _death(self) -> ZerolmError:
         self.process.join(STOP_SECONDS)
@@ -162,11 +155,6 @@ class _Worker:
             f"{self.process.name} (pid {self.process.pid}) {cause}. After SIGKILL, look for the "
             f"kernel's out-of-memory killer, and run the command again with fewer --workers."
         )
-
-    def dismiss_if_idle(self) -> None:
-        """Let a process without items exit, and release its memory, while others still work."""
-        if not self.assigned:
-            self.connection.close()
 
     def terminate(self) -> None:
         self.connection.close()
@@ -212,8 +200,7 @@ def _work(connection: Connection, prepare: Callable[[], Callable], forked: bool)
     if forked:
         gc.freeze()  # so that garbage collection does not touch, and copy, the parent's memory
         _drop_inherited(connection)
-    # A thread receives items at all times. Otherwise the parent, sending an item, and this process,
-    # sending a long result, could wait for each other.
+    # A thread notices the end of the parent, also in the middle of an item.
     items: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     function = None

@@ -90,7 +90,7 @@ def test_results_are_in_the_order_of_the_items(started):
 
 def test_a_worker_without_items_exits_while_another_one_works():
     others = [child.pid for child in psutil.Process().children()]
-    results = ordered_map(partial(alone, others), range(2), 2, assigned_per_worker=1)
+    results = ordered_map(partial(alone, others), range(2), 2)
     assert list(results) == [True, False]
 
 
