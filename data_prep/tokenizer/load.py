@@ -223,13 +223,11 @@ def _describe_backend(
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     definition = [*(content[key] for key in keys), eos_id]
     vocab = content["model"]["vocab"]  # for Unigram a list of (token, score) in the order of ids
-    # Only scores and dropout are floats, which orjson may write differently.
-    has_floats = not isinstance(vocab, dict) or content["model"].get("dropout") is not None
     largest = max(vocab.values(), default=0) if isinstance(vocab, dict) else len(vocab) - 1
     largest = max([largest, *(token["id"] for token in content["added_tokens"])])
     # If the ids have gaps, the largest id exceeds the length.
-    fingerprint = _fingerprint(definition, has_floats)
-    return Tokenizer(name, max(length, largest + 1), eos_id, fingerprint, save, notices)
+    vocab_size = max(length, largest + 1)
+    return Tokenizer(name, vocab_size, eos_id, _fingerprint(definition), save, notices)
 
 
 def _growth(normalizer: Any) -> int:
@@ -241,18 +239,9 @@ def _growth(normalizer: Any) -> int:
     return max(1, own) * math.prod(parts)
 
 
-def _fingerprint(definition: Any, has_floats: bool = True) -> str:
-    """Return the SHA-256 of a definition as sorted JSON in ASCII, as the module `json` writes it.
-
-    Without floats, orjson and then one function of `json` for all characters above ASCII give the
-    same text in a fifth of the time.
-    """
-    if has_floats:
-        canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"))
-    else:
-        text = orjson.dumps(definition, option=orjson.OPT_SORT_KEYS).decode()
-        canonical = json.encoder.encode_basestring_ascii(text)[1:-1]
-        canonical = canonical.replace(r"\"", '"').replace("\\\\", "\\")  # were escaped twice
+def _fingerprint(definition: Any) -> str:
+    """Return the SHA-256 of a definition as sorted JSON in ASCII."""
+    canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
