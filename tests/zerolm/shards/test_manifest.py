@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.manifests import write_shard_manifest
-from tests.zerolm.shards.small_shards import EOS, many_shards, write
+from tests.zerolm.shards.small_shards import many_shards, write
 from zerolm.common.errors import ShardError
 from zerolm.shards import manifest
-from zerolm.shards.checksums import BLOCK_BYTES
 from zerolm.shards.reader import open_source
 
 
@@ -22,14 +21,14 @@ from zerolm.shards.reader import open_source
         ({"format": "other"}, "format is not"),
         ({"version": 2}, "version 2, but this release reads version 1"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
-        ({"vocab_size": "1000"}, "vocab_size is '1000', not of type int"),
+        ({"vocab_size": "1000"}, 'vocab_size: "1000" must be a whole number'),
         ({"vocab_size": 70_000}, "uint16 cannot hold vocab_size 70000"),
         ({"eos_id": 1000}, "eos_id 1000 is not below vocab_size 1000"),
         ({"num_tokens": 8}, "num_tokens is 8, but its shards have 9 together"),
-        ({"num_documents": -1}, "num_documents is -1, below zero"),
-        ({"tokenizer": {}}, "tokenizer.fingerprint is missing"),
+        ({"num_documents": -1}, "num_documents: -1 must be a whole number, not negative"),
+        ({"tokenizer": {}}, "tokenizer.fingerprint: missing"),
         ({"shards": []}, "shards is empty"),
-        ({"shards": [{}]}, r"shards\[0\].file is missing"),
+        ({"shards": [{}]}, r"shards\[0\].file: missing"),
     ],
     ids=str,
 )
@@ -58,7 +57,7 @@ def test_a_manifest_cannot_name_files_elsewhere(tmp_path):
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["shards"][0]["file"] = "../other/shard-00000.bin"
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ShardError, match="not a plain file name"):
+    with pytest.raises(ShardError, match=r"shards\[0\]\.file: .* must be a plain name"):
         open_source(directory)
 
 
@@ -74,20 +73,20 @@ def test_a_tokenizer_cannot_write_elsewhere(tmp_path, name):
     manifest["tokenizer"]["files"] = [entry]
     (directory / "manifest.json").write_text(json.dumps(manifest))
     for where in (directory, f"file://{directory}"):
-        with pytest.raises(ShardError, match=r"tokenizer\.files\[0\]\.file is "):
+        with pytest.raises(ShardError, match=r"tokenizer\.files\[0\]\.file: "):
             open_source(where)
 
 
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"input_files": "x"}, "input_files is not an object"),
-        ({"input_files": {"file": "../x", "size_bytes": 1, "sha256": "0"}}, "not a plain file"),
-        ({"tokenizer": {"fingerprint": "f", "files": "abc"}}, "tokenizer.files is 'abc'"),
-        ({"tokenizer": {"fingerprint": "f", "files": ["a"]}}, "files\\[0\\] is not an object"),
+        ({"input_files": "x"}, "input_files: .* must be an object"),
+        ({"input_files": {"file": "../x", "size_bytes": 1, "sha256": "0"}}, "must be a plain name"),
+        ({"tokenizer": {"fingerprint": "f", "files": "abc"}}, 'tokenizer.files: "abc"'),
+        ({"tokenizer": {"fingerprint": "f", "files": ["a"]}}, r"files\[0\]: .* must be an object"),
         (
             {"tokenizer": {"fingerprint": "f", "files": [{"file": "sub dir/a.json"}]}},
-            "files\\[0\\].sha256 is missing",
+            r"files\[0\].sha256: missing",
         ),
     ],
 )
@@ -144,7 +143,7 @@ def test_a_sidecar_of_one_shard_alone_is_checked_like_those_of_all(tmp_path, mon
         "origins": "../up", "origins_size_bytes": 8, "origins_sha256": "0",
     }  # fmt: skip
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ShardError, match=r"origins is '\.\./up', not a plain file name"):
+    with pytest.raises(ShardError, match=r"origins: .*\.\./up.* must be a plain name"):
         open_source(directory)
 
 
@@ -172,54 +171,11 @@ def test_a_manifest_that_is_not_json_is_refused(tmp_path, content):
         open_source(directory)
 
 
-WRONG = (
-    None,
-    "",
-    "x",
-    "../x",
-    ".x",
-    "-x",
-    "a b",
-    "x\ny",
-    "é",
-    True,
-    -1,
-    0,
-    7,
-    1.0,
-    1 << 60,
-    1 << 63,
-)
-
-
-@pytest.mark.parametrize("change", [{"shards": []}, {"shards": [1]}, {"dtype": "int7"}])
-def test_the_fast_check_is_in_doubt_without_entries_and_a_dtype(change):
-    assert not manifest._all_shards_valid({"shards": [{}], "dtype": "uint16"} | change)
-
-
-def test_the_fast_check_of_a_manifest_misses_nothing_that_the_slow_one_finds(monkeypatch, tmp_path):
-    """For each key of a shard and each wrong value, or none: the same refusal."""
-    content = (many_shards(tmp_path / "s", 3, monkeypatch) / "manifest.json").read_bytes()
-    refused = 0
-    for key in json.loads(content)["shards"][1]:
-        for value in WRONG:
-            changed = json.loads(content)
-            changed["shards"][1][key] = value
-            if value is None:
-                del changed["shards"][1][key]
-            found = []
-            for quick in (manifest._all_shards_valid, lambda manifest: False):
-                with monkeypatch.context() as patch:
-                    patch.setattr(manifest, "_all_shards_valid", quick)
-                    try:
-                        manifest.parse_manifest(json.dumps(changed).encode(), Path("m"))
-                        found.append([])
-                    except ShardError as error:
-                        found.append(error.problems)
-            assert found[0] == found[1], (key, value)
-            refused += bool(found[0])
-    assert refused > 100
-    large = write(tmp_path / "large", [[1] * 5000 + [EOS]] * 20)
-    full = write(tmp_path / "full", [[1] * (BLOCK_BYTES // 2 - 1) + [EOS]])
-    for each in (content, *((one / "manifest.json").read_bytes() for one in (large, full))):
-        assert manifest._all_shards_valid(json.loads(each))
+@pytest.mark.parametrize("key", ["sums_size_bytes", "fine_sha256"])
+def test_a_file_without_its_size_or_digest_is_refused(tmp_path, key):
+    directory = write(tmp_path / "s")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    del manifest["shards"][0][key]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ShardError, match=rf"shards\[0\]\.{key}: missing"):
+        open_source(directory)
