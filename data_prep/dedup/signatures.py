@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -27,17 +28,11 @@ from data_prep.dedup.arrays import (
     task_record,
 )
 from data_prep.dedup.members import find_names, names_path, write_members
+from data_prep.read.stage_files import check_listed_files, read_listing
 from data_prep.stages.documents import Documents
-from zerolm.common.errors import ConfigError, RecordError
+from zerolm.common.errors import ConfigError
 from zerolm.common.files import file_entry, sha256_file, write_atomically, write_json
-from zerolm.common.records import (
-    Count,
-    RelativePath,
-    digest_problem,
-    mismatch,
-    read_record,
-    with_digest,
-)
+from zerolm.common.records import Count, RelativePath, with_digest
 
 SIGNATURES = "signatures"  # directory in the output of a stage
 MANIFEST = "signatures.json"
@@ -123,25 +118,10 @@ def _read(argument: Path) -> Signatures:
     directory = argument / SIGNATURES if nested else argument
     path = directory / MANIFEST
     fix = "Write them with `dedup --keep_signatures on`."
-    manifest = read_record(path, dict, fix)
-    if manifest is None:
+    if not path.is_file():
         raise ConfigError(f"{argument}: has no signatures ({MANIFEST} is missing). {fix}")
-    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ConfigError(
-            f"{path}: is {manifest.get('format')!r} version {manifest.get('version')!r}, not "
-            f"{FORMAT!r} version {VERSION}. {fix}"
-        )
-    if problem := mismatch(manifest, _Manifest) or digest_problem(manifest):
-        raise RecordError(f"{path}: {problem}. It is damaged: restore it from a copy. {fix}")
-    for entry in (entry for unit in manifest["units"] for entry in unit):
-        file = directory / entry["file"]
-        size = file.stat().st_size if file.is_file() else None
-        if size != entry["size_bytes"]:
-            state = "is missing" if size is None else f"has {size:,} bytes"
-            raise ConfigError(
-                f"{file}: {state}; {MANIFEST} lists {entry['size_bytes']:,} bytes. Restore it from "
-                f"a copy. {fix}"
-            )
+    manifest = read_listing(path, _Manifest, (FORMAT, VERSION), fix)
+    check_listed_files(path, chain.from_iterable(manifest["units"]), fix)
     return Signatures(directory, manifest)
 
 

@@ -19,7 +19,6 @@ from data_prep.tasks.phases import Record
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.common.files import encode_json, file_entry, sync_file, write_atomically
 from zerolm.shards.directory import ShardDirectory
-from zerolm.shards.manifest import FORMAT, VERSION, token_dtype
 from zerolm.shards.origins import INPUTS
 
 SYNCING_THREADS = 8  # files synced concurrently share the cost
@@ -109,30 +108,6 @@ def write_input_list(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]
     ]
     write_atomically(directory / INPUTS, encode_json({"inputs": entries}), durable=False)
     return file_entry(directory / INPUTS, directory)
-
-
-def build_manifest(
-    vocab_size: int,
-    eos_id: int,
-    tokenizer: dict[str, Any],
-    shards: Sequence[dict[str, Any]],
-    text_bytes: int,
-    **extra: Any,
-) -> dict[str, Any]:
-    """Return the manifest of one output; `extra` holds further keys."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "dtype": token_dtype(vocab_size).name,
-        "vocab_size": vocab_size,
-        "eos_id": eos_id,
-        "num_tokens": sum(shard["num_tokens"] for shard in shards),
-        "num_documents": sum(shard["num_documents"] for shard in shards),
-        "tokenizer": tokenizer,
-        "shards": list(shards),
-        "text_bytes": text_bytes,
-        **extra,
-    }
 
 
 def publish_all(directories: Sequence[ShardDirectory], manifests: Sequence[dict[str, Any]]) -> None:

@@ -41,7 +41,7 @@ from data_prep.tokenizer.load import Tokenizer
 from data_prep.tokenizer.vocabulary import unknown_id
 from zerolm.common.errors import ConfigError, ZerolmError
 from zerolm.shards.directory import PARTS, ShardDirectory
-from zerolm.shards.manifest import TOKENIZER_DIRECTORY, token_dtype
+from zerolm.shards.manifest import TOKENIZER_DIRECTORY, new_manifest, token_dtype
 from zerolm.shards.origins import MAX_INPUTS
 
 
@@ -252,12 +252,12 @@ class _Run:
         manifests = []
         for split, output in enumerate(self.directories):
             input_files = shard_manifests.write_input_list(output.directory, self.inputs)
-            manifest = shard_manifests.build_manifest(
+            manifest = new_manifest(
                 self.tokenizer.vocab_size,
                 self.tokenizer.eos_id,
                 self.tokenizer_entry,
                 shards[split],
-                text_bytes[split],
+                text_bytes=text_bytes[split],
                 **keys,
                 input_files=input_files,
                 **provenance,

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -167,31 +167,54 @@ def read_stage(directory: str | Path) -> Stage:
         ConfigError: it is not published, has another version, or files are missing or truncated.
     """
     directory = Path(directory)
-    path = directory / STAGE_MANIFEST
-    fix = "The stage is unfinished: run it again."
-    manifest = read_record(path, dict, fix)
-    if manifest is None:
-        raise ConfigError(f"{path}: cannot be read (no such file). {fix}")
-    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
+    path, fix = directory / STAGE_MANIFEST, "Run the stage again."
+    manifest = read_listing(path, StageManifest, (FORMAT, VERSION), fix)
+    check_listed_files(path, manifest["files"], fix)
+    return Stage(directory, manifest, [directory / entry["file"] for entry in manifest["files"]])
+
+
+def read_listing(path: Path, kind: Any, expected: tuple[str, int], fix: str) -> Json:
+    """Read a JSON file that lists other files, `stage.json` for example.
+
+    Args:
+        kind: type of its content.
+        expected: its format and version.
+        fix: what the user can do if there is none, or a wrong one.
+
+    Raises:
+        ConfigError: it is missing, has another version, or is damaged.
+    """
+    content = read_record(path, dict, fix)
+    if content is None:
+        raise ConfigError(f"{path}: is missing, so what it would list is unfinished. {fix}")
+    found = content.get("format"), content.get("version")
+    if found != expected:
         raise ConfigError(
-            f"{path}: is {manifest.get('format')!r} version {manifest.get('version')!r}, not "
-            f"{FORMAT!r} version {VERSION}. Write it again with this release."
+            f"{path}: is {found[0]!r} version {found[1]!r}, not {expected[0]!r} version "
+            f"{expected[1]}. {fix}"
         )
-    if problem := mismatch(manifest, StageManifest) or digest_problem(manifest):
-        raise RecordError(f"{path}: {problem}. It is damaged: run the stage again.")
+    if problem := mismatch(content, kind) or digest_problem(content):
+        raise RecordError(f"{path}: {problem}. It is damaged: restore it from a copy. {fix}")
+    return content
+
+
+def check_listed_files(path: Path, entries: Iterable[Mapping[str, Any]], fix: str) -> None:
+    """Compare the sizes of the files that a JSON file lists; they lie beside it or below.
+
+    Raises:
+        ConfigError: files are missing or have another size.
+    """
     problems = []
-    for entry in manifest["files"]:
-        file = directory / entry["file"]
+    for entry in entries:
+        file = path.parent / entry["file"]
         size = file.stat().st_size if file.is_file() else None
         if size != entry["size_bytes"]:
             state = "is missing" if size is None else f"has {size:,} bytes"
             problems.append(
-                f"{file}: {state}; {STAGE_MANIFEST} lists {entry['size_bytes']:,} bytes. "
-                f"Run the stage again."
+                f"{file}: {state}; {path.name} lists {entry['size_bytes']:,} bytes. {fix}"
             )
     if problems:
         raise ConfigError(problems)
-    return Stage(directory, manifest, [directory / entry["file"] for entry in manifest["files"]])
 
 
 def stage_of(argument: str) -> Stage | None:

@@ -6,6 +6,7 @@ docs/formats.md describes each key. Reads no file but the manifest.
 import codecs
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from shlex import quote
 from typing import Any, TypedDict
@@ -97,6 +98,28 @@ FILE_KEYS = {"file": "size_bytes"} | {key: f"{key}_size_bytes" for key in ("inde
 def token_dtype(vocab_size: int) -> np.dtype:
     """Return the smaller of uint16 and uint32 that holds every id below `vocab_size`."""
     return DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
+
+
+def new_manifest(
+    vocab_size: int,
+    eos_id: int,
+    tokenizer: dict[str, Any],
+    shards: Sequence[dict[str, Any]],
+    **more: Any,
+) -> dict[str, Any]:
+    """Return the manifest of finished shards; `more` are further keys, such as provenance."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": token_dtype(vocab_size).name,
+        "vocab_size": vocab_size,
+        "eos_id": eos_id,
+        "num_tokens": sum(shard["num_tokens"] for shard in shards),
+        "num_documents": sum(shard["num_documents"] for shard in shards),
+        "tokenizer": tokenizer,
+        "shards": list(shards),
+        **more,
+    }
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

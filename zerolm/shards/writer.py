@@ -16,7 +16,7 @@ import numpy as np
 from zerolm.common.errors import ShardError
 from zerolm.shards.checksums import ShardChecksums, write_sidecars
 from zerolm.shards.directory import ShardDirectory
-from zerolm.shards.manifest import FORMAT, VERSION, token_dtype
+from zerolm.shards.manifest import new_manifest, token_dtype
 from zerolm.shards.origins import ORIGINS_SUFFIX
 
 DEFAULT_SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: few files, each quick to copy and verify
@@ -167,18 +167,9 @@ class ShardWriter:
         self.finish_shard()
         if not self.shards:
             raise ShardError(f"{self.directory}: no documents to write. Check --input.")
-        manifest = {
-            "format": FORMAT,
-            "version": VERSION,
-            "dtype": self.dtype.name,
-            "vocab_size": self.vocab_size,
-            "eos_id": self.eos_id,
-            "num_tokens": self.num_tokens,
-            "num_documents": self.num_documents,
-            "tokenizer": self.tokenizer,
-            "shards": self.shards,
-            **provenance,
-        }
+        manifest = new_manifest(
+            self.vocab_size, self.eos_id, self.tokenizer, self.shards, **provenance
+        )
         self._locked.publish(manifest)
         return manifest
 

@@ -130,7 +130,7 @@ def test_a_changed_stage_is_refused(tmp_path):
     path = stage / "stage.json"
     manifest = json.loads(path.read_text())
     path.write_text(json.dumps({**manifest, "documents_out": 5}))
-    with pytest.raises(ConfigError, match=r"stage\.json: digest: .* run the stage again"):
+    with pytest.raises(ConfigError, match=r"stage\.json: digest: .* Run the stage again"):
         read_stage(stage)
     del manifest["digest"]
     path.write_text(json.dumps(manifest))
