@@ -14,7 +14,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--executor",
         default="local",
-        metavar="local|slurm|ray",
+        metavar="local|slurm",
         help="where tasks run (default: local)",
     )
     add_workers_flag(parser)

@@ -73,7 +73,7 @@ class Recipe:
         shards: None if the pipeline ends before tokenization.
         tokenizer: the existing tokenizer; None if one is trained, or if there are no shards.
         training: options of the tokenizer to train, if any.
-        executor: options of Slurm and Ray.
+        executor: options of Slurm.
     """
 
     path: Path

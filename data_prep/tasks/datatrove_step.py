@@ -1,4 +1,4 @@
-"""Wraps tasks as a step of a datatrove pipeline, which its Slurm and Ray executors run."""
+"""Wraps tasks as a step of a datatrove pipeline, which its Slurm executor runs."""
 
 import contextlib
 import os

@@ -108,7 +108,7 @@ class Phase:
 
 
 class Executor(Protocol):
-    """Runs tasks: in processes of this machine, on Slurm or on Ray."""
+    """Runs tasks: in processes of this machine or on Slurm."""
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
         """Call `run_task` for each of the tasks, in any order; return when all have ended.

@@ -12,7 +12,7 @@ from data_prep.encode.options import TokenizeOptions
 from data_prep.encode.run import run_tokenization
 from data_prep.read.discovery import find_inputs
 from data_prep.tasks import slurm as slurm_tasks
-from data_prep.tasks.executors import RayExecutor, make_executor
+from data_prep.tasks.executors import make_executor
 from data_prep.tasks.phases import (
     Executor,
     LocalExecutor,
@@ -187,31 +187,14 @@ def test_two_processes_that_run_the_same_task_write_the_same_shards(
     assert tokenize(corpus, "there", there, tokenizer_directory) == here
 
 
-@pytest.mark.soak  # starts a Ray cluster: minutes on a busy machine
-def test_ray_runs_every_task_and_then_only_missing_ones(corpus, tmp_path, tokenizer_directory):
-    ray = pytest.importorskip("ray")
-    cubes = phase(tmp_path / "out")
-    try:
-        options = {"mem_per_cpu_gb": 0.1, "cpus_per_task": 1}
-        records = run_phase(cubes, RayExecutor(2, options))
-        assert [record["cube"] for record in records] == [0, 1, 8]
-        cubes.path(1).unlink()
-        run_phase(cubes, RayExecutor(2, options))
-        assert sorted((tmp_path / "out" / "log").read_text().split()) == ["0", "1", "1", "2"]
-        made = tokenize(corpus, "there", RayExecutor(2, options), tokenizer_directory)
-        assert made == tokenize(corpus, "here", LocalExecutor(1), tokenizer_directory)
-    finally:
-        ray.shutdown()
-
-
 def test_all_invalid_options_are_refused_at_once(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    options = {"slurm": {"partion": "x", "qos": 3}, "rayy": {}}
+    options = {"slurm": {"partion": "x", "qos": 3}, "slurmm": {}}
     with pytest.raises(ConfigError) as refused:
         make_executor("slurm", 2, options, "r.json")
     text = "\n".join(refused.value.problems)
     for piece in (
-        'executor.rayy: is not an option. Did you mean "ray"?',
+        'executor.slurmm: is not an option. Did you mean "slurm"?',
         'executor.slurm.partion: is not an option. Did you mean "partition"?',
         "executor.slurm.qos: 3 is not of type str",
         "executor.slurm.time: is missing",
