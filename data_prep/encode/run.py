@@ -169,15 +169,7 @@ class _Run:
     def _encode_phase(self, copy: Path) -> Phase:
         units = units_of(self.inputs, self.options.unit_bytes)
         fingerprints = [resume.unit_fingerprint(self.settings, self.inputs, unit) for unit in units]
-        phase = Phase(
-            name="tokenize.encode",
-            directory=self.parts,
-            num_tasks=len(units),
-            run=lambda task: {},
-            inputs=fingerprint(self.settings),
-            labels=[self._label(unit) for unit in units],
-            sync=False,
-        )
+        name = "tokenize.encode"
         job = EncodeUnits(
             self.parts,
             self.inputs,
@@ -190,10 +182,12 @@ class _Run:
                 self.options.val_fraction,
                 unknown_id(copy),
             ),
-            phase.records,
+            self.parts / RECORDS / name,
             self.options.part_seconds,
         )
-        return replace(phase, run=job)
+        labels = [self._label(unit) for unit in units]
+        inputs = fingerprint(self.settings)
+        return Phase(name, self.parts, len(units), job, inputs, labels, sync=False)
 
     def _label(self, unit: WorkUnit) -> str:
         name = self.inputs[unit.ranges[0].input].name

@@ -24,13 +24,10 @@ def stage_fingerprints(
 
     A fingerprint covers the inputs, the options of the stage, and all stages before it.
     """
-    before = ""
-    fingerprints = {}
-    for stage in recipe.stages:
+    before = _clean_fingerprint(recipe, source)
+    fingerprints = {"clean": before}
+    for stage in recipe.stages[1:]:
         options: Any = None
-        if stage == "clean":
-            fingerprints[stage] = before = _clean_fingerprint(recipe, source)
-            continue
         if stage == "dedup":
             fingerprints[stage] = before = dedup[source.name]
             continue

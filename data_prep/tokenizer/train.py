@@ -1,6 +1,7 @@
 """Trains a tokenizer on inputs or pipeline stages, and writes a report on it."""
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -67,10 +68,9 @@ def train_on_inputs(
 
     if not sample_bytes:
         vocab_size = train_bpe(all_texts(), options, output, sys.stderr.isatty())
-        num_documents, num_bytes = progress.num_documents, None
+        num_documents, num_bytes = progress.num_documents, sample.num_bytes
     else:
-        for _ in all_texts():
-            pass
+        deque(all_texts(), maxlen=0)
         sampled = list(chain.from_iterable(sample.by_source().values()))
         vocab_size = train_bpe(sampled, options, output, sys.stderr.isatty())
         num_documents, num_bytes = len(sampled), sample.kept_bytes
@@ -78,7 +78,7 @@ def train_on_inputs(
     return TrainingResult(
         vocab_size=vocab_size,
         num_documents=num_documents,
-        num_bytes=sample.num_bytes if num_bytes is None else num_bytes,
+        num_bytes=num_bytes,
         read_documents=progress.num_documents,
         read_bytes=sample.num_bytes,
         tally=tally,
