@@ -4,24 +4,20 @@ Slurm schedules and requeues, and datatrove writes the scripts; task records dec
 is done. No job outlives the command that submitted it, unless the command is killed with SIGKILL.
 """
 
+import contextlib
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.tasks.datatrove_step import (
-    TaskStep,
-    environment_command,
-    log_to_file,
-    new_log_directory,
-    pipeline_step,
-)
-from data_prep.tasks.phases import Phase
+from data_prep.tasks.phases import Phase, run_task, valid_record
 from zerolm.common.errors import ZerolmError, reason
 
 POLL_SECONDS = 10.0
@@ -29,6 +25,7 @@ LOST_POLLS = 3  # consecutive ones without a queued job; network file systems sh
 COMMAND_SECONDS = 60  # limit for squeue, sacct and scancel; a busy controller is slow
 SHOWN_TASKS, SHOWN_LINES = 3, 8  # of lost tasks
 MAX_ARRAY_SIZE = 1001  # jobs of an array: Slurm's default of MaxArraySize
+LOG_DIRECTORY = "jobs"  # of datatrove's files, in the directory of a phase's records
 
 Json = dict[str, Any]
 
@@ -42,14 +39,14 @@ class SlurmExecutor:
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
         """Submit the tasks, and return when all jobs have ended."""
-        logs = new_log_directory(phase)
+        logs = _new_log_directory(phase)
         job_ids: list[str] = []
         options: Json = {"max_array_size": MAX_ARRAY_SIZE, "qos": "", "tasks_per_job": 1}
         options |= {key: value for key, value in self.options.items() if key != "poll_seconds"}
         if not options.keys() & {"env_command", "venv_path", "condaenv"}:
-            options["env_command"] = environment_command()
+            options["env_command"] = _environment_command()
         try:
-            with log_to_file(logs):
+            with _log_to_file(logs):
                 _submit(phase, tasks, self.num_workers, logs, job_ids, options)
             shown = ", ".join(job_ids)
             print(f"{phase.name}: Slurm job {shown}, {len(tasks):,} tasks", file=sys.stderr)
@@ -100,7 +97,7 @@ def _submit(
         return match[1]
 
     executor = Executor(
-        [pipeline_step(TaskStep(phase, tuple(tasks)))],
+        [_pipeline_step(TaskStep(phase, tuple(tasks)))],
         tasks=len(tasks),
         workers=num_workers,
         job_name=phase.name,
@@ -176,3 +173,66 @@ def _output(*command: str) -> str:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True
     ).stdout
+
+
+@dataclass
+class TaskStep:
+    """Runs the task of a datatrove rank; each rank runs a pipeline with this single step."""
+
+    phase: Phase
+    tasks: tuple[int, ...]
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+        """Run task `tasks[rank]`, unless it already has a valid record."""
+        task = self.tasks[rank]
+        if valid_record(self.phase, task) is None:
+            run_task(self.phase, task)
+
+
+def _pipeline_step(step: TaskStep) -> Any:
+    """Wrap a step in a subclass of datatrove's `PipelineStep`."""
+    from datatrove.pipeline.base import PipelineStep
+
+    class Step(PipelineStep):
+        name, type = "zerolm task", "task"
+
+        def __init__(self, inner: TaskStep):
+            super().__init__()
+            self.inner = inner
+
+        def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Any:
+            self.inner(data, rank, world_size)
+            return data
+
+    return Step(step)
+
+
+def _new_log_directory(phase: Phase) -> Path:
+    """Create a directory for one submission, in which datatrove marks completed ranks."""
+    logs = phase.records / LOG_DIRECTORY / time.strftime("%Y%m%d-%H%M%S")
+    number = 0
+    while logs.exists():
+        number += 1
+        logs = logs.with_name(f"{logs.name.partition('.')[0]}.{number}")
+    logs.mkdir(parents=True)
+    return logs.absolute()
+
+
+def _environment_command() -> str:
+    """Return a shell command that sets this process's Python and module paths in a job."""
+    path = os.pathsep.join(filter(None, sys.path))
+    programs = os.pathsep.join([str(Path(sys.executable).parent), "$PATH"])
+    return f'export PYTHONPATH={shlex.quote(path)}\nexport PATH="{programs}"'
+
+
+@contextlib.contextmanager
+def _log_to_file(logs: Path) -> Iterator[None]:
+    """Redirect datatrove's log in this process from the terminal to a file."""
+    from datatrove.utils.logging import logger  # its import configures the logger
+
+    logger.remove()
+    number = logger.add(logs / "submission.log")
+    try:
+        yield
+    finally:
+        logger.remove(number)
