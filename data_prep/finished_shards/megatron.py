@@ -103,4 +103,3 @@ def _arrays(index: Path, num_sequences: int, num_ends: int) -> tuple[np.ndarray,
     place += lengths.nbytes
     pointers = np.memmap(index, "<i8", "r", place, (num_sequences,))
     return lengths, pointers, np.memmap(index, "<i8", "r", place + pointers.nbytes, (num_ends,))
-

@@ -52,4 +52,3 @@ def _open(path: Path, options: ReadOptions) -> InputFile:
 
     num_ids = (size - start) // dtype.itemsize
     return InputFile(path, "document", size, num_ids, read, has_ends=False)
-

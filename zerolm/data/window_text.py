@@ -92,9 +92,7 @@ def _spans_in_shard(source: Source, number: int, start: int, stop: int) -> Itera
         start, document = upto, document + 1
 
 
-def render_window(
-    source: Source, spans: Sequence[DocumentSpan], decode: Decoder
-) -> Iterator[str]:
+def render_window(source: Source, spans: Sequence[DocumentSpan], decode: Decoder) -> Iterator[str]:
     """Yield the lines that show a window: the place, origin and text of each document in it."""
     for span in spans:
         extent = f"tokens {span.start:,} to {span.stop:,} of {span.length:,}"

@@ -4,15 +4,14 @@ import csv
 import gzip
 import io
 import itertools
-import json
 import random
 
 import pytest
 
-from data_prep.read.bad_input import Tally
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
-from data_prep.read.work_units import plan_units, read_batches
+from data_prep.read.work_units import plan_units
+from tests.data_prep.read.small_inputs import find, read_resuming
 from zerolm.common.errors import ConfigError
 
 RNG = random.Random(5)
@@ -37,19 +36,9 @@ def content(delimiter=",", line_end="\r\n"):
 def read(path, encoding="utf-8", **rules):
     """Return (documents, tally), after a check that reading resumes after any batch."""
     rules = InputRules(keep_records=True, encoding=encoding, **rules)
-    skip = rules.on_bad_input == "skip"
-    inputs, _ = find_inputs([str(path)], rules.text_field, skip, encoding)
-    tally, documents, states = Tally(), [], []
-    (unit,) = plan_units(inputs, 100)
-    for batch in read_batches(inputs, unit, rules, tally, 2000):
-        documents += batch.documents
-        states.append((len(documents), tally.record(), json.loads(json.dumps(batch.next))))
-    for done, record, position in RNG.sample(states, min(2, len(states))):
-        later = Tally.from_records([record])
-        batches = read_batches(inputs, unit, rules, later, 999, position)
-        rest = [each for batch in batches for each in batch.documents]
-        assert documents[done:] == rest and later.bad == tally.bad
-    return documents, tally
+    inputs = find([path], rules)
+    assert len(plan_units(inputs, 100)) == 1
+    return read_resuming(inputs, rules)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import unicodedata
 
 import pytest
 
-from data_prep.read.bad_input import Tally, summary_lines
-from data_prep.read.discovery import find_inputs
+from data_prep.read.bad_input import summary_lines
 from data_prep.read.documents import InputRules
 from data_prep.read.encodings import REPAIRS, reading_problems
-from data_prep.read.work_units import inputs_fingerprint, plan_units, read_batches
+from data_prep.read.work_units import inputs_fingerprint, plan_units
+from tests.data_prep.read.small_inputs import find, read_all, read_resuming
 from zerolm.common.errors import ConfigError
 
 FRENCH = "L’été dernier, j’ai rencontré un élève très fâché à l’école, qui préférait les œuvres.\n"
@@ -31,12 +31,9 @@ TEXTS = {
 }
 
 
-def read(paths, encoding="auto", chunk_bytes=3000, start=None, **rules):
+def read(paths, encoding="auto", **rules):
     rules = InputRules(encoding=encoding, **rules)
-    inputs, _ = find_inputs([str(path) for path in paths], "text", False, encoding)
-    tally = Tally()
-    batches = read_batches(inputs, plan_units(inputs)[0], rules, tally, chunk_bytes, start)
-    return [each for batch in batches for each in batch.documents], tally
+    return read_all(find(paths, rules), rules, chunk_bytes=3000)
 
 
 def test_auto_reads_what_was_written(tmp_path):
@@ -123,16 +120,11 @@ def test_auto_looks_at_the_last_bytes(tmp_path):
 def test_lines_in_another_encoding_resume_after_any_batch(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes("".join(f'{{"text": "{n} é"}}\n' for n in range(20_000)).encode("utf-16"))
-    inputs, _ = find_inputs([str(path)], "text", False, "auto")
-    rules, positions, texts = InputRules(encoding="auto"), [], []
-    (unit,) = plan_units(inputs, 1000)
-    for batch in read_batches(inputs, unit, rules, Tally(), 9000):
-        texts += [each.text for each in batch.documents]
-        positions.append((len(texts), batch.next))
-    assert texts == [f"{n} é" for n in range(20_000)] and len(positions) > 5
-    for done, position in positions[::4]:
-        batches = read_batches(inputs, unit, rules, Tally(), 999, position)
-        assert [each.text for batch in batches for each in batch.documents] == texts[done:]
+    rules = InputRules(encoding="auto")
+    inputs = find([path], rules)
+    assert len(plan_units(inputs, 1000)) == 1
+    documents, _ = read_resuming(inputs, rules, chunk_bytes=9000, samples=9)
+    assert [each.text for each in documents] == [f"{n} é" for n in range(20_000)]
 
 
 def test_repairs_change_what_they_say_and_are_counted(tmp_path):
@@ -172,6 +164,6 @@ def test_options_are_checked_and_part_of_the_fingerprint(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     keys = set()
     for encoding, repairs in (("utf-8", ()), ("auto", ()), ("cp1252", ()), ("utf-8", ("nfc",))):
-        inputs, _ = find_inputs([str(tmp_path)], "text", False, encoding)
-        keys.add(inputs_fingerprint(inputs, InputRules(encoding=encoding, repairs=repairs)))
+        rules = InputRules(encoding=encoding, repairs=repairs)
+        keys.add(inputs_fingerprint(find([tmp_path], rules), rules))
     assert len(keys) == 4

@@ -2,9 +2,7 @@
 
 import gzip
 import io
-import json
 import os
-import random
 import signal
 import zlib
 
@@ -17,11 +15,12 @@ from warcio.statusandheaders import StatusAndHeaders
 from warcio.warcwriter import WARCWriter
 
 from data_prep.read import inputs, pages, warc
-from data_prep.read.bad_input import Tally, summary_lines
+from data_prep.read.bad_input import summary_lines
 from data_prep.read.content_coding import decode_content
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
-from data_prep.read.work_units import plan_units, read_batches
+from data_prep.read.work_units import plan_units
+from tests.data_prep.read.small_inputs import find, read_resuming
 from tests.web_pages import DATE, page, topic_pages, write_warc
 from zerolm.common.errors import ConfigError
 
@@ -32,18 +31,9 @@ FOX = "Der schnelle braune Fuchs springt über den faulen Hund. Größe, Maß un
 
 
 def read(path, rules=KEEP, unit_bytes=None, chunk_bytes=20_000):
-    """Return (records, tally as a record), and check that reading resumes after any batch."""
-    inputs, _ = find_inputs([str(path)], "text", rules.on_bad_input == "skip")
-    tally, documents, states = Tally(), [], []
-    for unit in plan_units(inputs, unit_bytes):
-        for batch in read_batches(inputs, unit, rules, tally, chunk_bytes):
-            documents += batch.documents
-            states.append((unit, len(documents), json.loads(json.dumps(batch.next))))
-    for unit, done, position in random.Random(0).sample(states, min(2, len(states))):
-        later = Tally()
-        batches = read_batches(inputs, unit, rules, later, chunk_bytes, position)
-        rest = [each for batch in batches for each in batch.documents]
-        assert documents[done : done + len(rest)] == rest
+    """Return (documents, tally), after a check that reading resumes after any batch."""
+    inputs = find([path], rules)
+    documents, tally = read_resuming(inputs, rules, unit_bytes, chunk_bytes)
     assert tally.input_bytes + tally.lost_bytes == sum(each.size_bytes for each in inputs)
     return documents, tally
 

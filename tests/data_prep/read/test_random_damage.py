@@ -10,10 +10,9 @@ import random
 import pyarrow as pa
 import pytest
 
-from data_prep.read.bad_input import Tally, summary_lines
-from data_prep.read.discovery import find_inputs
+from data_prep.read.bad_input import summary_lines
 from data_prep.read.documents import InputRules
-from data_prep.read.work_units import plan_units, read_batches
+from tests.data_prep.read.small_inputs import find, read_all
 from tests.data_prep.read.test_streams import compress_long
 from tests.input_edges import arrow_of
 from tests.web_pages import topic_pages, write_warc
@@ -62,11 +61,8 @@ def damaged(content, rng):
 
 
 def read(inputs, rules, unit_bytes):
-    tally, documents = Tally(), []
-    for unit in plan_units(inputs, unit_bytes):
-        for batch in read_batches(inputs, unit, rules, tally, 3000):
-            documents += [(each.text, each.start) for each in batch.documents]
-    return documents, tally
+    documents, tally = read_all(inputs, rules, unit_bytes, 3000)
+    return [(each.text, each.start) for each in documents], tally
 
 
 @pytest.mark.soak
@@ -79,7 +75,7 @@ def test_damage_is_counted_alike_in_units_of_any_size(tmp_path):
         path.write_bytes(content)
         encoding = rng.choice(["utf-8", "auto", "utf-16", "cp1252"])
         rules = InputRules(on_bad_input="skip", max_bad_fraction=1, encoding=encoding)
-        inputs, _ = find_inputs([str(path)], "text", True, encoding)
+        inputs = find([path], rules)
         documents, tally = read(inputs, rules, 1 << 30)
         again = read(inputs, rules, rng.choice([500, 3000, 9000]))
         assert (again[0], again[1].record()) == (documents, tally.record()), (number, name)

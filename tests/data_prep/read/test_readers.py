@@ -18,8 +18,11 @@ from data_prep.read.work_units import Tally, plan_units, read_batches
 from tests.data_prep.read.small_inputs import (
     TEXTS,
     WRITERS,
+    find,
     jsonl,
     read,
+    read_all,
+    read_resuming,
     write_gz,
     write_parquet,
     write_zst,
@@ -43,18 +46,13 @@ def test_a_hub_dataset_is_streamed_and_resumed(tmp_path):
     hub = HubDataset(str(tmp_path), None, "train")
     inputs = [Input("namespace/name", "namespace/name", "hub", None, hub=hub)]
     (unit,) = plan_units(inputs)
-    tally = Tally()
-    assert [
-        document.text
-        for batch in read_batches(inputs, unit, InputRules(), tally)
-        for document in batch.documents
-    ] == TEXTS
-    (late,) = read_batches(inputs, unit, InputRules(keep_records=True), tally, start=(0, 57))
+    assert [document.text for document in read_all(inputs, InputRules())[0]] == TEXTS
+    (late,) = read_batches(inputs, unit, InputRules(keep_records=True), Tally(), start=(0, 57))
     assert [document.record for document in late.documents] == [
         {"n": n, "text": TEXTS[n]} for n in (57, 58, 59)
     ]
     with pytest.raises(ConfigError, match="no column 'body'; it has"):
-        list(read_batches(inputs, unit, InputRules("body"), tally))
+        read_all(inputs, InputRules("body"))
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -63,9 +61,7 @@ def test_text_of_a_hub_dataset_may_be_bytes(tmp_path, keep):
     pq.write_table(pa.table({"text": column}), tmp_path / "train.parquet")
     hub = HubDataset(str(tmp_path), None, "train")
     inputs = [Input("namespace/name", "namespace/name", "hub", None, hub=hub)]
-    tally, rules = Tally(), InputRules(on_bad_input="skip", keep_records=keep)
-    batches = read_batches(inputs, plan_units(inputs)[0], rules, tally)
-    documents = [document for batch in batches for document in batch.documents]
+    documents, tally = read_all(inputs, InputRules(on_bad_input="skip", keep_records=keep))
     assert [document.text for document in documents] == TEXTS
     assert not keep or [document.record for document in documents] == [{"text": t} for t in TEXTS]
     assert tally.bad == {"not_utf8": 1} and tally.skipped == {"null": 1}
@@ -119,9 +115,8 @@ def test_text_and_json_lines_are_read_under_all_of_their_names(tmp_path, kind, c
 def test_text_that_expands_beyond_the_limit_of_a_document_is_too_long(tmp_path):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a" * 1000))
     with pytest.raises(ConfigError, match="1,000 bytes are more than --max_document_bytes 999"):
-        inputs, _ = find_inputs([str(tmp_path)], "text")
-        (unit,) = plan_units(inputs)
-        list(read_batches(inputs, unit, InputRules(max_document_bytes=999), Tally(), 100))
+        rules = InputRules(max_document_bytes=999)
+        read_all(find([tmp_path], rules), rules, chunk_bytes=100)
 
 
 KINDS = [
@@ -147,12 +142,11 @@ def test_every_type_that_holds_text_is_read(tmp_path, kind, field):
         column = pa.StructArray.from_arrays([column], ["text"])
     pq.write_table(pa.table({"id": range(len(values)), field.removesuffix(".text"): column}),
                    tmp_path / "a.parquet")  # fmt: skip
-    inputs, _ = find_inputs([str(tmp_path)], field)
     for keep in (False, True):
         rules = InputRules(text_field=field, keep_records=keep)
-        (batch,) = read_batches(inputs, plan_units(inputs)[0], rules, Tally())
-        assert [each.text for each in batch.documents] == TEXTS
-    for each in batch.documents:
+        documents, _ = read_all(find([tmp_path], rules), rules)
+        assert [each.text for each in documents] == TEXTS
+    for each in documents:
         record = each.record["a"]["text"] if field == "a.text" else each.record[field]
         assert record == each.text
 
@@ -186,11 +180,10 @@ def test_documents_of_a_stage_have_no_size_limit(tmp_path):
     texts = ["long " * 99, "x"]
     inputs, _ = find_inputs([str(write_stage(tmp_path / "s", texts, 1))], "text")
     raw = [replace(each, of_stage=False) for each in inputs]
-    rules, unit = InputRules(max_document_bytes=100), plan_units(inputs)[0]
-    found = [each.text for batch in read_batches(inputs, unit, rules, Tally()) for each in batch[0]]
-    assert found == texts
+    rules = InputRules(max_document_bytes=100)
+    assert [each.text for each in read_all(inputs, rules)[0]] == texts
     with pytest.raises(ConfigError, match="max_document_bytes"):
-        list(read_batches(raw, unit, rules, Tally()))
+        read_all(raw, rules)
 
 
 def test_a_saved_dataset_is_read_as_datasets_reads_it(tmp_path):
@@ -208,28 +201,17 @@ def test_a_saved_dataset_is_read_as_datasets_reads_it(tmp_path):
     pa.feather.write_feather(pq.read_table(pq_file), feather)
     rules = InputRules(keep_records=True)
     for path in (saved, feather):
-        inputs, _ = find_inputs([str(path)], "text")
-        unit, tally, documents, states = plan_units(inputs)[0], Tally(), [], []
-        for batch in read_batches(inputs, unit, rules, tally, 9999):
-            documents += batch.documents
-            states.append((len(documents), batch.next))
+        inputs = find([path], rules)
+        documents, tally = read_resuming(inputs, rules, chunk_bytes=9999, samples=9)
         assert [each.record for each in documents] == rows
-        assert tally.input_bytes == sum(each.size_bytes for each in inputs) and len(states) > 9
-        for done, position in states[1::5]:
-            rest = [
-                each
-                for batch in read_batches(inputs, unit, rules, Tally(), 5000, position)
-                for each in batch.documents
-            ]
-            assert rest == documents[done:]
+        assert tally.input_bytes == sum(each.size_bytes for each in inputs)
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk(tmp_path / "both")
     with pytest.raises(ConfigError, match=r"is a DatasetDict with 2 splits.*both/test"):
         find_inputs([str(tmp_path / "both")], "text")
     cut = tmp_path / "cut.arrow"
     cut.write_bytes(next(saved.glob("data-*.arrow")).read_bytes()[:-9999])
-    inputs, _ = find_inputs([str(cut)], "text", True)
-    tally = Tally()
-    list(read_batches(inputs, plan_units(inputs)[0], InputRules(on_bad_input="skip"), tally))
+    rules = InputRules(on_bad_input="skip")
+    _, tally = read_all(find([cut], rules), rules)
     assert tally.bad == {"damaged": 1} and tally.lost_bytes == cut.stat().st_size
 
 

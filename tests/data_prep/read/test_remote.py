@@ -12,11 +12,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry as fsspec_implementations
 
 from data_prep.read import remote
-from data_prep.read.bad_input import Tally
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
-from data_prep.read.work_units import plan_units, read_batches
 from data_prep.stages.output_rules import overlap_problems
+from tests.data_prep.read.small_inputs import read_all
 from tests.endpoints import BUCKET, NO_S3, s3_environment, s3_server
 from tests.range_server import range_server
 from tests.web_pages import topic_pages, write_warc
@@ -45,13 +44,8 @@ def corpus(tmp_path):
 
 def read(argument, unit_bytes=20_000):
     inputs, notes = find_inputs([str(argument)], "text")
-    records = [
-        each.record
-        for unit in plan_units(inputs, unit_bytes)
-        for batch in read_batches(inputs, unit, KEEP, Tally(), 5000)
-        for each in batch.documents
-    ]
-    return records, inputs, notes
+    documents, _ = read_all(inputs, KEEP, unit_bytes, 5000)
+    return [each.record for each in documents], inputs, notes
 
 
 @pytest.mark.skipif(bool(NO_S3), reason=NO_S3)
@@ -75,7 +69,7 @@ def test_a_bucket_is_read_like_the_directory_it_is_a_copy_of(corpus, monkeypatch
         assert not overlap_problems(Path.cwd(), [url], inputs)
         files.pipe(f"{BUCKET}/data/corpus/b.csv", b"id,text\n1,first row\n2,another one\n")
         with pytest.raises(ConfigError, match=r"b\.csv: has changed since the command started"):
-            list(read_batches(inputs, plan_units(inputs, 1 << 30)[0], KEEP, Tally()))
+            read_all(inputs, KEEP, 1 << 30)
         problems = []
         for wrong in (f"{url}/nothing", "s3://no-such-bucket/x.txt", f"{url}/*.xml"):
             with pytest.raises(ConfigError) as caught:
@@ -129,13 +123,8 @@ def test_a_web_server_that_fails_is_asked_again(corpus, monkeypatch):
         url = f"{server.url}/a.jsonl"
         inputs, _ = find_inputs([url], "text")
         server.cut_every, server.fail_every = 3, 4
-        documents = [
-            each.record
-            for unit in plan_units(inputs, 30_000)
-            for batch in read_batches(inputs, unit, KEEP, Tally(), 5000)
-            for each in batch.documents
-        ]
-        assert documents == expected and server.count > 6
+        documents, _ = read_all(inputs, KEEP, 30_000, 5000)
+        assert [each.record for each in documents] == expected and server.count > 6
         with pytest.raises(ConfigError, match="no such file or directory"):
             find_inputs([f"{server.url}/none.txt"], "text")
         with pytest.raises(ConfigError, match="credentials or a query"):
@@ -155,7 +144,7 @@ def test_a_store_that_stays_down_ends_the_command_in_place_of_skipping(corpus, m
         server.cut_every = 1
         for each in inputs:
             with pytest.raises(ZerolmError, match="run the command again: it resumes"):
-                list(read_batches([each], plan_units([each], 1)[0], rules, Tally()))
+                read_all([each], rules, 1)
 
 
 FILES = ("b.csv", "c.txt.gz", "f.warc.gz")

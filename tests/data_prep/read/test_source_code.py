@@ -2,10 +2,10 @@
 
 from identify.vendor.licenses import LICENSES
 
-from data_prep.read.bad_input import Tally
 from data_prep.read.discovery import find_inputs
 from data_prep.read.documents import InputRules
-from data_prep.read.work_units import inputs_fingerprint, plan_units, read_batches
+from data_prep.read.work_units import inputs_fingerprint
+from tests.data_prep.read.small_inputs import read_all
 
 TEXTS = dict(LICENSES)
 
@@ -13,9 +13,8 @@ TEXTS = dict(LICENSES)
 def read(path):
     rules = InputRules(keep_records=True, code=True)
     inputs, notes = find_inputs([str(path)], "text", code=True)
-    tally = Tally()
-    batches = read_batches(inputs, plan_units(inputs)[0], rules, tally)
-    records = {each.record["path"]: each.record for batch in batches for each in batch.documents}
+    documents, tally = read_all(inputs, rules)
+    records = {each.record["path"]: each.record for each in documents}
     return records, tally, notes, inputs_fingerprint(inputs, rules)
 
 
