@@ -4,8 +4,7 @@
 
 A job has these keys. `flags`: of pretrain.py. `until` (optional): step at which it saves and stops.
 `weights` (optional): directory for all weights after each step. `exact` (optional): run Muon's
-Newton-Schulz iteration in float32; DeepSpeed uses fp16 on machines that multiply in it. `eager`
-(optional): do not compile that iteration, which takes a minute.
+Newton-Schulz iteration in float32; DeepSpeed uses fp16 on machines that multiply in it.
 
 Engines, steps, metrics and checkpoints are those of pretrain.py. Signals, watchdog and trackers are
 left out.
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch._dynamo
 
 from tests.launching import run_workers
 
@@ -101,7 +99,6 @@ def main(path: str) -> None:
             exact = not exact
             original_muon.ns_compute_dtype = (lambda method: torch.float32) if exact else as_shipped
             torch.compiler.reset()  # the iteration was compiled for the other precision
-        torch._dynamo.config.disable = job.get("eager", False)
         flags = [str(flag) for flag in job["flags"]]
         train(flags, job.get("until", 0), device, job.get("weights", ""))
     process_group.destroy()

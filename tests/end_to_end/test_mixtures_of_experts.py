@@ -102,7 +102,6 @@ def plain_curve(
     )  # fmt: skip
 
 
-# test_optimizers.py runs one of these in its launch of the default suite.
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
