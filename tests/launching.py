@@ -1,6 +1,7 @@
 """For tests with real processes: a tiny model, small shards, and ways to start `pretrain.py`."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -225,6 +226,17 @@ def run_module(
             return subprocess.CompletedProcess([name, *argv], codes[0][1], *texts)
         finally:
             kill_session(process.session)
+
+
+def run_here(
+    main: Callable[[list[str]], int], *arguments: object
+) -> subprocess.CompletedProcess[str]:
+    """Do as `run_module` in this process, given the module's `main`."""
+    argv = [str(argument) for argument in arguments]
+    output, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        code = main(argv)
+    return subprocess.CompletedProcess(argv, code, output.getvalue(), errors.getvalue())
 
 
 def _ends(logs: list[Any]) -> str:

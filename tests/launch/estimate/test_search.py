@@ -6,8 +6,9 @@ import json
 import pytest
 
 from launch import __main__
-from tests.launching import ROOT, run_module, write_shards
+from tests.launching import ROOT, write_shards
 from zerolm.parts.parse import parse_settings
+from zerolm.preflight import check
 
 LLAMA_7B = ROOT / "model_configs" / "llama-7b.json"
 LLAMA_13B = ROOT / "model_configs" / "llama-13b.json"
@@ -75,9 +76,8 @@ def test_pretrain_accepts_the_profile_that_is_written(devices, tmp_path, capsys)
     assert not parse_settings(flags)[1]
     data = write_shards(tmp_path / "shards")
     flags += ["--model_config", str(model), "--data", str(data), "--run_dir", str(tmp_path / "run")]
-    flags += ["--world_size", devices, "--hardware", "H100"]
-    result = run_module("pretrain", "--check", *flags)
-    assert result.returncode == 0, result.stdout + result.stderr
+    flags += ["--world_size", str(devices), "--hardware", "H100"]
+    check.check(["--check", *flags], {})
 
 
 def test_search_refuses_a_given_profile():

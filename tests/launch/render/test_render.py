@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launch.__main__ import main
 from launch.command.deepspeed_command import parse_pretrain_flags
 from launch.render import node
 from tests import ROOT
-from tests.launching import run_module
+from tests.launching import run_here
 from zerolm.common.errors import EXIT_GAVE_UP, EXIT_REFUSED, EXIT_STOPPED
 
 # the options of sbatch that the script may use (man sbatch, Slurm 25.05)
@@ -28,7 +29,7 @@ FLAGS = ["--nodes", "2", "--devices_per_node", "8", "--directory", "/shared/zero
 
 
 def render(kind, *flags, pretrain_flags=PRETRAIN_FLAGS):
-    return run_module("launch", "render", kind, *flags, "--", *pretrain_flags)
+    return run_here(main, "render", kind, *flags, "--", *pretrain_flags)
 
 
 def rendered(kind, *flags) -> str:

@@ -8,32 +8,26 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.launching import run_module, write_json
+from tests.launching import run_here, write_json
 from tests.manifests import WRITTEN
+from tests.texts import write_text_shards, write_tokenizer
+from zerolm.__main__ import main
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
 from zerolm.data.order import Order
 from zerolm.shards.reader import open_source
 
 SEQ_LEN, SEED, BATCH = 16, 3, 4
-TEXTS = [f"Text number {n}: {'word ' * (n % 40)}and {n * n} – é." for n in range(200)]
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
     """A run directory as it is after a rollback that left sequences [20, 32) out."""
     base = tmp_path_factory.mktemp("batches")
-    sources = []
-    for name, texts in (("a", TEXTS[:120]), ("b", TEXTS[120:])):
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (base / f"{name}.jsonl").write_text(lines)
-    made = run_module("data_prep", "train-tokenizer", "--input", base / "*.jsonl",
-                "--vocab_size", 400, "--output", base / "tokenizer")  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    for name in ("a", "b"):
-        made = run_module("data_prep", "tokenize", "--input", base / f"{name}.jsonl", "--tokenizer",
-                    base / "tokenizer", "--output", base / name, "--shard_tokens", 500)  # fmt: skip
-        assert made.returncode == 0, made.stderr
-        sources.append(open_source(base / name))
+    tokenizer = write_tokenizer(base / "tokenizer")
+    sources = [
+        open_source(write_text_shards(base / name, tokenizer, first, shard_tokens=500))
+        for name, first in (("a", 1380), ("b", 1420))
+    ]
     run_dir = base / "run"
     run_dir.mkdir()
     prints = "\n".join(source.fingerprint for source in sources)
@@ -91,7 +85,7 @@ def sequences_of(output: str) -> dict[int, tuple[str, str]]:
     ],
 )
 def test_batch_text_equals_the_text_of_its_windows(run_dir, words, expected) -> None:
-    done = run_module("zerolm", "decode-batch", run_dir, *words)
+    done = run_here(main, "decode-batch", run_dir, *words)
     assert done.returncode == 0, done.stderr
     found = sequences_of(done.stdout)
     assert list(found) == expected
@@ -111,7 +105,7 @@ def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
     progress = vars(Progress(step=7, position=100))
     manifest = {"format": FORMAT, "version": VERSION, "progress": progress, "files": [], **WRITTEN}
     write_json(directory / "MANIFEST.json", {**manifest, "digest": manifest_digest(manifest)})
-    done = run_module("zerolm", "decode-batch", run_dir, "--step", 9)
+    done = run_here(main, "decode-batch", run_dir, "--step", 9)
     assert list(sequences_of(done.stdout)) == [116, 117, 118, 119]
 
 
@@ -124,14 +118,14 @@ def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
     ],
 )
 def test_invalid_arguments_are_refused(run_dir, words, expected) -> None:
-    done = run_module("zerolm", "decode-batch", run_dir, *words)
+    done = run_here(main, "decode-batch", run_dir, *words)
     assert done.returncode == 2 and expected in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_missing_and_changed_files_are_named(run_dir, tmp_path) -> None:
     def refused(directory: Path) -> str:
-        done = run_module("zerolm", "decode-batch", directory, "--step", 1)
+        done = run_here(main, "decode-batch", directory, "--step", 1)
         assert done.returncode == 2 and "Traceback" not in done.stderr
         return done.stderr
 
