@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -290,18 +289,3 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         report.write_report([write_run(tmp_path / "run")], tmp_path / "file" / "page.html")
-
-
-def test_the_assets_are_installed(tmp_path) -> None:
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "pretrain.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    for package in ("zerolm", "data_prep", "launch"):
-        shutil.copytree(ROOT / package, tmp_path / package)
-    subprocess.run(
-        [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build"],
-        cwd=tmp_path, check=True, timeout=120, capture_output=True,
-    )  # fmt: skip
-    for pattern in ("zerolm/report/assets/*", "data_prep/*/*.html"):
-        names = {path.relative_to(ROOT) for path in ROOT.glob(pattern)}
-        built = tmp_path / "build/lib"
-        assert names and {path.relative_to(built) for path in built.glob(pattern)} == names
