@@ -56,12 +56,6 @@ def test_published_gpt2_and_neox_spellings_are_accepted(tmp_path):
         assert load_model_config(tmp_path).model_type == published["model_type"]
 
 
-def test_infinity_as_transformers_writes_it_is_a_number(tmp_path):
-    AutoConfig.for_model("mamba2").save_pretrained(tmp_path)  # its time_step_limit is infinite
-    assert "__float__" in (tmp_path / "config.json").read_text()
-    assert load_model_config(tmp_path).time_step_limit == [0.0, float("inf")]
-
-
 def test_all_problems_are_reported_at_once(refusal):
     problems = refusal({**LLAMA, "hidden_sise": 64, "vocab_size": "many", "num_hidden_layers": 1.5})
     assert len(problems) == 3
