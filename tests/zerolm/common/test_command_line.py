@@ -12,8 +12,9 @@ from importlib import metadata
 
 import pytest
 
+import data_prep.__main__
 from tests import ROOT
-from tests.launching import environment
+from tests.launching import environment, run_here
 from zerolm.__main__ import COMMANDS, main
 from zerolm.common import command_line
 from zerolm.common.command_line import Command, Group, Parser, run_program
@@ -34,13 +35,6 @@ def leaves(group, *before):
 
 ALL = leaves(COMMANDS)
 HEAVY = {"torch", "deepspeed", "transformers", "datasets", "pyarrow"}
-
-
-def call(*words, **options):
-    return subprocess.run(
-        [sys.executable, "-m", *map(str, words)],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, **options,
-    )  # fmt: skip
 
 
 def parser_of(*words):
@@ -190,14 +184,15 @@ def test_an_abbreviation_is_no_flag():
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistyped_word_is_one_line_with_the_nearest_name(words, start, hint):
-    result = call(*words)
+    program = importlib.import_module(f"{words[0]}.__main__")
+    result = run_here(program.main, *words[1:])
     assert result.returncode == 2 and result.stdout == ""
     heading, *rest = result.stderr.replace(": refused\ncommand line", "", 1).splitlines()
     assert f"{start}: " in heading and f"Did you mean {hint}?" in heading and not rest
 
 
 def test_a_missing_flag_is_one_line():
-    result = call("data_prep", "tokenize", "--input", "a", "--output", "b")
+    result = run_here(data_prep.__main__.main, "tokenize", "--input", "a", "--output", "b")
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
         "python -m data_prep tokenize: the following arguments are required: --tokenizer. "
@@ -318,11 +313,8 @@ def test_the_code_of_a_command_is_the_code_of_the_program(monkeypatch):
 @pytest.mark.parametrize(
     "words",
     [
-        ("zerolm", "--help"),
         ("zerolm", "train", "--help", "all"),
-        ("data_prep", "--help"),
         ("data_prep", "tokenize", "--help"),
-        ("launch", "plan", "--help"),
         ("launch", "plan", "--budget", "1e22"),
         ("zerolm.lines", "go"),
     ],

@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from zerolm.tracking import run_log
 from zerolm.tracking.run_log import RunLog
 
@@ -87,20 +85,6 @@ def test_rolled_back_rows_are_archived_once(tmp_path) -> None:
     run_log.archive(tmp_path, 1, 2)  # a start after a crash asks again
     assert lines(tmp_path / "metrics-rolled-back-0001.jsonl") == before[2:]
     assert [row["step"] for row in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(999, "999"), (1234, "1.23k"), (3.2e9, "3.2B"), (1.5e13, "15T")]
-)
-def test_counts_are_short(number: float, text: str) -> None:
-    assert run_log.count(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(5, "5s"), (184, "3m04s"), (7380, "2h03m"), (93_780, "1d02h03m")]
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert run_log.duration(seconds) == text
 
 
 def test_the_name_of_the_samples_is_synced_once(tmp_path, monkeypatch) -> None:

@@ -150,8 +150,11 @@ RANK = """
 import os, sys, threading, time
 from pathlib import Path
 from zerolm.distributed import collectives
-from zerolm.watchdog import watchdog
+from zerolm.watchdog import stacks, watchdog
 from zerolm.watchdog.progress import record_progress
+
+watchdog.POLL_SECONDS, watchdog.REQUEST_SECONDS, watchdog.EXIT_DELAY_SECONDS = 0.1, 0.3, 0.3
+stacks.RESPONSE_SECONDS = 1.0
 
 class Stop: reason = None
 
@@ -172,6 +175,7 @@ collectives.gather_objects, collectives.broadcast_object = gather, lambda value:
 stop = Stop()
 dog = watchdog.Watchdog(run_dir, rank, timeout, stop)
 dog.connect(world_size)
+dog.heartbeats.seconds = 0.5
 record_progress("data", 1); record_progress("optimizer", 1); record_progress("data", 2)
 (run_dir / f"ready-{rank}").touch()
 # What looks like torch's own code, to the watchdog, is a rank that waits in a collective.
@@ -256,12 +260,12 @@ def test_a_rank_that_aborts_is_blamed_unless_ranks_of_another_host_have_ceased(
     """NCCL aborts a rank that has lost a peer."""
     fast = """
 from zerolm.watchdog import silence
-dog.heartbeats.seconds, silence.DIAGNOSIS_SECONDS, silence.FOLLOW_SECONDS = 0.3, 3.0, 1.0
+dog.heartbeats.seconds, silence.DIAGNOSIS_SECONDS, silence.FOLLOW_SECONDS = 0.3, 2.0, 0.5
 for peer in dog.peers.values(): peer["machine"] = "b" if peer["rank"] == 2 else peer["machine"]
 dog.heartbeats.machine = "b" if rank == 2 else dog.heartbeats.machine
 """
     ranks.start(fast + "os.abort()", fast + AT_WORK, fast + AT_WORK)
-    time.sleep(0.0 if host_failed else 7.0)
+    time.sleep(0.0 if host_failed else 4.5)
     ranks.started[2].kill()
     output = ranks.outputs()
     (event,) = ranks.events()
@@ -315,7 +319,7 @@ def test_a_run_that_was_suspended_continues(ranks) -> None:
 
 
 def test_sigquit_writes_the_stacks_and_does_nothing_else(ranks) -> None:
-    ranks.start("time.sleep(2)")
+    ranks.start("time.sleep(1)")
     ranks.started[0].send_signal(signal.SIGQUIT)
     assert "reason None" in ranks.outputs() and ranks.started[0].returncode == 0
     assert "in <module>" in ranks.stacks(0)
@@ -329,7 +333,7 @@ def test_a_file_can_request_a_stop(ranks) -> None:
 
 def test_a_failing_heartbeat_does_not_end_the_run(ranks) -> None:
     hide = "(run_dir / 'ranks').rename(run_dir / 'away')\n"
-    ranks.start(hide + "time.sleep(5)", "time.sleep(5)", timeout=600)
+    ranks.start(hide + "time.sleep(2)", "time.sleep(2)", timeout=600)
     assert ranks.outputs().count("reason None") == 2
 
 
