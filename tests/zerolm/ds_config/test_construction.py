@@ -1,14 +1,12 @@
 """What DeepSpeed asserts while it builds an engine is refused before; its neighbours are not."""
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import ROOT
-from tests.launching import environment, free_port
+from tests.launching import run_workers, write_json
 from tests.zerolm.ds_config.ds_cases import found, resolved, zero
 from zerolm.ds_config.construction import ASSERTIONS
 from zerolm.ds_config.profile import Profile
@@ -97,7 +95,7 @@ CASES: dict[str, tuple[list[Json], list[Json]]] = {
 
 
 @pytest.fixture(scope="module")
-def built() -> dict[str, list[Any]]:
+def built(tmp_path_factory) -> dict[str, list[Any]]:
     """{name: [error, rates]} of an engine of each JSON."""
     base = {"train_micro_batch_size_per_gpu": 1}
     # torch's, so that no operator of DeepSpeed has to be built.
@@ -108,13 +106,11 @@ def built() -> dict[str, list[Any]]:
         for kind, each in zip(("refused", "accepted"), cases, strict=True)
         for number, config in enumerate(each)
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.zerolm.ds_config.construction_worker", str(free_port())],
-        cwd=ROOT, env=environment(), input=json.dumps(configs), capture_output=True, text=True,
-        timeout=180,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    results: dict[str, list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    directory = tmp_path_factory.mktemp("built")
+    found = directory / "found.json"
+    worker = Path(__file__).with_name("construction_worker.py")
+    run_workers(1, worker, write_json(directory / "configs.json", configs), found)
+    results: dict[str, list[Any]] = json.loads(found.read_text())
     return results
 
 
