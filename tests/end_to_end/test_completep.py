@@ -197,6 +197,7 @@ def test_a_run_resumes_on_another_topology_and_after_a_kill(tmp_path, corpus) ->
     killed_runs.compare_with_killed(tmp_path, arguments, keys)
 
 
+@pytest.mark.soak
 def test_a_run_continues_from_a_run_with_the_same_base(tmp_path, corpus) -> None:
     """Its weights have that scale already, so nothing is multiplied but the optimizer's options."""
     trunk = flags(tmp_path, corpus, "trunk", "llama", 2, steps=6)

@@ -26,7 +26,8 @@ from tests.end_to_end.recipe import (
     recipe,
 )
 from tests.end_to_end.test_parity import assert_equal_to_reference, check_health, check_noise
-from tests.launching import LLAMA, rows, run_module, run_ranks, write_json
+from tests.launching import LLAMA, rows, run_ranks, write_json
+from zerolm.__main__ import main
 from zerolm.train.step import seed_step
 
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
@@ -119,8 +120,7 @@ def test_a_tensor_parallel_run_equals_plain_pytorch(tmp_path, corpus, reference)
     assert "2 x cpu, 1 data parallel x 2 tensor parallel" in done.stdout
     check_run(tmp_path / "run", reference(LLAMA, False), TENSOR, False)
     out = tmp_path / "model"
-    exported = run_module("zerolm", "export", tmp_path / "run", out, "--precision", "fp32")
-    assert exported.returncode == 0, exported.stderr
+    assert main(["export", str(tmp_path / "run"), str(out), "--precision", "fp32"]) == 0
     weights = AutoModelForCausalLM.from_pretrained(out).state_dict()
     squares = sum(float(value.double().square().sum()) for value in weights.values())
     norm = reference(LLAMA, False)[-1].param_norms[""]
@@ -244,10 +244,7 @@ def test_validation_and_export_equal_those_of_data_parallelism(
         assert done.returncode == 0, done.stdout[-4000:]
         found[name] = list(rows(tmp_path / name / "run", "eval/loss").values())
         out = tmp_path / name / "model"
-        exported = run_module(
-            "zerolm", "export", tmp_path / name / "run", out, "--precision", "fp32"
-        )
-        assert exported.returncode == 0, exported.stderr
+        assert main(["export", str(tmp_path / name / "run"), str(out), "--precision", "fp32"]) == 0
         model = AutoModelForCausalLM.from_pretrained(out)
         weights[name] = model.state_dict()
         assert held_out_loss(model, held_out) == pytest.approx(found[name][-1], rel=1e-5)

@@ -5,6 +5,8 @@ A CPU with instructions for bf16 is imitated by its name and the time of its pro
 
 from pathlib import Path
 
+import pytest
+
 from tests.end_to_end.recipe import STEP_TOKENS, recipe
 from tests.launching import ROOT, rows, run_workers
 
@@ -27,6 +29,7 @@ def test_ranks_on_which_auto_differs_are_refused_and_both_devices_named(
     assert not list((tmp_path / "run/checkpoints").iterdir())
 
 
+@pytest.mark.soak  # always: tests/zerolm/preflight/test_existing_run.py
 def test_a_run_resumed_on_another_kind_of_cpu_keeps_its_precision(tmp_path, llama, corpus) -> None:
     command = flags(tmp_path, llama, corpus)
     first = run_workers(1, WORKER, 0, "0.5", *command)

@@ -10,11 +10,12 @@ from tests.end_to_end.recipe import PEAK, recipe
 from tests.launching import rows, run_ranks, write_json
 from zerolm.engine.operators import has_asynchronous_io
 
+# Always: zero2.json in test_precision.py and test_readme.py, offload in test_elastic.py.
+pytestmark = pytest.mark.soak
 STEPS = 12
 # Need GPU kernels, libaio, and another curve (Muon: test_optimizers.py).
 NOT_HERE = {"zeropp.json", "zero3_nvme.json", "zero1_muon.json"}
 SHIPPED = sorted({path.name for path in tracked("ds_configs/*.json")} - NOT_HERE)
-ALWAYS = {"zero3_offload.json"}  # zero2.json: test_precision.py, test_readme.py
 ZERO = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9}
 USERS = {
     "user_zero3.json": {
@@ -75,7 +76,6 @@ def curve(run_dir, llama, corpus, json_file, num_ranks=2) -> np.ndarray:
     return np.array(list(rows(run_dir, "train/loss").values()))
 
 
-@pytest.mark.soak
 def test_a_second_partition_in_each_host_gives_the_same_curve(
     tmp_path, llama, corpus, expected
 ) -> None:
@@ -88,7 +88,6 @@ def test_a_second_partition_in_each_host_gives_the_same_curve(
     np.testing.assert_allclose(losses, expected, rtol=5e-3)
 
 
-@pytest.mark.soak
 @pytest.mark.skipif(not has_asynchronous_io(), reason="needs libaio's headers")
 def test_offload_to_a_disk_gives_the_curve_of_offload_to_the_host(tmp_path, llama, corpus) -> None:
     found = {}
@@ -104,13 +103,7 @@ def test_offload_to_a_disk_gives_the_curve_of_offload_to_the_host(tmp_path, llam
     assert found["zero3_nvme"] == found["zero3_offload"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ALWAYS else pytest.mark.soak)
-        for name in [*SHIPPED, *USERS]
-    ],
-)
+@pytest.mark.parametrize("name", [*SHIPPED, *USERS])
 def test_every_profile_gives_the_same_curve(tmp_path, llama, corpus, expected, name) -> None:
     json_file = ROOT / "ds_configs" / name
     if name in USERS:

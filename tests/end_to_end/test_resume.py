@@ -10,7 +10,8 @@ import torch
 
 from tests.end_to_end.killed_runs import kill_at, resume, wait_for_step
 from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
-from tests.launching import events, kill_session, rows, run_module, run_ranks, start_ranks
+from tests.launching import events, kill_session, rows, run_ranks, start_ranks
+from zerolm.__main__ import main
 from zerolm.watchdog.progress import read_heartbeats
 
 STEPS, SAVE, VALIDATE = 40, 5, 20
@@ -87,7 +88,7 @@ def test_a_stop_on_request_saves_and_exits_75(stopped) -> None:
     assert last["event"] == "stopped" and last["reason"] == "SIGTERM"
     pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
     assert pointer == f"step-{last['step']:08d}"
-    assert run_module("zerolm", "verify-checkpoint", run_dir).returncode == 0
+    assert main(["verify-checkpoint", str(run_dir)]) == 0
 
 
 @pytest.mark.soak
@@ -96,8 +97,7 @@ def test_an_export_has_the_logits_of_the_master_weights(stopped, tmp_path) -> No
 
     run_dir = stopped[0]
     out = tmp_path / "model"
-    exported = run_module("zerolm", "export", run_dir, out)
-    assert exported.returncode == 0, exported.stderr
+    assert main(["export", str(run_dir), str(out)]) == 0
     model = AutoModelForCausalLM.from_pretrained(out)
     pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
     state = torch.load(
@@ -108,6 +108,4 @@ def test_an_export_has_the_logits_of_the_master_weights(stopped, tmp_path) -> No
     assert set(exported_state) == set(state)
     for name, value in state.items():
         assert torch.equal(exported_state[name], value), name
-    assert run_module("zerolm", "export", run_dir, out).returncode == 2, (
-        "an existing directory must not be overwritten"
-    )
+    assert main(["export", str(run_dir), str(out)]) == 2, "an existing directory is kept"

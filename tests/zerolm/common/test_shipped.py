@@ -76,6 +76,7 @@ def test_before_python_3_11_multiprocessing_is_told_so_too(monkeypatch):
     assert started == [["python", "-c", code, "--flag"]]
 
 
+@pytest.mark.soak  # always: tests/launch/command/test_launcher.py
 def test_deepspeeds_launchers_import_nothing_of_it(directory, tmp_path):
     """Neither the launcher, nor that of the node which it starts, nor the ranks."""
     (tmp_path / "rank.py").write_text("import json, random; print('trained')")

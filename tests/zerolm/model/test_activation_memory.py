@@ -94,7 +94,13 @@ def test_saved_bytes_equal_those_of_torch(family, precision):
             assert abs(error) < 0.10
 
 
-@pytest.mark.parametrize("family", EACH_FAMILY)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in FAMILIES if name != "llama"),
+    ],
+)
 def test_compiled_blocks_save_the_predicted_bytes(family):
     """With kernels that inductor compiles for this CPU, which chooses what is saved."""
     torch._dynamo.reset()

@@ -39,13 +39,19 @@ FAMILIES = {
 }
 
 
+CASES = [*((family, False) for family in FAMILIES), ("llama", True), ("mixtral", True)]
+
+
 @pytest.mark.parametrize(
-    ("family", "checkpointing"),
-    [*((family, False) for family in FAMILIES), ("llama", True), ("mixtral", True)],
+    ("product", "family", "checkpointing"),
+    [
+        *(("zero3", *case) for case in CASES),
+        ("torch", *CASES[0]),
+        *(pytest.param("torch", *case, marks=pytest.mark.soak) for case in CASES[1:]),
+    ],
 )
-@pytest.mark.parametrize("product", ["torch", "zero3"])
 def test_one_graph_serves_all_blocks_and_keeps_gradients(
-    family, checkpointing, product, monkeypatch
+    product, family, checkpointing, monkeypatch
 ):
     if family == "mixtral" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip("the grouped products of older transformers break the graph on a CPU")
