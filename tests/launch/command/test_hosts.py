@@ -58,32 +58,13 @@ def test_a_file_that_is_no_text_is_refused(tmp_path) -> None:
 
 
 KEPT = [
-    "--data",
-    "s3://a/b=0.5",
-    "--wandb_tags",
-    "a,b",
-    "x y (z)",
-    "1B:web=1,code=2",
-    "a~b#c!",
-    "ä",
+    "--data", "s3://a/b=0.5", "--wandb_tags", "a,b", "x y (z)", "1B:web=1,code=2", "a~b#c!", "ä",
     "5%",
-]
+]  # fmt: skip
 CHANGED = [
-    "",
-    "a&b",
-    "$HOME",
-    "~/x",
-    "#x",
-    "a b $HOME",
-    "it's",
-    'a"b',
-    "a b\\",
-    "*",
-    "{a,b}",
-    "%h",
-    "(x)",
+    "", "a&b", "$HOME", "~/x", "#x", "a b $HOME", "it's", 'a"b', "a b\\", "*", "{a,b}", "%h", "(x)",
     "`id`",
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("argument", [*KEPT, *CHANGED])

@@ -3,6 +3,8 @@
 import ast
 import json
 
+import pytest
+
 from launch.demo import corpus
 
 SOURCE = '''"""Module."""
@@ -47,6 +49,7 @@ def test_a_source_that_does_not_parse_is_unchanged():
     assert corpus.split_docstrings("def (:\n") == ("def (:\n", [])
 
 
+@pytest.mark.soak
 def test_both_sources_have_millions_of_characters(tmp_path, capsys):
     corpus.write_corpus(tmp_path)
     capsys.readouterr()

@@ -6,7 +6,6 @@ Real hosts are tested in tests/cluster/test_doctor.py.
 import argparse
 import copy
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -127,6 +126,32 @@ def test_a_problem_of_a_shared_disk_is_one_line_for_all_hosts():
     assert line.host == "node1, node2, node3"
 
 
+class OnThisHost:
+    """A session with this host that answers at once; `asked` has the last question of each kind."""
+
+    asked: dict[str, dict] = {}  # noqa: RUF012
+
+    def __init__(self, host, ssh_port, environment): ...
+    def hang_up(self): ...
+    def close(self, deadline): ...
+    def clock_offset(self, seconds):
+        return [0.0, 0.0]
+
+    def ask(self, limit, question, **details):
+        self.asked[question] = details
+        times = {"all_reduce": [(1 << 24, 0.1)], "all_gather": [(1 << 24, 0.1)]}
+        result = {"correct": True, "pairs": [], **times}
+        return [result] if question == "network" else FACTS | {"addresses": [], "free_port": 1}
+
+
+def findings_of_this_host(monkeypatch, command: list[str]) -> list[Finding]:
+    monkeypatch.setattr(doctor, "Session", OnThisHost)
+    monkeypatch.setattr(doctor, "DEFAULT_HOSTFILE", "/nowhere")
+    parser = argparse.ArgumentParser()
+    doctor.add_flags(parser)
+    return doctor.Doctor(parser.parse_args([]), command).findings()
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -140,28 +165,8 @@ def test_a_problem_of_a_shared_disk_is_one_line_for_all_hosts():
 def test_this_host_is_tested_with_the_ranks_that_deepspeed_would_start(
     words, expected, monkeypatch
 ):
-    asked = {}
-
-    class OnThisHost:
-        def __init__(self, host, ssh_port, environment): ...
-        def hang_up(self): ...
-        def close(self, deadline): ...
-        def clock_offset(self, seconds):
-            return [0.0, 0.0]
-
-        def ask(self, limit, question, **details):
-            asked[question] = details
-            times = {"all_reduce": [(1 << 24, 0.1)], "all_gather": [(1 << 24, 0.1)]}
-            result = {"correct": True, "pairs": [], **times}
-            return [result] if question == "network" else FACTS | {"addresses": [], "free_port": 1}
-
-    monkeypatch.setattr(doctor, "Session", OnThisHost)
-    monkeypatch.setattr(doctor, "DEFAULT_HOSTFILE", "/nowhere")
-    parser = argparse.ArgumentParser()
-    doctor.add_flags(parser)
-    command = ["deepspeed", *words, "pretrain.py"]
-    found = doctor.Doctor(parser.parse_args([]), command).findings()
-    assert asked["network"]["hosts"] == [expected], found
+    found = findings_of_this_host(monkeypatch, ["deepspeed", *words, "pretrain.py"])
+    assert OnThisHost.asked.pop("network")["hosts"] == [expected], found
 
 
 @pytest.mark.parametrize(
@@ -214,6 +219,7 @@ def test_the_table_has_aligned_columns_and_colors_red_lines_only():
     assert green == "data  all    ok   same"
 
 
+@pytest.mark.soak  # always: tests/cluster/test_doctor.py
 def test_this_host_has_no_problem_except_a_port_in_use(tmp_path):
     corpus = write_shards(tmp_path / "counting", 40)
     model = write_json(tmp_path / "model.json", LLAMA)
@@ -272,14 +278,14 @@ def test_what_ssh_says_has_a_fix_of_its_own(said, expected):
     assert ("try: ssh -p 2222 -o BatchMode=yes HOST true" in fix) == ("setup.sh" not in fix)
 
 
-def test_a_secret_that_ssh_would_show_is_named_without_its_value(tmp_path) -> None:
+def test_a_secret_that_ssh_would_show_is_named_without_its_value(tmp_path, monkeypatch) -> None:
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\nWANDB_API_KEY=secret-value\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", "doctor"], cwd=tmp_path, capture_output=True, text=True,
-        timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-    )  # fmt: skip
-    assert done.returncode == 2 and "secret-value" not in done.stdout + done.stderr
-    assert f"{tmp_path / '.deepspeed_env'}: WANDB_API_KEY: would be visible on" in done.stdout
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    found = findings_of_this_host(monkeypatch, [])
+    (line,) = [line for line in found if line.check == "environment"]
+    assert f"{tmp_path / '.deepspeed_env'}: WANDB_API_KEY: would be visible on" in line.fact
+    assert line.state == RED and "secret-value" not in str(found)
 
 
 def test_answers_are_marked_to_tell_them_from_other_output(tmp_path):

@@ -1,8 +1,6 @@
 """What the doctor says of measured networks: the slow host and the slow pair, of many."""
 
 import json
-import subprocess
-import sys
 from itertools import combinations
 
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from launch.doctor.findings import ALL, NOTE, OK, RED, Finding
 from launch.doctor.network import measured
 from launch.doctor.network_rank import MAX_PARTNERS, partner_rounds
-from tests.launching import ROOT, environment, free_port
+from tests.launching import free_port, run_workers
 
 LATENCY, RATE = 50e-6, 40e9
 
@@ -75,23 +73,21 @@ def test_equal_hosts_have_the_bandwidth_in_the_unit_of_the_plan():
     assert line.state == RED and "below half of 1 Gbit/s" in line.fact
 
 
-def test_ranks_of_several_hosts_measure_collectives_and_exchanges():
+RANK = """
+import contextlib, sys
+from launch.doctor import network_rank
+directory, rank, *flags = sys.argv[1:]
+with open(f"{directory}/{rank}", "w") as file, contextlib.redirect_stdout(file):
+    network_rank.main(["--rank", rank, "--local_rank", str(int(rank == "2")), *flags])
+"""
+
+
+def test_ranks_of_several_hosts_measure_collectives_and_exchanges(tmp_path):
     """Three hosts of one, two and one ranks, all on this machine."""
-    command = [sys.executable, "-m", "launch.doctor.network_rank", "--hosts", "1,2,1"]
-    command += ["--address", "127.0.0.1", "--port", str(free_port())]
-    ranks = [
-        subprocess.Popen(
-            [*command, "--rank", str(rank), "--local_rank", str(int(rank == 2))], cwd=ROOT,
-            stdout=subprocess.PIPE, text=True, env=environment(),
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    try:
-        results = [json.loads(rank.communicate(timeout=100)[0]) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    (tmp_path / "rank.py").write_text(RANK)
+    flags = ["--hosts", "1,2,1", "--address", "127.0.0.1", "--port", free_port()]
+    run_workers(4, tmp_path / "rank.py", tmp_path, "{rank}", *flags, timeout=100)
+    results = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(4)]
     assert all(result["correct"] for result in results)
     partners = [{other for other, *_ in result["pairs"]} for result in results]
     assert partners == [{1, 2}, {0, 2}, set(), {0, 1}], "the second rank has no partner elsewhere"
