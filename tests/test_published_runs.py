@@ -11,6 +11,8 @@ from tests.launching import ROOT
 from zerolm.plan import hardware
 from zerolm.plan.peak_flops import datasheet_flops
 
+SOAK = pytest.mark.soak  # 20 seconds for the predictions of all runs; always: the golden plans
+
 
 @pytest.fixture(scope="module")
 def runs() -> dict[str, document.Row]:
@@ -23,6 +25,7 @@ def benchmarks() -> tuple:
     return benchmark_rows.read()
 
 
+@SOAK
 def test_the_page_of_results_is_what_the_command_prints(runs, benchmarks, monkeypatch):
     monkeypatch.setattr(document, "runs", lambda: list(runs.values()))
     monkeypatch.setattr(benchmark_rows, "read", lambda: benchmarks)
@@ -30,6 +33,7 @@ def test_the_page_of_results_is_what_the_command_prints(runs, benchmarks, monkey
     assert text == document.document() + "\n"
 
 
+@SOAK
 def test_predicted_flops_match_the_reported_ones(runs):
     assert runs["Llama 2 7B"].flops == pytest.approx(8.4e22, rel=0.05)
     assert runs["Llama 3.1 405B"].flops == pytest.approx(3.8e25, rel=0.01)
@@ -38,6 +42,7 @@ def test_predicted_flops_match_the_reported_ones(runs):
         assert row.flops < row.all_flops < 1.25 * row.flops
 
 
+@SOAK
 def test_parameters_are_the_published_ones(runs):
     """Model cards and papers: 6.74B, 13.0B, 69.0B, 8.03B, 70.6B, 405B, 176.2B."""
     found = {row.name: row.parameters for row in runs.values()}
@@ -47,6 +52,7 @@ def test_parameters_are_the_published_ones(runs):
     assert found["BLOOM 176B"] == 176_247_271_424
 
 
+@SOAK
 def test_the_stated_errors_of_the_step_time_are_right(runs, benchmarks):
     rows, values = benchmarks
     dense = [row for row in rows if row.is_counted and not row.run.routed_flops]
@@ -73,6 +79,7 @@ def test_the_stated_errors_of_the_step_time_are_right(runs, benchmarks):
             assert devices[name].attained == pytest.approx(values["attained"][group], abs=0.006)
 
 
+@SOAK
 def test_a_row_left_out_is_predicted_like_a_fitted_one(benchmarks):
     """No row decides on a number by itself: without it the prediction is nearly the same."""
     rows, values = benchmarks
@@ -81,6 +88,7 @@ def test_a_row_left_out_is_predicted_like_a_fitted_one(benchmarks):
     assert median(moved) < 0.01 and {row.entry["source"] for row in rows} == set(values["sources"])
 
 
+@SOAK
 def test_the_throughput_lost_on_many_devices_is_predicted_without_a_fit(benchmarks):
     """From 64 to 1,024 devices InternEvo's ZeRO-1 loses 38%, and with tensor parallelism 19%."""
     rows, _ = benchmarks
@@ -101,7 +109,7 @@ def test_reported_memory_is_the_stated_multiple_of_the_live_tensors():
     assert (min(ratios), max(ratios)) == pytest.approx(estimate.RESERVED_RATIOS, abs=0.005)
 
 
-@pytest.mark.soak
+@SOAK
 def test_the_fitted_numbers_are_those_of_the_fit(benchmarks):
     rows, values = benchmarks
     rows = [row for row in rows if row.is_fitted]
@@ -115,19 +123,12 @@ def test_the_fitted_numbers_are_those_of_the_fit(benchmarks):
 
 def test_peaks_equal_those_that_a_run_computes_its_mfu_with():
     names = {
-        "A100-80GB": "NVIDIA A100-SXM4-80GB",
-        "H100": "NVIDIA H100 80GB HBM3",
-        "H100-PCIe": "NVIDIA H100 PCIe",
-        "H100-NVL": "NVIDIA H100 NVL",
-        "H200-NVL": "NVIDIA H200 NVL",
-        "GH200": "NVIDIA GH200 480GB",
-        "H200": "NVIDIA H200",
-        "B200": "NVIDIA B200",
-        "A10G": "NVIDIA A10G",
-        "L4": "NVIDIA L4",
-        "MI300X": "AMD Instinct MI300X",
-        "V100": "Tesla V100-SXM2-32GB",
-    }
+        "A100-80GB": "NVIDIA A100-SXM4-80GB", "H100": "NVIDIA H100 80GB HBM3",
+        "H100-PCIe": "NVIDIA H100 PCIe", "H100-NVL": "NVIDIA H100 NVL",
+        "H200-NVL": "NVIDIA H200 NVL", "GH200": "NVIDIA GH200 480GB", "H200": "NVIDIA H200",
+        "B200": "NVIDIA B200", "A10G": "NVIDIA A10G", "L4": "NVIDIA L4",
+        "MI300X": "AMD Instinct MI300X", "V100": "Tesla V100-SXM2-32GB",
+    }  # fmt: skip
     devices = hardware.devices_of(hardware.FILE)
     for key, name in names.items():
         assert hardware.recognize(name) == devices[key]

@@ -150,12 +150,12 @@ def test_the_generated_part_of_a_document_is_up_to_date(name, module) -> None:
 # ---- Which events the product code writes
 
 
-def functions() -> Iterator[Node]:
-    for package in ("zerolm", "launch"):
-        for path in tracked(f"{package}/**/*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, Node):
-                    yield node
+def functions() -> Iterator[tuple[Node, list[ast.Call]]]:
+    """Yield each function, and the calls in it."""
+    for path in tracked("zerolm/**/*.py", "launch/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, Node):
+                yield node, [each for each in ast.walk(node) if isinstance(each, ast.Call)]
 
 
 def constants(node: ast.expr, function: Node) -> set[str]:
@@ -176,13 +176,12 @@ def written_events() -> set[str]:
     # Name of a function: position of the event, without `self`. `note` is a callback of trackers.
     writers = {"event_line": 0, "note": 0}
     found: set[str] = set()
+    known = [*functions()]
     while True:
         before = len(writers)
-        for function in functions():
+        for function, calls in known:
             parameters = [each.arg for each in function.args.args if each.arg != "self"]
-            for call in ast.walk(function):
-                if not isinstance(call, ast.Call):
-                    continue
+            for call in calls:
                 name = getattr(call.func, "attr", getattr(call.func, "id", ""))
                 if name not in writers or len(call.args) <= writers[name]:
                     continue

@@ -38,10 +38,14 @@ def strings(tree: ast.Module) -> Iterator[str]:
 
 
 @cache
+def texts_in_code() -> list[str]:
+    return [text for path in tracked(*CODE) for text in strings(ast.parse(text_of(path)))]
+
+
+@cache
 def templates() -> tuple[str, ...]:
-    found = [text for path in tracked(*CODE) for text in strings(ast.parse(text_of(path)))]
     scripts = (text_of(path).splitlines() for path in tracked("launch/*.sh"))
-    return (*found, *chain.from_iterable(scripts))
+    return (*texts_in_code(), *chain.from_iterable(scripts))
 
 
 def is_in_code(message: str) -> bool:
@@ -84,8 +88,7 @@ def test_messages_name_the_command_and_not_the_module_or_a_package_of_no_index()
     old = re.compile(
         r"data_prep [a-z]|python -m (?:data_prep|launch|zerolm) [a-z]|pip install '?zerolm"
     )
-    messages = (text for path in tracked(*CODE) for text in strings(ast.parse(text_of(path))))
-    assert not [text for text in messages if old.search(text)]
+    assert not [text for text in texts_in_code() if old.search(text)]
 
 
 def test_the_page_has_every_exit_code():

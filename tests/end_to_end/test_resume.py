@@ -1,4 +1,4 @@
-"""A killed run equals an uninterrupted one; a stopped run saves; both can be exported."""
+"""A killed run equals an uninterrupted one; a stopped run saves."""
 
 import os
 import random
@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.end_to_end.killed_runs import kill_at, resume, wait_for_step
 from tests.end_to_end.recipe import STEP_TOKENS, profile, recipe
@@ -89,23 +88,3 @@ def test_a_stop_on_request_saves_and_exits_75(stopped) -> None:
     pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
     assert pointer == f"step-{last['step']:08d}"
     assert main(["verify-checkpoint", str(run_dir)]) == 0
-
-
-@pytest.mark.soak
-def test_an_export_has_the_logits_of_the_master_weights(stopped, tmp_path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    run_dir = stopped[0]
-    out = tmp_path / "model"
-    assert main(["export", str(run_dir), str(out)]) == 0
-    model = AutoModelForCausalLM.from_pretrained(out)
-    pointer = (run_dir / "checkpoints" / "latest").read_text().strip()
-    state = torch.load(
-        run_dir / "checkpoints" / pointer / "mp_rank_00_model_states.pt",
-        weights_only=False,  # our own file, which the export has verified
-    )["module"]
-    exported_state = model.state_dict()
-    assert set(exported_state) == set(state)
-    for name, value in state.items():
-        assert torch.equal(exported_state[name], value), name
-    assert main(["export", str(run_dir), str(out)]) == 2, "an existing directory is kept"

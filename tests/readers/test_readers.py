@@ -13,15 +13,8 @@ from tests.readers import environment, models, table
 from tests.readers.limits import LIMITS
 
 FAMILIES = [
-    "llama",
-    "deepseek_v3",
-    "gemma3_text",
-    "gpt2",
-    "mixtral",
-    "qwen2",
-    "qwen3_moe",
-    "falcon",
-]
+    "llama", "deepseek_v3", "gemma3_text", "gpt2", "mixtral", "qwen2", "qwen3_moe", "falcon",
+]  # fmt: skip
 TOKENIZE = """
 import json, sys
 from llama_cpp import Llama

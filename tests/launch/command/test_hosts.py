@@ -55,6 +55,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path) -> None:
     (tmp_path / "hosts").write_bytes(b"\xff\xfe\x00a slots=2\n")
     with pytest.raises(ConfigError, match="is not `name slots=N`"):
         read_hostfile(tmp_path / "hosts")
+    with pytest.raises(ConfigError, match="absent: cannot be read"):
+        read_hostfile(tmp_path / "absent")
 
 
 KEPT = [

@@ -105,6 +105,7 @@ def test_the_report_loads_nothing_external(tmp_path) -> None:
     assert "default-src 'none'" in text and "unsafe" not in text
 
 
+@pytest.mark.soak  # always: test_curves.py
 def test_a_long_run_gives_a_report_of_some_megabytes_that_shows_its_spike(tmp_path) -> None:
     num_steps = 100_000
     keys = [f"train/param_norm/layers.{layer}" for layer in range(24)]
