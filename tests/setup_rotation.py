@@ -32,7 +32,7 @@ TURNS = {  # {name: (Python, how uv resolves the ranges of setup.cfg)}
     "oldest": ("3.12", "lowest-direct"),
     "newest": ("3.12", "highest"),
 }
-BY_HAND = ("oldest",)  # has not passed yet: benchmarks/results/versions.md
+BY_HAND = ("oldest",)  # seven minutes: benchmarks/results/versions.md
 DISK_BYTES = (
     15e9  # 5 GB of .venv with CUDA libraries, twice if uv's cache cannot be linked, and pip's
 )
