@@ -41,7 +41,7 @@ NOT_RUN = {
     "bash tests/run.sh": "runs this test",
     "zerolm data tokenize --input HuggingFaceFW/": "needs a network, and hours",
     "bash launch/setup.sh": "run by tests/run.sh",
-    "bash launch/multinode.sh": "needs two hosts: tests/cluster makes them",
+    "bash launch/multinode.sh": "needs two hosts: tests/end_to_end/test_hosts_agree.py makes them",
     "python -m tests.test_tables": "writes the documents",
     "zerolm train --num_gpus 8": "needs eight devices",
     "python benchmarks/": "takes many minutes on a quiet machine",
