@@ -50,6 +50,6 @@ fi
 wait "$operators" || tail -n 20 .cache/operators.log >&2  # the tests that need it will fail, too
 trap - EXIT
 echo "== pytest"
-# Three processes, one test file each, also on two cores: tests wait for timeouts and for processes
-# to start. Files stay in order, so that those with long tests start first and short ones fill gaps.
-exec python -m pytest --durations 10 --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"
+# Two processes, one test file each: half of the time, tests wait for timeouts and for processes to
+# start. Files stay in order, so that those with long tests start first and short ones fill the gaps.
+exec python -m pytest --durations 10 --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
