@@ -56,9 +56,7 @@ def write_tokenizer(directory: Path) -> Path:
     return directory
 
 
-def write_text_shards(
-    directory: Path, tokenizer_dir: Path, first: int = 0, shard_tokens: int = 1 << 20
-) -> Path:
+def write_text_shards(directory: Path, tokenizer_dir: Path, first: int = 0) -> Path:
     """Write a shard directory as `data_prep tokenize` does, its tokenizer beside it.
 
     Args:
@@ -68,9 +66,8 @@ def write_text_shards(
     entry = {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "files": []}
     encoded = load_encoder(tokenizer_dir).encode(paragraphs()[first:1500])
     with ShardWriter(
-        directory, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, tokenizer=entry,
-        shard_tokens=shard_tokens,
-    ) as writer:  # fmt: skip
+        directory, vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, tokenizer=entry
+    ) as writer:
         for document in encoded.ids:
             writer.add([*document, tokenizer.eos_id])
     shutil.copytree(tokenizer_dir, directory / "tokenizer")

@@ -40,7 +40,6 @@ CASES: dict[str, tuple[list[str], str, int]] = {  # {what: (command, path, its m
     "ids of verify": (["data", "verify", "shards"], IDS, READ),
     "a manifest": (["data", "verify", "shards"], "shards/manifest.json", READ),
     "figures": (["data", "stats", "shards", "--json", "out/stats.json"], "out", WRITE),
-    "a table": (["data", "table", "shards"], "shards", WRITE),
     "an index": (["data", "pack", "shards", "--seq_len", "16"], "shards", WRITE),
     "records of tasks": (["data", "progress", "piped"], "piped/records", READ),
     "ids of another format": (["data", "convert", "mega.bin", "--from", "megatron", "--tokenizer",

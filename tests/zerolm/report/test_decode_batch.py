@@ -8,26 +8,33 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from tests.launching import run_here, write_json
+from tests.launching import run_here, run_module, write_json
 from tests.manifests import WRITTEN
-from tests.texts import write_text_shards, write_tokenizer
 from zerolm.__main__ import main
 from zerolm.checkpoint.manifest import FORMAT, VERSION, Progress, manifest_digest
 from zerolm.data.order import Order
 from zerolm.shards.reader import open_source
 
 SEQ_LEN, SEED, BATCH = 16, 3, 4
+TEXTS = [f"Text number {n}: {'word ' * (n % 40)}and {n * n} – é." for n in range(200)]
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory) -> Path:
     """A run directory as it is after a rollback that left sequences [20, 32) out."""
     base = tmp_path_factory.mktemp("batches")
-    tokenizer = write_tokenizer(base / "tokenizer")
-    sources = [
-        open_source(write_text_shards(base / name, tokenizer, first, shard_tokens=500))
-        for name, first in (("a", 1380), ("b", 1420))
-    ]
+    sources = []
+    for name, texts in (("a", TEXTS[:120]), ("b", TEXTS[120:])):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (base / f"{name}.jsonl").write_text(lines)
+    made = run_module("data_prep", "train-tokenizer", "--input", base / "*.jsonl",
+                "--vocab_size", 400, "--output", base / "tokenizer")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    for name in ("a", "b"):
+        made = run_module("data_prep", "tokenize", "--input", base / f"{name}.jsonl", "--tokenizer",
+                    base / "tokenizer", "--output", base / name, "--shard_tokens", 500)  # fmt: skip
+        assert made.returncode == 0, made.stderr
+        sources.append(open_source(base / name))
     run_dir = base / "run"
     run_dir.mkdir()
     prints = "\n".join(source.fingerprint for source in sources)
