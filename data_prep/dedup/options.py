@@ -90,7 +90,7 @@ class DecontaminateOptions:
         if not self.evaluation:
             yield "evaluation", "names no file. Give at least one, or remove the stage."
         if self.min_item_words > self.ngram_words:
-            yield "min_item_words", f"{self.min_item_words} is not from 1 to ngram_words."
+            yield "min_item_words", f"{self.min_item_words} is greater than ngram_words."
 
     def relative_to(self, directory: Path) -> "DecontaminateOptions":
         """Return the options with their files resolved against the directory of the recipe."""

@@ -119,7 +119,7 @@ def listed_file(path: Path, size: int | None) -> Path:
         raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
     check_no_pointer(path)
     if size is not None and path.stat().st_size != size:
-        raise damaged(path, f"has {path.stat().st_size} bytes, index.json says {size}")
+        raise damaged(path, f"has {path.stat().st_size} bytes, but index.json says {size}")
     return path
 
 

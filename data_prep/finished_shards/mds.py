@@ -103,7 +103,7 @@ def _open(directory: Path, shard: _Shard, options: ReadOptions) -> InputFile:
             for number, size in zip(dynamic, content[begin:start].view("<u4"), strict=True):
                 known[number] = int(size)
             if start + sum(known) != end:
-                raise damaged(path, f"the sample at byte {begin} does not have the sizes it says")
+                raise damaged(path, f"the sample at byte {begin} does not have the sizes it states")
             start += sum(known[:place])
             yield _values(path, content[start : start + known[place]], dtype, has_shape)
 

@@ -77,7 +77,9 @@ def dropped_problems(directory: Path, output: Path) -> list[str]:
     flag = f"--keep_dropped {directory}"
     target, stage = directory.resolve(), output.resolve()
     if target == stage or target in stage.parents:
-        return [f"{flag}: is --output, or --output is inside of it. Give another directory."]
+        return [
+            f"{flag}: is the same directory as --output, or contains it. Give another directory."
+        ]
     if directory.is_dir():
         is_resumed = (output / "records").is_dir()
         names = [path.name for path in directory.iterdir()]

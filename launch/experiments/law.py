@@ -14,7 +14,7 @@ from launch.estimate.scaling import LossFit
 from launch.experiments.quantiles import student_quantile
 
 HUBER = 1e-3  # Hoffmann et al. 2022, appendix D.3: the residual of a log loss where it turns linear
-ITERATIONS, PATIENCE = 300, 30  # most, and those after which the best start must have improved
+ITERATIONS, PATIENCE = 300, 30  # at most; stop after 30 without a better start
 COEFFICIENTS = 5
 EXPONENTS = (0.02, 2.0)  # of every published law between; outside, the runs do not show the term
 LEAST_SHARE = 0.01  # of E in the best loss

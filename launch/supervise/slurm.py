@@ -78,7 +78,7 @@ def _ask(number: str) -> Job:
 
 
 def _call(*command: str) -> str:
-    """Return what a command of Slurm prints.
+    """Run a Slurm command and return its output.
 
     Raises:
         SlurmError: it failed.

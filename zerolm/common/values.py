@@ -24,9 +24,9 @@ BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 def printable(text: str, kept: str = "") -> str:
     """Return text of a file for a terminal: control characters as in JSON, `\\u001b`.
 
-    Those would colour, clear or retitle the terminal, and characters that turn the direction would
-    show text that is not there. The joiners of Persian, Hindi and emoji are kept, and so is what
-    `kept` has.
+    Control characters could recolour, clear or retitle the terminal, and bidirectional ones could
+    make the text read differently from what it is. The joiners of Persian, Hindi and emoji are
+    kept, and so is what `kept` has.
     """
     if text.isprintable():
         return text
@@ -177,7 +177,7 @@ def parse_duration(value: Any) -> float:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as 40d06h, 1d02h03m, 2h03m, 3m04s or 5s; as unknown if not finite."""
+    """Format seconds as 40d06h, 1d02h03m, 2h03m, 3m04s or 5s; "unknown" if not finite."""
     if not math.isfinite(seconds):
         return "unknown"
     minutes, seconds_left = divmod(round(seconds), 60)

@@ -34,7 +34,7 @@ def learning_rate(training_flops: float) -> float:
 
 
 def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> int:
-    """Return the sequences of a global batch: the power of two nearest to the fitted size.
+    """Return the number of sequences in a global batch: the power of 2 nearest to the fitted size.
 
     At most a hundredth of the run, so that a short run still takes a hundred steps.
 

@@ -123,7 +123,7 @@ def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
     written, kind, params = profile.optimizer.name, profile.optimizer.kind, profile.optimizer.params
     offload = profile.optimizer_offload
     problems = [
-        f'optimizer.params.{key}: "auto", but no setting has this value. Give a value.'
+        f'optimizer.params.{key}: "auto", but no setting supplies this value. Give one.'
         for key, value in params.items()
         if value == AUTO and key not in AUTO_PARAMS
     ]
@@ -277,7 +277,7 @@ def scheduler_problems(profile: Profile) -> list[str]:
         if known is not None and key not in known
     ]
     problems += [
-        f'scheduler.params.{key}: "auto", but no setting has this value. Give a value.'
+        f'scheduler.params.{key}: "auto", but no setting supplies this value. Give one.'
         for key, value in params.items()
         if value == AUTO and key not in AUTO_SCHEDULER_PARAMS
     ]

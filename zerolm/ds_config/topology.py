@@ -77,8 +77,8 @@ def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[
     kind, _, offload = saved.partition(", offload ")
     if kind.lower() != profile.optimizer.kind:
         return [
-            f"{where}: optimizer: {saved!r}, --deepspeed_config has {ours!r}: optimizer states "
-            f"cannot be converted. Use {kind} to resume."
+            f"{where}: optimizer: {saved!r}, but --deepspeed_config has {ours!r}. "
+            f"Optimizer states cannot be converted. Use {kind} to resume."
         ]
     found = []
     if kind.lower() in FULL_MATRIX_STATES:

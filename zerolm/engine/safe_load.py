@@ -23,7 +23,7 @@ FIX = "zerolm did not write this file. Restore the checkpoint from a copy, or us
 
 
 def pickle_problems(path: str | Path) -> list[str]:
-    """Return a line if a file of `torch.save` contains a class that is not allowed.
+    """Return a problem if a file written by `torch.save` contains a class that is not allowed.
 
     Unpickles nothing.
     """

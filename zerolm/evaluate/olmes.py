@@ -171,7 +171,7 @@ def process_results(
     """Return the metrics of a document.
 
     Args:
-        results: (log-likelihood, whether all tokens are the likeliest) of each answer.
+        results: (log-likelihood, whether greedy decoding gives it) for each answer.
         primary: the accuracy that counts in the average, `acc` or `acc_norm`.
         greedy: there is one answer, and it counts if its tokens are the likeliest.
     """

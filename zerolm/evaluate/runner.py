@@ -45,7 +45,7 @@ class ModelRunner:
 
     @property
     def coder(self) -> TextCoder:
-        assert self._coder is not None, "evaluations on texts do not run without a tokenizer"
+        assert self._coder is not None, "text evaluations need a tokenizer"
         return self._coder
 
     # ---- Rank 0, or a single process

@@ -65,8 +65,8 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
             )
         if key := missing_period(part):
             notices.append(
-                f"{path}: layer_types of {part.model_type} have no period, so {key} cannot give "
-                f"it: readers of that key would compute another model"
+                f"{path}: layer_types of {part.model_type} have no period, so {key} cannot express "
+                f"them: programs that read only that key would compute another model"
             )
         renamed = {"torch_dtype": "dtype", "num_experts": part.attribute_map.get("num_experts")}
         same = {old: written[new] for old, new in renamed.items() if new in written}

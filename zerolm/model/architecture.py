@@ -220,7 +220,7 @@ def router_loss_coefficient(config: "PretrainedConfig") -> float | None:
     """Return the weight of the routers' auxiliary loss; None if the model computes none.
 
     Many config classes have the key `output_router_logits`, but not all of their models read it.
-    The models in transformers that do all compute the loss by a function of the same name.
+    Every transformers model that reads it computes the loss with a function of the same name.
     """
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False) is not True:

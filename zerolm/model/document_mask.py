@@ -155,8 +155,8 @@ def _positions_depend_on_ids(model: Any) -> bool:
 def model_positions(batch: dict[str, "torch.Tensor"], model: Any) -> "torch.Tensor":
     """Return the positions that a model would give each document alone, (B, T) int64.
 
-    They count from 0. In the families of RoBERTa they count from the padding id + 1, and padding
-    ids in a document are not counted: their position is the padding id.
+    They start at 0. In RoBERTa-style models they start at the padding id + 1, and padding ids in a
+    document are not counted: their position is the padding id.
     """
     if not _positions_depend_on_ids(model):
         return batch["position_ids"]

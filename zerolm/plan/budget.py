@@ -242,7 +242,7 @@ def schedule_problems(settings: Settings) -> list[str]:
 
 
 def _long_warmup(settings: Settings, warmup: int, total: int) -> str:
-    """Refuse a warm-up beyond the end of the run, in the unit in which it was given."""
+    """Return the problem of a warm-up longer than the run, in the unit that the user gave."""
     where = settings.where("warmup_tokens")
     if not where.endswith(WARMUP_STEPS) or not settings.seq_len or not settings.batch_tokens:
         return (

@@ -72,7 +72,8 @@ def figures(plan: Plan) -> dict[str, str]:
         lines["bytes per token"] = ", ".join(f"{name} {size:.3g}" for name, size in sizes.items())
     if settings.batch_ramp_start:
         lines["batch ramp"] = (
-            f"from {settings.batch_ramp_start:,} tokens over {settings.batch_ramp_tokens:,}"
+            f"from {settings.batch_ramp_start:,} tokens a step, growing over the first "
+            f"{settings.batch_ramp_tokens:,} tokens"
         )
     return lines | features.summary(plan)
 

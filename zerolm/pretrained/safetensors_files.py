@@ -70,8 +70,8 @@ class SafetensorsFiles:
                 problems.append(f"{path}: damaged or truncated ({why}). Fetch it again.")
         if not problems:
             problems = [
-                f"{directory / INDEX}: weight_map: {name} is in {file}, which does not have it. "
-                f"Fetch the model again."
+                f"{directory / INDEX}: weight_map: lists {name} in {file}, which does not contain "
+                f"it. Fetch the model again."
                 for name, file in indexed.items()
                 if self._file_of.get(name) != directory / file
             ][:5]

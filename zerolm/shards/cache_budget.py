@@ -36,7 +36,7 @@ def cache_directory(settings: Settings) -> Path:
 
 
 def allocate(settings: Settings, sources: Sequence[Source]) -> list[str]:
-    """Give each source in a store its part of the cache; return problems, a line each.
+    """Allocate each remote source its share of the cache; return problems, one per line.
 
     Writes nothing: the cache is made when the first block is read.
     """

@@ -257,7 +257,9 @@ def _shard_problems(source: Source, number: int, counts: "_Counts") -> list[str]
         if "sums" in sidecars and not problems:
             expected = np.frombuffer(sidecars["sums"], "<u8")
             damaged = np.flatnonzero(expected != np.frombuffer(checksums.content(), "<u8")).tolist()
-            blocks = f" in block {', '.join(map(str, damaged[:8]))} of 64 KiB" if damaged else ""
+            blocks = (
+                f" in block {', '.join(map(str, damaged[:8]))} (of 64 KiB each)" if damaged else ""
+            )
         where = source.directory / shard["file"]
         problems.append(_mismatch(where, digest.hexdigest(), shard["sha256"], blocks))
     return problems or ids.problems()  # undamaged ids may still have been written wrongly

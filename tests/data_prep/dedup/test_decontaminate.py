@@ -242,7 +242,7 @@ def test_every_problem_is_reported_and_nothing_is_written(tmp_path):
     shown = result.stderr
     assert "--min_overlap 2: is not a number from 0 to 1." in shown
     assert "line 2" in shown and "set.bin: is not one of" in shown and "absent.jsonl" in shown
-    assert "--min_item_words: 20 is not from 1 to ngram_words" in shown
+    assert "--min_item_words: 20 is greater than ngram_words" in shown
     assert not (tmp_path / "out").exists()
     (tmp_path / "lfs.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:7\n")
     with pytest.raises(ConfigError, match=r"lfs\.txt: is a pointer of Git LFS"):

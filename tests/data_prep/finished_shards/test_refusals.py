@@ -53,7 +53,7 @@ def null_dim(root):
         ("a", "megatron", patch("a.idx", 34 + 4, b"\2"), "a.idx: sequences from 0 on do not"),
         ("a", "megatron", patch("a.bin", 4, b"\xff\1"), "a.bin: id 511 at place 2 is outside"),
         ("a", "megatron", lambda root: (root / "a.bin").unlink(), "a.bin: no such file"),
-        ("mds1", "mds", cut("mds1/shard.00000.mds", 1), "bytes, index.json says"),
+        ("mds1", "mds", cut("mds1/shard.00000.mds", 1), "bytes, but index.json says"),
         ("mds1", "mds", patch("mds1/shard.00000.mds", 0, b"\3"), "holds 3 items, but its index"),
         ("mds1", "mds", patch("mds1/shard.00000.mds", 8, b"\xff"), "to which its offsets do not"),
         ("mds3", "mds", lambda root: None, "Say what integers its bytes are: --dtype int64"),

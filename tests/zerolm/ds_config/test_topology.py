@@ -46,7 +46,7 @@ def test_all_changes_are_listed_together() -> None:
 @pytest.mark.parametrize(
     ("saved", "ours", "part"),
     [
-        (ADAMW, {**ADAMW, "optimizer": {"type": "Lion"}}, "'AdamW, offload none', --deepspeed_c"),
+        (ADAMW, {**ADAMW, "optimizer": {"type": "Lion"}}, "'AdamW, offload none', but --deep"),
         (
             {"optimizer": {"type": "Muon"}},
             {"optimizer": {"type": "Muon"}},
