@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from zerolm.common.errors import ShardError
-from zerolm.shards.origins import list_inputs, pack_origins
+from zerolm.shards.origins import POSITION_BITS, list_inputs, pack_origins
 from zerolm.shards.reader import Source
 
 PIECE_TOKENS = 1 << 22  # read at a time, unless a document is longer
@@ -64,12 +64,17 @@ def listed_inputs(source: Source) -> list[dict[str, Any]]:
 
 def read_documents(source: Source) -> Iterator[Documents]:
     """Yield all documents in pieces of about `PIECE_TOKENS`, in order; ids are verified."""
-    has_origins, first = list_inputs(source) is not None, 0
+    inputs, first = list_inputs(source), 0
     for shard, entry in enumerate(source.shards):
         ends = source.document_ends(shard).astype(np.int64)
         _check_ends(source, entry, ends)
-        if has_origins:
+        if inputs is not None:
             origins = np.frombuffer(source.files.read_sidecar(shard, "origins"), "<u8")
+            if (origins >> np.uint64(POSITION_BITS)).max(initial=0) >= len(inputs):
+                raise ShardError(
+                    f"{source.directory / entry['origins']}: names an input that is not listed. "
+                    f"Restore it, or tokenize again."
+                )
         else:
             origins = pack_origins(0, np.arange(first, first + len(ends)))
         yield from _read_shard(source, shard, ends, origins)

@@ -152,7 +152,8 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
         code = end.code or EXIT_DONE
     except (KeyboardInterrupt, Exception) as error:
         # numpy's extension makes an ImportError of an interrupt of its import
-        if not isinstance(error, KeyboardInterrupt) and not interrupts.was_raised():
+        replaced = isinstance(error, ImportError) and interrupts.was_raised()
+        if not isinstance(error, KeyboardInterrupt) and not replaced:
             raise
         interrupts.end_on_interrupt()
         print(f"{program}: interrupted", file=sys.stderr)

@@ -359,7 +359,8 @@ def _is_relative(value: Any) -> bool:
     if type(value) is not str or not value or "\0" in value or "\\" in value:
         return False
     path = PurePosixPath(value)
-    return not path.is_absolute() and ".." not in path.parts and str(path) == value
+    is_below = value != "." and not path.is_absolute() and ".." not in path.parts
+    return is_below and str(path) == value
 
 
 _SCALARS: dict[Any, tuple[Callable[[Any], bool], str]] = {

@@ -182,7 +182,10 @@ def read_runs(run_dirs: Sequence[str | Path]) -> list[RunHistory]:
         ConfigError: some are not run directories; each one is named.
     """
     histories, problems = [], []
-    for run_dir in [each for each in run_dirs if not Path(each).is_file()] or run_dirs:
+    beside = {Path(each).parent for each in run_dirs if Path(each).is_dir()}
+    for run_dir in run_dirs:
+        if Path(run_dir).is_file() and Path(run_dir).parent in beside:
+            continue
         try:
             histories.append(read_run(run_dir))
         except ConfigError as error:

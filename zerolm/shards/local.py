@@ -88,7 +88,7 @@ class LocalFiles:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """The complete manifest; takes a second for 75,000 shards, so a run uses its parts."""
+        """The complete manifest; takes two seconds for 75,000 shards, so a run uses its parts."""
         return self.head if "shards" in self.head else {**self.head, "shards": list(self.shards)}
 
     def problems(self) -> list[str]:

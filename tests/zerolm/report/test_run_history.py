@@ -107,6 +107,11 @@ def test_every_directory_that_is_not_a_run_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError) as refusal:
         run_history.read_runs([tmp_path / "a", write_run(tmp_path / "run"), tmp_path / "b"])
     assert len(refusal.value.problems) == 2
+    (tmp_path / "sweep.json").write_text("{}")  # of `runs/*`
+    (run,) = run_history.read_runs([tmp_path / "sweep.json", tmp_path / "run"])
+    assert run.run_dir == tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        run_history.read_runs([tmp_path / "run", tmp_path / "run" / "run.json"])
 
 
 def test_a_start_that_has_written_heartbeats_only_is_running(tmp_path):
