@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -58,3 +59,12 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with files whose tests wait most of the time, so that none is left alone at the end."""
     items.sort(key=lambda item: "zerolm/watchdog" not in item.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def restored_signal_handlers() -> Iterator[None]:
+    """Undo what commands set that run in this process; forked workers would inherit it."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -204,7 +204,8 @@ def test_a_run_ends_after_several_failed_saves(tmp_path, llama, corpus) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, before[1]))
     try:
-        ended = run_ranks(2, *run_flags(llama, corpus, run_dir), "--checkpoint_failures", 2)
+        flags = [*run_flags(llama, corpus, run_dir), "--checkpoint_failures", 2]
+        ended = run_ranks(2, *flags, LIMITED="1")  # so that a new fork server inherits the limit
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert ended.returncode == 1 and "Traceback" not in ended.stdout, ended.stdout[-4000:]
