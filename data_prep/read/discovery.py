@@ -341,7 +341,7 @@ def _walk(
             yield _file_input(argument, path, suffixes[path] or "")
 
 
-HIDDEN = f"hidden files and directories (.name, _name), files of the system and {DATASET_CARD}"
+HIDDEN = f"hidden files and directories (.name, _name), system files and {DATASET_CARD}"
 
 
 def _hidden_note(argument: str, found: Sequence[str], what: str = HIDDEN) -> list[str]:

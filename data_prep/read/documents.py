@@ -81,7 +81,7 @@ BAD_REASONS = {
     "failed_page": "pages whose text cannot be extracted",
 }
 SKIP_REASONS = {  # harmless, always skipped
-    "no_bytes": "files of no bytes",
+    "no_bytes": "empty files",
     "empty": "empty documents",
     "null": "documents whose text is null",
     "blank_lines": "blank lines",

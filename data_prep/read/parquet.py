@@ -46,8 +46,8 @@ def _column_problem(schema: Any, text_field: str) -> Failure | None:
     if column_type is None:
         return Failure(
             "no_text_field",
-            f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose one with "
-            f"--text_field.",
+            f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose a column "
+            "with --text_field.",
         )
     if schema.names.count(text_field) > 1:
         return Failure("no_text_field", f"has several columns {text_field!r}. Rename all but one.")

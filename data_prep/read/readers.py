@@ -318,7 +318,7 @@ def _read_hub(source: Input, part: InputRange, rules: InputRules) -> Iterator[tu
         if rules.text_field not in batch and head not in batch:
             raise ConfigError(
                 f"{source.name}:{row + 1}: no column {rules.text_field!r}; it has "
-                f"{', '.join(batch)}. Choose one with --text_field."
+                f"{', '.join(batch)}. Choose a column with --text_field."
             )
         if rules.keep_records:
             rows = json_rows(rows, rules.text_field)
