@@ -36,24 +36,25 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
     """Prepare this process for a command, and turn a full disk and Ctrl-C into messages."""
     if invalid := [argument for argument in argv if not _is_utf8(argument)]:
         raise ConfigError(
-            f"{argument!a}: is not UTF-8, so no manifest could name it. Rename the file, or give "
-            f"the directory above it."
+            f"{argument!a}: is not UTF-8, so a manifest cannot contain it. Rename the file, or "
+            "pass its parent directory."
             for argument in invalid
         )
     signal.signal(signal.SIGTERM, _terminate)
-    # No command multiplies matrices, and a process with one thread starts its workers faster.
+    # No command multiplies matrices, and a single-threaded process starts its workers faster.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Documents and vocabularies are many objects without cycles, which each collection would visit.
+    # Documents and vocabularies are many objects without cycles; each collection would visit them
+    # all.
     gc.set_threshold(GARBAGE_OBJECTS)
     output: Any = _Output(sys.stdout)
     try:
         with redirect_stdout(output):
             yield
             output.flush()
-            gc.freeze()  # otherwise the end of the process looks for garbage among all objects
+            gc.freeze()  # skips the search for garbage at exit
     except (BrokenPipeError, PermissionError):
         raise
-    except ShardReadError as error:  # of a command, not of a rank of a run
+    except ShardReadError as error:  # only ranks of a run exit with its own code
         raise ShardError(error.problems) from None
     except OSError as error:  # a full disk, an output that cannot be written
         if error.filename is None and error.errno is None:
@@ -66,7 +67,7 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
 
 
 class _Output:
-    """Standard output whose errors are told apart from those of the files that a command writes."""
+    """Standard output, with errors distinguished from errors in a command's output files."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -85,16 +86,17 @@ class _Output:
             return function(*arguments)
         except BrokenPipeError:  # `| head`
             raise
-        except OSError as error:  # what is still in its buffer is dropped
+        except OSError as error:  # discard the buffered output
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             raise ZerolmError(
-                f"standard output cannot be written ({error.strerror}). That changes no file: an "
-                f"output that has a manifest.json or stage.json is published and complete."
+                f"cannot write to standard output ({error.strerror}). Output files are not "
+                "affected: an output with a manifest.json or stage.json is published and "
+                "complete."
             ) from error
 
 
 def _terminate(*_: object) -> None:
-    sys.exit(EXIT_TERMINATED)  # raises SystemExit, so that workers are stopped and files removed
+    sys.exit(EXIT_TERMINATED)  # SystemExit stops workers and removes temporary files
 
 
 def _is_utf8(argument: str) -> bool:
@@ -114,8 +116,10 @@ COMMANDS = Group(
         {
             "documents": {
                 "clean": "filter documents",
-                "dedup": "drop exact copies and near-duplicates of documents",
-                "repeats": "remove repeated lines, paragraphs or substrings of documents",
+                "dedup": "drop exact and near-duplicate documents",
+                "repeats": (
+                    "remove lines, paragraphs or substrings that occur earlier in the corpus"
+                ),
                 "decontaminate": "drop documents that contain parts of evaluation sets",
             },
             "tokenizers": {
@@ -126,9 +130,14 @@ COMMANDS = Group(
             "token shards": {
                 "tokenize": "encode documents into token shards",
                 "pack": "build the index that packs complete documents into sequences",
-                "verify": "compare every file of token shards with its checksum",
-                "split": "divide the documents of token shards, such as for validation",
-                "convert": "make token shards of ids of Megatron, MDS, litdata, Parquet or nanoGPT",
+                "verify": "verify the checksums of token shards",
+                "split": (
+                    "split the documents of token shards, such as into training and validation"
+                ),
+                "convert": (
+                    "convert token ids from Megatron, MDS, litdata, Parquet or nanoGPT files "
+                    "to token shards"
+                ),
                 "inspect": "print a training sequence or a document as text",
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },

@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_workers_flag(parser)
     parser.add_argument(
-        "--keep_dropped", type=Path, metavar="DIR", help="write the dropped documents here"
+        "--keep_dropped", type=Path, metavar="DIR", help="directory for the dropped documents"
     )
 
 

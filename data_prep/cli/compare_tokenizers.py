@@ -24,8 +24,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face tokenizer directories or hub ids, or tiktoken:<encoding>; the flag may "
         "be repeated",
     )
-    add("--sample_bytes", metavar="BYTES", help=f"text to compare on (default: {SAMPLE_BYTES})")
-    add("--output", type=Path, metavar="FILE", help="also write the figures as JSON")
+    add(
+        "--sample_bytes",
+        metavar="BYTES",
+        help=(f"size of the text sample (default: {SAMPLE_BYTES})"),
+    )
+    add("--output", type=Path, metavar="FILE", help="also write the results as JSON")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -42,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
         problems.lines.append(f"--output {options.output}: must end in .json. Rename it.")
     problems.file_to_write("output", options.output)
     if len(set(options.tokenizer)) < len(options.tokenizer):
-        problems.lines.append("--tokenizer: the same one is given twice. Give each once.")
+        problems.lines.append("--tokenizer: the same tokenizer is given twice. Give each once.")
     rules = input_rules(options, problems)
     inputs, notes = find_inputs(options, rules, problems)
     loaded = [problems.collect(load.load_tokenizer, name) for name in options.tokenizer]
@@ -64,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
-    """Encode the texts of each source with one tokenizer; return its report, with its speed."""
+    """Encode each source's texts with one tokenizer; return the tokenizer's report and speed."""
     from data_prep.tokenizer.encoder_choice import choose_backend
     from data_prep.tokenizer.encoders import load_encoder
     from data_prep.tokenizer.train import measure_copy

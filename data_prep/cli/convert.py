@@ -1,4 +1,4 @@
-"""`convert`: make token shards of ids that another program has tokenized."""
+"""`convert`: convert token ids from other programs' formats to token shards."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from data_prep.cli.input_flags import add_output_flag, print_notes, provenance
 from data_prep.cli.problems import Problems
 from zerolm.common.url import is_url, path_or_url
 
-OPTIONS = {  # of each format
+OPTIONS = {  # that apply to each format
     "megatron": (),
     "mds": ("column", "dtype"),
     "litdata": (),
@@ -17,23 +17,38 @@ OPTIONS = {  # of each format
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("inputs", nargs="+", type=path_or_url, metavar="INPUT", help="files, prefixes or "
-        "directories of the format")  # fmt: skip
+    add(
+        "inputs",
+        nargs="+",
+        type=path_or_url,
+        metavar="INPUT",
+        help="files, prefixes or directories in this format",
+    )
     add("--from", dest="source", required=True, choices=tuple(OPTIONS), help="the format to read")
     add_output_flag(parser, "DIR", "a new directory")
-    add("--tokenizer", metavar="DIR", help="the tokenizer that made the ids")
+    add("--tokenizer", metavar="DIR", help="the tokenizer that produced the ids")
     add(
         "--boundaries",
         choices=("items", "eos"),
-        help="a document is an item of the format, or ends at an EOS id (default: items; nanogpt "
-        "has none)",
+        help="where documents end: items of the format, or EOS ids (default: items; eos for "
+        "nanogpt, which has no items)",
     )
-    add("--append_eos", action="store_true", help="add the EOS id to documents that do not end in "
-        "it, which are refused otherwise")  # fmt: skip
-    add("--column", help="of mds or parquet: the column of ids (default: tokens, input_ids or ids)")
-    add("--dtype", help="of nanogpt, or mds with a column of bytes: the integers in it, such as "
-        "int64 (default: uint16)")  # fmt: skip
-    add("--shard_tokens", metavar="N", help="maximum tokens of a shard (default: 134217728)")
+    add(
+        "--append_eos",
+        action="store_true",
+        help="append the EOS id to documents that do not end with it; without this flag, they are "
+        "refused",
+    )
+    add(
+        "--column",
+        help="for mds and parquet: the column of ids (default: tokens, input_ids or ids)",
+    )
+    add(
+        "--dtype",
+        help="for nanogpt, and mds with a column of bytes: the integer type, such as int64 "
+        "(default: uint16)",
+    )
+    add("--shard_tokens", metavar="N", help="maximum tokens per shard (default: 134217728)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -51,14 +66,14 @@ def run(options: argparse.Namespace) -> None:
     problems.outside_of_inputs(options.output, options.inputs)
     problems.shard_output(options.output)
     if options.tokenizer is None:
-        problems.lines.append("--tokenizer: is missing. Give the tokenizer that made the ids.")
+        problems.lines.append("--tokenizer: is missing. Give the tokenizer that produced the ids.")
     else:
         tokenizer = problems.collect(load_tokenizer, options.tokenizer)
     for name in ("column", "dtype"):
         if getattr(options, name) is not None and name not in OPTIONS[options.source]:
             problems.lines.append(f"--{name}: does not apply to {options.source}. Leave it out.")
     if options.boundaries == "items" and options.source == "nanogpt":
-        problems.lines.append("--boundaries items: nanogpt files have none. Leave it out.")
+        problems.lines.append("--boundaries items: nanogpt files have no items. Remove the flag.")
     shard_tokens = problems.number(
         "shard_tokens", options.shard_tokens, 1, default=DEFAULT_SHARD_TOKENS
     )
@@ -68,7 +83,9 @@ def run(options: argparse.Namespace) -> None:
     find = readers[options.source].find
     for path in options.inputs:
         if is_url(str(path)):
-            problems.lines.append(f"{path}: other formats are read from this machine. Copy it.")
+            problems.lines.append(
+                f"{path}: only token shards can be read from a URL. Copy the files to this machine."
+            )
         elif (path / MANIFEST).is_file():
             problems.lines.append(f"{path}: holds token shards already. Give it to --data.")
         else:
@@ -83,12 +100,12 @@ def run(options: argparse.Namespace) -> None:
         files, arguments, tokenizer, options.output, rules, provenance()
     )  # fmt: skip
     made = manifest["convert"]
-    print(f"read: {made['read_ids']:,} ids of {len(files):,} {options.source} files")
+    print(f"read: {made['read_ids']:,} ids from {len(files):,} {options.source} files")
     print(
         f"{options.output}: {manifest['num_documents']:,} documents, {manifest['num_tokens']:,} "
         f"tokens, {len(manifest['shards'])} shards"
     )
-    for key, what in (("appended_eos", "added"), ("dropped_eos", "left out, before a document")):
+    for key, what in (("appended_eos", "added"), ("dropped_eos", "dropped before a document")):
         if made[key]:
             print(f"note: {made[key]:,} EOS ids were {what}")
     if empty := manifest["skipped_documents"].get("empty"):

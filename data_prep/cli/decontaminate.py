@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
     print(f"searched    {manifest['items']:,} items, {manifest['texts']:,} texts")
     if manifest["texts_too_short"]:
         print(
-            f"ignored     {manifest['texts_too_short']:,} texts of fewer than "
+            f"ignored     {manifest['texts_too_short']:,} texts with fewer than "
             f"{chosen.min_item_words} words"
         )
     print_summary(options.output, manifest, seconds, options.output / CONTAMINATED)

@@ -1,4 +1,4 @@
-"""`dedup`: drop exact copies and near-duplicates of documents."""
+"""`dedup`: drop exact and near-duplicate documents."""
 
 import argparse
 
@@ -21,8 +21,8 @@ def run(options: argparse.Namespace) -> None:
     against = () if problems.lines else problems.collect(open_against, chosen)
     for one, two in unrelated(against or ()):
         print(
-            f"note        {two} was not compared with {one}, so the result may differ from one "
-            f"pass over all of them"
+            f"note        {two} was not compared with {one}, so the result may differ from a "
+            "single pass over all documents"
         )
     manifest, seconds = run_stage(options, problems, chosen, run_dedup)
     if (bands := manifest["bands"]) is not None:
@@ -32,13 +32,14 @@ def run(options: argparse.Namespace) -> None:
             f"{chosen.threshold} or above"
         )
         print(
-            f"too short   {manifest['documents_without_shingles']:,} documents of fewer than "
-            f"{chosen.shingle_words} words: checked for exact copies only"
+            f"too short   {manifest['documents_without_shingles']:,} documents with fewer than "
+            f"{chosen.shingle_words} words were only checked for exact copies"
         )
     for each in manifest.get("against", ()):
         print(f"against     {each['num_documents']:,} documents of {each['name']}")
     if (kept := manifest.get("signatures")) is not None:
         print(
-            f"signatures  {kept['size_bytes'] / 1e6:,.1f} MB of {kept['num_documents']:,} documents"
+            f"signatures  {kept['size_bytes'] / 1e6:,.1f} MB for {kept['num_documents']:,} "
+            "documents"
         )
     print_summary(options.output, manifest, seconds, options.output / DUPLICATES)

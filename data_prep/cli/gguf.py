@@ -1,4 +1,4 @@
-"""`gguf`: convert an exported model for llama.cpp, with the converter of llama.cpp."""
+"""`gguf`: convert an exported model to GGUF with llama.cpp's converter."""
 
 import argparse
 from pathlib import Path
@@ -9,9 +9,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "converter",
         type=Path,
-        help="convert_hf_to_gguf.py of a checkout of llama.cpp; it is executed",
+        help="convert_hf_to_gguf.py in a llama.cpp checkout; it is executed",
     )
-    add("model", type=Path, help="directory that zerolm export or merge wrote")
+    add("model", type=Path, help="directory written by zerolm export or zerolm merge")
     add("arguments", nargs="*", metavar="...", help="after --: arguments for the converter")
 
 

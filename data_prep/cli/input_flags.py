@@ -1,4 +1,4 @@
-"""Flags shared by the commands that read documents, and the input rules that they set."""
+"""Flags shared by the commands that read documents, and the input rules that these flags set."""
 
 import argparse
 import sys
@@ -30,7 +30,7 @@ def add_workers_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def input_rules(options: argparse.Namespace, problems: Problems) -> InputRules:
-    """Return the rules that the flags of `add_input_flags` set."""
+    """Return the rules set by the flags of `add_input_flags`."""
     if options.max_bad_fraction is not None and options.on_bad_input != "skip":
         problems.lines.append("--max_bad_fraction: needs --on_bad_input skip.")
     return problems.options(SourceOptions, options).rules(keep_records=False)
@@ -42,10 +42,10 @@ def find_inputs(
     problems: Problems,
     text_fields: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Input], list[str]]:
-    """Return the inputs of --input and notes on them; none if there are problems.
+    """Return the inputs named by --input and notes on them; no inputs if there are problems.
 
     Args:
-        text_fields: {value of --input: its text field, if it is another one}.
+        text_fields: {value of --input: its text field, if it differs from --text_field}.
     """
     from data_prep.read import discovery
 
@@ -68,7 +68,7 @@ def print_notes(notes: Sequence[str]) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the manifest keys of the command, as the user typed it, and of the release."""
+    """Return the manifest keys for the command as typed, and for the release."""
     from zerolm.common.provenance import installed_version
     from zerolm.common.secrets import masked_values
 

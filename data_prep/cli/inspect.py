@@ -11,14 +11,14 @@ LIMIT = (1 << 62) - 1
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("shards", type=path_or_url, metavar="SHARDS", help="a shard directory or URL")
-    add("--sequence", metavar="N", help="a window, numbered from 0")
+    add("--sequence", metavar="N", help="the window to print, numbered from 0")
     add("--seq_len", metavar="T", help="with --sequence: tokens per sequence")
     add(
         "--packing",
         choices=("concat", "best_fit"),
         help="with --sequence: how documents are packed into sequences (default: concat)",
     )
-    add("--document", metavar="N", help="a complete document, numbered from 0")
+    add("--document", metavar="N", help="the document to print in full, numbered from 0")
     add("--json", action="store_true", help="print a JSON object")
 
 
@@ -30,7 +30,9 @@ def run(options: argparse.Namespace) -> None:
     if (options.sequence is None) == (options.document is None):
         problems.lines.append("inspect: needs --sequence N or --document N. Give one of them.")
     elif options.document is None and options.seq_len is None:
-        problems.lines.append("--sequence: needs --seq_len T, the tokens of a sequence. Add it.")
+        problems.lines.append(
+            "--sequence: needs --seq_len T, the number of tokens per sequence. Add it."
+        )
     for name in ("seq_len", "packing") if options.document is not None else ():
         if (value := getattr(options, name)) is not None:
             problems.lines.append(f"--{name} {value}: does not apply to --document. Leave it out.")

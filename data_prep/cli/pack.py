@@ -1,4 +1,4 @@
-"""`pack`: index which documents share a row of training data, for --packing best_fit."""
+"""`pack`: build the index that assigns documents to sequences, for --packing best_fit."""
 
 import argparse
 
@@ -25,8 +25,8 @@ def run(options: argparse.Namespace) -> None:
     problems = Problems()
     seq_len = problems.options(PackOptions, options).seq_len
     problems.lines += [
-        f"{url}: the index is written beside its shards, which must be on this machine. Copy them "
-        f"here and pack them by their path."
+        f"{url}: the index is written next to the shards, which must be on this machine. Copy "
+        "them here and pass their path."
         for url in options.shards
         if is_url(str(url))
     ]

@@ -25,7 +25,7 @@ class Problems:
         self.lines: list[str] = []
 
     def options(self, options_class: type[Options], given: argparse.Namespace) -> Options:
-        """Return the options that `add_option_flags` has added to a command."""
+        """Return the values of the flags that `add_option_flags` added to a command."""
         options, problems = options_of_flags(options_class, given)
         self.lines += problems
         return options
@@ -58,17 +58,16 @@ class Problems:
         return value
 
     def shard_output(self, directory: Path, flag: str = "output") -> None:
-        """Check a new directory for token shards."""
+        """Check that a directory can be created for token shards."""
         from zerolm.shards.directory import output_problems
 
         self.lines += [f"--{flag} {line}" for line in output_problems(directory)]
 
     def outside_of_inputs(self, output: Path, inputs: Sequence[Any]) -> None:
-        """Check that an output is no input, nor inside of one; URLs are no such inputs."""
+        """Check that an output is neither an input nor inside an input; URLs are skipped."""
         target = output.resolve()
         self.lines += [
-            f"--output {output}: is {path}, which is read, or inside of it. Choose another "
-            f"directory."
+            f"--output {output}: is the input {path}, or inside it. Choose another directory."
             for path in inputs
             if not is_url(str(path)) and path.resolve() in (target, *target.parents)
         ]
@@ -82,7 +81,7 @@ class Problems:
             return None
 
     def file_to_write(self, flag: str, path: Path | None) -> None:
-        """Check that a file can be written at the end, if one is given."""
+        """Check that a file, if one is given, can be written later."""
         if path is not None and (problem := write_problem(path)):
             self.lines.append(f"--{flag} {problem}")
 

@@ -1,4 +1,4 @@
-"""`progress`: print the progress of a pipeline's tasks, from the files they have written."""
+"""`progress`: print the progress of a pipeline's tasks, based on the files that they write."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from zerolm.common.records import read_record
 from zerolm.common.values import printable
 
 T = TypeVar("T")
-STRAGGLER_FACTOR = 3  # times the median duration of the tasks that are done
+STRAGGLER_FACTOR = 3  # times the median duration of completed tasks
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,9 @@ def run(options: argparse.Namespace) -> None:
     parents = [Path(place) for place, _, _ in walk if Path(place).name == "records"]
     phases = sorted(path for parent in parents for path in parent.iterdir() if path.is_dir())
     if not phases:
-        raise ConfigError(f"{options.directory}: no task has started below it. Check the path.")
+        raise ConfigError(
+            f"{options.directory}: contains no task that has started. Check the path."
+        )
     for phase in phases:
         _print_phase(phase, phase.relative_to(options.directory))
 
@@ -66,14 +68,14 @@ def _print_phase(phase: Path, name: Path) -> None:
     for task in failed:
         failure = _read(phase / f"{task}.failed", FailedNote)
         if failure is None:
-            print(f"    task {task} failed; its note cannot be read")
+            print(f"    task {task} failed, and its error cannot be read")
             continue
         lines = failure["refused"] or failure["traceback"].strip().splitlines()[-1:] or ["unknown"]
         print(f"    task {task} failed on {failure['host']}: {lines[0]}")
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """Return a record or note; None if it is damaged, or has been removed."""
+    """Return a record or note, or None if it is damaged or has been removed."""
     with contextlib.suppress(RecordError):
         return read_record(path, kind)
     return None

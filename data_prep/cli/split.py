@@ -1,4 +1,4 @@
-"""`split`: divide the documents of token shards, such as into training and validation."""
+"""`split`: split the documents of token shards, such as into training and validation."""
 
 import argparse
 import re
@@ -13,14 +13,17 @@ PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("shards", type=path_or_url, metavar="SHARDS", help="a shard directory or URL")
-    add_output_flag(parser, "DIR", "a directory for the parts: DIR/NAME each")
+    add_output_flag(parser, "DIR", "a directory for the parts, each written to DIR/NAME")
     add(
         "--parts",
         required=True,
         metavar="NAME=F,...",
-        help="shares of the documents, by a hash of their ids: train=0.99,val=0.01",
+        help=(
+            "names and fractions of the parts, such as train=0.99,val=0.01; a hash of its token "
+            "ids assigns each document to a part"
+        ),
     )
-    add("--shard_tokens", metavar="N", help="maximum tokens of a shard (default: 134217728)")
+    add("--shard_tokens", metavar="N", help="maximum tokens per shard (default: 134217728)")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -64,5 +67,5 @@ def _parts(problems: Problems, text: str) -> dict[str, float]:
             return {}
         parts[name] = problems.fraction("parts", share, 0.5, exclusive=True)
     if abs(sum(parts.values()) - 1) > 1e-9:
-        problems.lines.append(f"--parts {text}: the shares do not add up to 1. Correct them.")
+        problems.lines.append(f"--parts {text}: the fractions do not add up to 1. Correct them.")
     return parts

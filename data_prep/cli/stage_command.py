@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def add_stage_flags(parser: argparse.ArgumentParser, options_class: type) -> None:
-    """Add the flags for input, output and workers, and those of the stage."""
+    """Add the flags for input, output and workers, and the flags of the stage."""
     add_input_flags(parser)
     add_output_flag(parser, "DIR", "a new directory for the documents that are kept (a stage)")
     add_workers_flag(parser)
@@ -59,7 +59,7 @@ def run_stage(
 
 
 def _open(arguments: list[str], rules: InputRules, output: Path) -> Any:
-    """Open a stage or other inputs; large ones that cannot be split are first read into a stage."""
+    """Open a stage or other inputs; first read large unsplittable inputs into a stage."""
     from data_prep.filters.clean import CleanOptions, run_clean
     from data_prep.read.discovery import find_inputs
     from data_prep.read.stage_files import check_text_field, is_stage, read_stage
@@ -77,7 +77,10 @@ def _open(arguments: list[str], rules: InputRules, output: Path) -> Any:
     print_notes(notes)
 
     def read(rules: InputRules, directory: Path, executor: Any) -> Any:
-        print(f"{directory}: reading input that cannot be split into a stage", file=sys.stderr)
+        print(
+            (f"{directory}: reading the input into a stage, since it cannot be split"),
+            file=sys.stderr,
+        )
         run_clean(CleanOptions((), rules), inputs, directory, executor, {})
         return read_stage(directory)
 

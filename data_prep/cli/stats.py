@@ -12,8 +12,8 @@ from data_prep.cli.problems import Problems
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("shards", nargs="+", type=Path, metavar="SHARDS", help="shard directories")
-    add("--json", type=Path, metavar="FILE", help="write the figures as JSON")
-    add("--top", metavar="N", help="number of most frequent ids to list (default: 50)")
+    add("--json", type=Path, metavar="FILE", help="write the statistics as JSON")
+    add("--top", metavar="N", help="how many of the most frequent ids to list (default: 50)")
     add_workers_flag(parser)
 
 
@@ -73,8 +73,8 @@ def text_lines(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         if ids["eos_inside_documents"]:
             yield f"    EOS            {ids['eos_inside_documents']:,} inside documents"
         yield (
-            f"    duplicates     {duplicates['again']:,} documents ({duplicates['share']:.2%}) are "
-            f"copies of another one, in {duplicates['groups']:,} groups"
+            f"    duplicates     {duplicates['again']:,} documents ({duplicates['share']:.2%}) "
+            f"are copies of another document, in {duplicates['groups']:,} groups"
         )
         for repeat in duplicates["most_repeated"][:3]:
             yield f"                   {repeat['times']:,} times: document {repeat['document']}"

@@ -95,8 +95,8 @@ def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path
         one, two = options.output.resolve(), options.val_output.resolve()
         if one == two or one in two.parents or two in one.parents:
             problems.lines.append(
-                f"--val_output {options.val_output}: must not be --output, nor inside it, nor "
-                f"contain it. Give each a directory of its own."
+                f"--val_output {options.val_output}: must not equal, contain or be inside "
+                "--output. Give them separate directories."
             )
     return outputs
 
@@ -119,14 +119,15 @@ def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
         print(f"skipped: {no_tokens:,} documents without tokens")
     if first["inner_eos_ids"]:
         print(
-            f"note: {first['inner_eos_ids']:,} EOS ids are inside documents: this tokenizer gives "
-            f"its EOS id for text, as its unknown token or because EOS is not marked as special"
+            f"note: {first['inner_eos_ids']:,} EOS ids are inside documents: this tokenizer "
+            "encodes some text as its EOS id, because EOS is its unknown token or is not marked "
+            "as special"
         )
     if first["unknown_ids"]:
         total = sum(manifest["num_tokens"] for manifest in summary.manifests)
         print(
             f"note: {first['unknown_ids']:,} tokens ({first['unknown_ids'] / total:.2%}) are the "
-            f"tokenizer's unknown token: their text is lost"
+            "tokenizer's unknown token, so their text is lost"
         )
     print(f"encoder: {_encoder_summary(first['encoder'])}")
     if summary.note is not None:

@@ -24,14 +24,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="INPUT=FIELD",
         action="append",
         default=[],
-        help="the --text_field of one --input, if it is another one; may be repeated",
+        help=(
+            "the text field of one --input, if it differs from --text_field; the flag may be "
+            "repeated"
+        ),
     )
     add_output_flag(parser, "DIR", "a new directory for the tokenizer")
     parser.add_argument(
         "--sample_bytes",
         metavar="BYTES",
-        help="train on this much text, sampled by a hash from each --input in proportion to its "
-        "size (default: all of it)",
+        help="amount of text to train on, sampled by a hash from each --input in proportion to its "
+        "size (default: all text)",
     )
 
 
@@ -69,13 +72,13 @@ def run(options: argparse.Namespace) -> None:
         print(line)
     if trained.vocab_size < recipe.vocab_size:
         print(
-            f"note        --vocab_size {recipe.vocab_size:,} was not reached: the text has no more "
-            f"pairs to merge. Set vocab_size {trained.vocab_size:,} in the model's config."
+            f"note        --vocab_size {recipe.vocab_size:,} was not reached, since the text has "
+            f"no more pairs to merge. Set vocab_size {trained.vocab_size:,} in the model's config."
         )
 
 
 def _text_fields(options: argparse.Namespace, problems: Problems) -> dict[str, str]:
-    """Return {value of --input: its text field} of --text_field_of."""
+    """Return {value of --input: its text field} from --text_field_of."""
     fields = {}
     for given in options.text_field_of:
         name, _, field = given.rpartition("=")

@@ -1,4 +1,4 @@
-"""`verify`: compare every file of token shards, and of their packing indices, with its checksum."""
+"""`verify`: verify the checksums of token shards and their packing indices."""
 
 import argparse
 import sys
@@ -24,8 +24,8 @@ def run(options: argparse.Namespace) -> None:
         problems.lines += damaged
         if manifest is not None and "digest" not in manifest:
             print(
-                f"note: {directory}: manifest.json has no digest: only values that can be "
-                f"recounted from the tokens are checked",
+                f"note: {directory}: manifest.json has no digest, so only values that can be "
+                "recounted from the tokens are checked",
                 file=sys.stderr,
             )
         if manifest is not None and not damaged:

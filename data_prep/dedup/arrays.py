@@ -1,8 +1,8 @@
 """Arrays that the tasks of dedup exchange: one sorted file per task.
 
-A document id is one integer: the number of its work unit in the high bits, its number in that unit
-in the low bits. Ids sort in input order, however the input is divided into units. As files are
-sorted, a task reads only its range of each, and no file is needed per pair of tasks.
+A document id is one integer: the number of its work unit in the high bits, its number within that
+unit in the low bits. Ids sort in input order, however the input is divided into units. Since files
+are sorted, each task reads only its range of every file, and no file is needed per pair of tasks.
 """
 
 import os
@@ -19,7 +19,7 @@ from zerolm.common.files import write_atomically
 # Peak memory per entry of a hash range, with sorting: 101 bytes with 2 million entries (growth of
 # the resident set in BucketTask, 2026-11-21), plus copies.
 BYTES_PER_ENTRY = 120
-UNIT_BITS = 32  # a unit has at most 2^32 documents
+UNIT_BITS = 32  # a unit contains at most 2^32 documents
 NUMBER_MASK = np.uint64((1 << UNIT_BITS) - 1)
 BAND = np.dtype([("hash", "<u8"), ("text", "<u8"), ("document", "<u4")])
 EXACT = np.dtype([("hash", "<u8"), ("low", "<u8"), ("document", "<u4")])
@@ -33,12 +33,13 @@ DROPPED = np.dtype([("document", "<u4"), ("similarity", "<f8")])
 
 @dataclass(frozen=True)
 class Units:
-    """The work units of a stage, and before them those of signatures that other stages have kept.
+    """The work units of a stage, preceded by the units of the signatures that it compares with.
 
     Args:
-        old: directories with `exact`, `bands`, `members` and `dropped`, and the units in each.
-        work: directory of the arrays of the new units.
-        hashes: directory of their `exact` and `bands`, which may be kept.
+        old: directories with `exact`, `bands`, `members` and `dropped`, and the number of units in
+            each.
+        work: directory for the arrays of the new units.
+        hashes: directory for the new units' `exact` and `bands`, which may be kept as signatures.
     """
 
     old: tuple[tuple[Path, int], ...]
@@ -65,7 +66,7 @@ class Units:
         return array_path(self.hashes if kind in ("exact", "bands") else self.work, kind, unit)
 
     def decisions(self, task: int) -> np.ndarray:
-        """Return which documents of a new unit are dropped: DECISION, sorted."""
+        """Return the decisions for the dropped documents of a new unit: DECISION, sorted."""
         path = array_path(self.work, "decisions", 0)
         return rows_of_unit([path], "dropped", self.num_old + task)[0]
 
@@ -74,13 +75,15 @@ class Units:
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Read the entries whose hashes are in one of `num_partitions` equal ranges.
 
-        Of the old units, only those with the hash of a new one: no others affect new documents.
+        From old units, return only entries whose hash also occurs in a new unit: no others affect
+        new documents.
 
         Args:
-            kind: its arrays are sorted by the field `hash`, and their last field is `document`.
+            kind: name of arrays that are sorted by the field `hash` and whose last field is
+                `document`.
 
         Returns:
-            All columns except the last, and the ids of the documents: (N,) each.
+            All columns except the last, and the document ids: (N,) each.
         """
         low, high = ((number << 64) // num_partitions for number in (partition, partition + 1))
         units = range(self.num_old, self.total)
@@ -102,7 +105,7 @@ class Units:
 
 
 def num_partitions(num_entries: int, memory_bytes: int) -> int:
-    """Return the number of ranges of hashes of which a task sorts one in that memory."""
+    """Return how many hash ranges are needed so that sorting one range fits in memory."""
     return max(1, -(-num_entries * BYTES_PER_ENTRY // memory_bytes))
 
 
@@ -114,7 +117,8 @@ def array_path(directory: Path, kind: str, task: int) -> Path:
 def save_array(path: Path, array: np.ndarray) -> int:
     """Write an array atomically; return the size of the file in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # numpy writes to a real file by itself, and on a full disk says only "4 items requested".
+    # Given a real file, numpy writes to it directly, and on a full disk reports only "4 items
+    # requested".
     write_atomically(
         path, lambda file: np.save(SimpleNamespace(write=file.write), array), many_writers=True
     )
@@ -141,20 +145,20 @@ def to_ids(unit: int, numbers: np.ndarray) -> np.ndarray:
 
 
 def by_unit(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the units of documents, in order, each with the places of its documents: (N,) int64."""
+    """Yield each unit in order, with the indices of its documents in `ids`: (N,) int64."""
     units = ids >> np.uint64(UNIT_BITS)
     for unit in np.unique(units).tolist():
         yield unit, np.flatnonzero(units == unit)
 
 
 def rows_of_unit(paths: Sequence[Path], field: str | None, unit: int) -> list[np.ndarray]:
-    """Return the rows of sorted files whose field, a document id, belongs to a unit."""
+    """Return the rows of each sorted file whose `field`, a document id, belongs to a unit."""
     low, high = unit << UNIT_BITS, (unit + 1) << UNIT_BITS
     return [np.array(find_range(load_array(path), field, low, high)) for path in paths]
 
 
 def structured_array(dtype: np.dtype, *columns: np.ndarray) -> np.ndarray:
-    """Return columns as one structured array."""
+    """Combine columns into one structured array."""
     array = np.empty(len(columns[0]), dtype)
     for name, column in zip(dtype.names or (), columns, strict=True):
         array[name] = column
@@ -162,7 +166,7 @@ def structured_array(dtype: np.dtype, *columns: np.ndarray) -> np.ndarray:
 
 
 def task_record(directory: Path, sizes: dict[Path, int], **more: int) -> dict:
-    """Return the record of a task that wrote files of these sizes in bytes."""
+    """Return the record of a task that wrote files with these sizes in bytes."""
     return {"files": {os.path.relpath(path, directory): n for path, n in sizes.items()}, **more}
 
 

@@ -1,7 +1,7 @@
 """The decontaminate stage: drops documents that share an n-gram with an evaluation item.
 
-Writes an index of the items, then runs one phase with a task per work unit; each process reads the
-index. docs/deduplication.md defines a match.
+The stage writes an index of the items, then runs one phase with a task per work unit; each process
+reads the index. docs/deduplication.md defines a match.
 """
 
 import unicodedata
@@ -19,12 +19,12 @@ from data_prep.tasks.phases import Executor, Record
 from zerolm.common.files import sha256_file
 
 CONTAMINATED = "contaminated.jsonl.zst"
-ALGORITHM = 1  # increment it when the same input gives different results
+ALGORITHM = 1  # increment it when the result for the same input changes
 
 
 @dataclass(frozen=True)
 class ScanTask:
-    """Writes the documents of a unit that match no item, and notes on the dropped ones."""
+    """Writes the documents of a unit that match no item, and a note on each dropped document."""
 
     documents: Documents
     output: Path
@@ -50,7 +50,7 @@ class ScanTask:
 
 
 def decontaminate_identity(options: DecontaminateOptions) -> dict[str, Any]:
-    """Return what determines the result besides the documents, for a fingerprint."""
+    """Return what determines the result in addition to the documents, for a fingerprint."""
     files = [(each, sha256_file(split_evaluation(each)[0])) for each in options.evaluation]
     versions = {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version, "files": files}
     return {**asdict(options), **versions}

@@ -2,12 +2,12 @@
 
 Phases: signatures (a task per work unit) -> copies and buckets (one task per range of hashes) ->
 members -> verify -> decide (one task) -> write (a task per unit). Tasks exchange data only through
-files. The result depends on the documents, their order and the options, but not on units, tasks,
-memory or workers. docs/deduplication.md has the definitions.
+files. The result depends on the documents, their order and the options, but not on the number of
+units, tasks or workers, nor on memory. docs/deduplication.md contains the definitions.
 
-Documents may also be compared with the documents of earlier stages, whose signatures are kept
-(`signatures.py`). A decision depends on earlier documents only, so the result is that of one pass
-over the documents of all stages.
+Documents may also be compared with the documents of earlier stages that kept their signatures
+(`signatures.py`). Each decision depends only on earlier documents, so the result equals that of a
+single pass over the documents of all stages.
 """
 
 import unicodedata
@@ -38,12 +38,12 @@ from data_prep.stages.stage_output import StageRun, task_output
 from data_prep.tasks.phases import Executor, Record
 
 DUPLICATES = "duplicates.jsonl.zst"
-ALGORITHM = 1  # increment it when the same input gives different results
-MIN_PARTITIONS = 16  # or the number of work units, if that is smaller
+ALGORITHM = 1  # increment it when the result for the same input changes
+MIN_PARTITIONS = 16  # or the number of work units, if smaller
 
 
 def band_layout(options: DedupOptions) -> BandLayout | None:
-    """Return how signatures are divided into bands; None if near-duplicates are not searched."""
+    """Return how signatures are divided into bands, or None if only exact copies are found."""
     return choose_bands(options.threshold, options.permutations) if options.near else None
 
 
@@ -56,7 +56,7 @@ def open_against(options: DedupOptions) -> list[Signatures]:
 
 @dataclass(frozen=True)
 class WriteTask:
-    """Writes the documents of a unit that are kept, and notes on the duplicates."""
+    """Writes the kept documents of a unit, and a note on each duplicate."""
 
     documents: Documents
     output: Path
@@ -87,7 +87,7 @@ class WriteTask:
 
 
 def comparison_settings(options: DedupOptions) -> dict[str, Any]:
-    """Return what determines hashes and decisions, which must be equal on both sides."""
+    """Return the settings that must match between signatures and the new documents."""
     keys = ("threshold", "shingle_words", "exact", "near", "permutations")
     settings: dict[str, Any] = {key: getattr(options, key) for key in keys}
     settings |= {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version}
@@ -97,7 +97,7 @@ def comparison_settings(options: DedupOptions) -> dict[str, Any]:
 
 
 def dedup_identity(options: DedupOptions, against: Sequence[str]) -> dict[str, Any]:
-    """Return what determines the result besides the documents, for a fingerprint.
+    """Return what determines the result in addition to the documents, for a fingerprint.
 
     Args:
         against: ids of the signatures that the documents are compared with.

@@ -27,11 +27,11 @@ class Item(NamedTuple):
     """One item of an evaluation set."""
 
     place: str  # file:line, or file:paragraph
-    texts: list[str]  # each is searched for separately
+    texts: list[str]  # each text is searched for separately
 
 
 def split_evaluation(argument: str) -> tuple[Path, list[str]]:
-    """Return the file and the fields of PATH or PATH:field,field."""
+    """Split PATH or PATH:field,field into the file and the fields."""
     path, colon, fields = argument.rpartition(":")
     if colon and not Path(argument).exists():
         return Path(path), [field.strip() for field in fields.split(",")]
@@ -42,7 +42,7 @@ def read_all_items(arguments: Sequence[str]) -> list[Item]:
     """Return the items of all files.
 
     Raises:
-        ConfigError: the problems of all files.
+        ConfigError: lists the problems with all files.
     """
     items: list[Item] = []
     problems: list[str] = []
@@ -57,15 +57,15 @@ def read_all_items(arguments: Sequence[str]) -> list[Item]:
 
 
 def read_items(argument: str) -> list[Item]:
-    """Return the items of a file, given as PATH or PATH:field,field.
+    """Return the items in a file, given as PATH or PATH:field,field.
 
     In a text file each paragraph is an item, separated by empty lines. In JSON lines and Parquet
-    each line or row is an item. Its texts are the values of the fields (strings, or lists of
-    strings; `a.b` is the key "b" of the object at "a"); without fields, HellaSwag's `ctx` followed
-    by each of its `endings`, or else `text`.
+    each line or row is an item. An item's texts are the values of the fields (strings, or lists of
+    strings; `a.b` is the key "b" of the object at "a"). Without fields, they are HellaSwag's `ctx`
+    followed by each of the `endings`, or else `text`.
 
     Raises:
-        ConfigError: the file cannot be read, or does not have the fields.
+        ConfigError: the file cannot be read, or lacks the fields.
     """
     path, fields = split_evaluation(argument)
     if not path.is_file():
@@ -96,12 +96,12 @@ def read_items(argument: str) -> list[Item]:
     if problems:
         raise ConfigError(problems)
     if not items:
-        raise ConfigError(f"--evaluation {argument}: has no items. Check the path.")
+        raise ConfigError(f"--evaluation {argument}: contains no items. Check the path.")
     return items
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file:number from 1, line, row or paragraph)."""
+    """Yield ("file:number", item): items are lines, rows or paragraphs, numbered from 1."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -148,7 +148,7 @@ def _texts(record: Any, fields: list[str]) -> list[str] | str:
         if not found:
             keys = ", ".join(map(repr, list(record)[:8])) or "no keys"
             hint = did_you_mean(field, record)
-            return f"no key {field!r}; it has {keys}.{hint} Name fields as PATH:field,field."
+            return f"has no key {field!r}, only {keys}.{hint} Name fields as PATH:field,field."
         values = value if isinstance(value, list) else [value]
         if not all(isinstance(each, str) for each in values):
             return f"{field}: {str(value)[:60]!r} is neither a string nor a list of strings."
@@ -161,5 +161,5 @@ def _hellaswag(record: dict[str, Any]) -> list[str] | str:
     if not isinstance(context, str) or not isinstance(endings, list):
         return "ctx is not a string, or endings is not a list."
     texts = [f"{context} {ending}" for ending in endings]
-    # The WikiHow pages behind the items do not contain the marks.
+    # The WikiHow pages that the items come from do not contain these marks.
     return list(dict.fromkeys([*texts, *(WIKIHOW_MARK.sub(" ", text) for text in texts)]))

@@ -1,7 +1,7 @@
-"""Tasks that find exact copies and candidate pairs of near-duplicates, by sorting hashes.
+"""Tasks that find exact copies and candidate near-duplicates by sorting hashes.
 
 `SignatureTask` hashes the documents of a unit. `ExactTask` and `BucketTask` each process one range
-of all hashes, so the number of ranges bounds their memory for any number of documents.
+of hashes, so with enough ranges any number of documents fits in memory.
 """
 
 import hashlib
@@ -25,15 +25,15 @@ from data_prep.dedup.minhash import BandLayout, band_hashes
 from data_prep.dedup.word_hashes import hash_ngrams, hash_words
 from data_prep.stages.documents import Documents, batch_rows
 
-# Each document of a bucket is compared with this many before it and this many at the start of the
-# bucket: all pairs of up to 17 documents, but at most 160,000 pairs of 10,000 pages made from one
-# template.
+# Each document in a bucket is compared with this many documents before it and this many at the
+# start of the bucket. That covers all pairs of up to 17 documents, but at most 160,000 pairs of
+# 10,000 pages made from one template.
 NEIGHBOURS = 8
 
 
 @dataclass(frozen=True)
 class SignatureTask:
-    """Writes hashes of a unit's documents: of their texts, and of the bands of their signatures.
+    """Writes hashes of a unit's documents: of their texts, and of their signatures' bands.
 
     Args:
         exact: "text" to compare texts byte by byte, "words" to compare their words.
@@ -91,9 +91,9 @@ class SignatureTask:
 
 @dataclass(frozen=True)
 class ExactTask:
-    """Finds new documents that are copies, among those with hashes in one range.
+    """Finds new documents that are exact copies, among the documents with hashes in one range.
 
-    The first document with a text is kept.
+    The first document with each text is kept.
     """
 
     units: Units
@@ -115,7 +115,7 @@ class ExactTask:
 
 @dataclass(frozen=True)
 class BucketTask:
-    """Finds pairs of a document and a later, new one with a common band in one range of hashes."""
+    """Finds pairs of a document and a later, new document that share a band, in one hash range."""
 
     units: Units
     num_partitions: int
@@ -140,10 +140,10 @@ def _save_with_members(
 def candidate_pairs(hashes: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return the distinct pairs of documents in the same bucket, sorted: PAIR, `one` before `two`.
 
-    A bucket is all documents with the same band; of those with the same text only the first counts.
+    A bucket contains all documents with the same band, but only the first document with each text.
 
     Args:
-        hashes, texts, ids: (N,) uint64, hashes of bands and of texts, and document ids.
+        hashes, texts, ids: (N,) uint64 each: hashes of bands, hashes of texts, and document ids.
     """
     order = np.lexsort((ids, texts, hashes))
     hashes, texts, ids = hashes[order], texts[order], ids[order]
@@ -161,7 +161,7 @@ def candidate_pairs(hashes: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> n
     for step in range(1, NEIGHBOURS + 1):
         later = np.flatnonzero(place >= step)
         pairs = _add_pairs(pairs, ids[later - step], ids[later])
-        hub = step - 1  # one of the first documents of the bucket
+        hub = step - 1  # one of the first documents in the bucket
         later = np.flatnonzero(place - hub > NEIGHBOURS)
         pairs = _add_pairs(pairs, ids[start[later] + hub], ids[later])
     return pairs

@@ -1,11 +1,11 @@
 """Tasks that find repeated lines, paragraphs and substrings, by sorting hashes.
 
 A place is the number of a line or paragraph, or the position of a character where a window of
-`min_characters` starts. Of equal places the first in input order is kept. Hashing every window
-would take 24 bytes per character. So `AnchorTask` first hashes a few k-grams of each document,
-chosen by winnowing (Schleimer, Wilkerson, Aiken, 2003): of the k-grams of a window, the one with
-the smallest hash. Equal windows have equal anchors, so only windows with an anchor that occurs
-twice can be equal, and `WindowTask` hashes only those.
+`min_characters` starts. Among equal places, the first in input order is kept. Hashing every window
+would take 24 bytes per character. Therefore `AnchorTask` first hashes only a few k-grams of each
+document, its anchors, chosen by winnowing (Schleimer, Wilkerson, Aiken, 2003): in each window, the
+k-gram with the smallest hash. Equal windows have equal anchors, so a window can be repeated only
+if its anchor occurs at least twice. `WindowTask` hashes only such windows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,19 +34,19 @@ from data_prep.stages.line_ends import split_lines, split_paragraphs
 PLACE = np.dtype([("hash", "<u8"), ("low", "<u8"), ("position", "<u4"), ("document", "<u4")])
 ANCHOR = np.dtype([("hash", "<u8"), ("position", "<u4"), ("document", "<u4")])
 FOUND = np.dtype([("document", "<u8"), ("position", "<u4")])
-RUN_ENTRIES = 1 << 22  # sorted at a time: 100 MB
+RUN_ENTRIES = 1 << 22  # number of entries sorted at a time: 100 MB
 SPLITS = {"lines": split_lines, "paragraphs": split_paragraphs}
 
 
 class Run(NamedTuple):
-    """A sorted file of entries of one unit."""
+    """A sorted file with entries from one unit."""
 
     unit: int
     path: Path
 
 
 class RunWriter:
-    """Writes the entries of a unit as sorted files, so that any number of them fits in memory."""
+    """Writes the entries of a unit as sorted files that each fit in memory."""
 
     def __init__(self, directory: Path, kind: str, unit: int, dtype: np.dtype):
         self.directory, self.kind, self.unit = directory, f"{kind}/{unit:05d}", unit
@@ -63,7 +63,7 @@ class RunWriter:
             self._flush()
 
     def close(self) -> dict:
-        """Return the record of the task."""
+        """Write the remaining entries, and return the record of the task."""
         self._flush()
         paths = [path.relative_to(self.directory).as_posix() for path in self.sizes]
         return task_record(self.directory, self.sizes, entries=self.num_entries) | {"runs": paths}
@@ -82,7 +82,7 @@ class RunWriter:
 def _read_range(
     runs: Sequence[Run], dtype: np.dtype, partition: int, num_partitions: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the entries in one of `num_partitions` ranges of hashes, and their documents."""
+    """Return the entries in one of `num_partitions` hash ranges, and their document ids."""
     low, high = ((number << 64) // num_partitions for number in (partition, partition + 1))
     parts, ids = [np.empty(0, dtype)], [np.empty(0, np.uint64)]
     for unit, path in runs:
@@ -118,17 +118,17 @@ class PieceTask:
 
 
 def split_pieces(text: str, unit: str) -> list[str]:
-    """Return the lines or paragraphs of a text, and between each two what separates them."""
+    """Split a text into lines or paragraphs, alternating with the separators between them."""
     return SPLITS[unit](text)
 
 
 def _characters(
     documents: Documents, task: int, numbers: np.ndarray | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Yield numbers of documents, hashes of all their characters, and the documents' ends.
+    """Yield batches: document numbers, the hashes of all characters, and where each document ends.
 
     Args:
-        numbers: numbers of the documents to read, sorted; None for all.
+        numbers: sorted numbers of the documents to read; None reads all.
     """
     chosen = None if numbers is None else set(numbers.tolist())
     for places, rows in chosen_batches(documents, task, chosen):
@@ -140,7 +140,7 @@ def _characters(
 
 @dataclass(frozen=True)
 class AnchorTask:
-    """Writes the anchors of a unit's documents: about 4 of `min_characters`."""
+    """Writes the anchors of a unit's documents: about 4 per `min_characters`."""
 
     documents: Documents
     directory: Path
@@ -167,19 +167,20 @@ def anchor_length(min_characters: int) -> int:
 
 
 def choose_anchors(hashes: np.ndarray, width: int) -> np.ndarray:
-    """Return the places of the smallest of each `width` neighbours, with all ties: (A,) int64."""
+    """Return the indices of the minima of all windows of `width` hashes, with ties: (A,) int64."""
     if len(hashes) < width:
         return np.empty(0, np.int64)
     smallest = _sliding(np.minimum, hashes, width)
     edge = np.zeros(width - 1, np.uint64)
-    # A hash is the smallest of some window if it is the largest of the minima of its windows.
+    # A hash is the minimum of some window if it equals the largest minimum of the windows around
+    # it.
     return np.flatnonzero(
         _sliding(np.maximum, np.concatenate([edge, smallest, edge]), width) == hashes
     )
 
 
 def _sliding(ufunc: np.ufunc, values: np.ndarray, width: int) -> np.ndarray:
-    """Return the minimum or maximum of each `width` neighbours: (N - width + 1,)."""
+    """Return the minimum or maximum of each window of `width` values: (N - width + 1,)."""
     span = 1
     while span * 2 <= width:
         values = ufunc(values[:-span], values[span:])
@@ -190,7 +191,7 @@ def _sliding(ufunc: np.ufunc, values: np.ndarray, width: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RepeatedAnchorTask:
-    """Finds the anchors that occur more than once, in one range of hashes."""
+    """Finds the anchors that occur more than once, in one hash range."""
 
     runs: tuple[Run, ...]
     directory: Path
@@ -238,10 +239,10 @@ class WindowTask:
 
 @dataclass(frozen=True)
 class RepeatTask:
-    """Finds the places that repeat an earlier one, in one range of hashes.
+    """Finds the places that repeat an earlier place, in one hash range.
 
     Args:
-        distance: a place of the same document repeats another one only from this distance on.
+        distance: minimum distance at which a place repeats an earlier place in the same document.
     """
 
     runs: tuple[Run, ...]
@@ -272,14 +273,14 @@ def _save_found(directory: Path, kind: str, partition: int, found: np.ndarray) -
 
 
 def found_in_unit(directory: Path, kind: str, num_partitions: int, unit: int) -> np.ndarray:
-    """Return what was found in a unit's documents: FOUND, sorted."""
+    """Return the places that were found in a unit's documents: FOUND, sorted."""
     paths = [array_path(directory, kind, partition) for partition in range(num_partitions)]
     found = np.concatenate(rows_of_unit(paths, "document", unit))
     return found[np.lexsort((found["position"], found["document"]))]
 
 
 def runs_of(directory: Path, records: Sequence[dict]) -> tuple[Run, ...]:
-    """Return the sorted files that the tasks of a phase wrote."""
+    """Return the sorted files that a phase's tasks have written."""
     return tuple(
         Run(unit, directory / name)
         for unit, record in enumerate(records)

@@ -1,7 +1,8 @@
 """The ids and shingles of documents, for comparing candidates and naming what was kept.
 
-`MembersTask` reads the candidates and exact copies of a stage again, so only documents with a
-possible duplicate take disk space; of kept signatures (`signatures.py`) all kept documents do.
+`MembersTask` reads the candidates and exact copies of a stage a second time, so only documents
+with a possible duplicate take disk space. Kept signatures (`signatures.py`) store the ids and
+shingles of every kept document.
 """
 
 import json
@@ -30,7 +31,7 @@ from zerolm.common.files import write_atomically
 
 @dataclass(frozen=True)
 class MembersTask:
-    """Writes the ids of a new unit's possible duplicates, and the shingles of candidates."""
+    """Writes the ids of a new unit's possible duplicates, and the shingles of candidate pairs."""
 
     documents: Documents
     units: Units
@@ -47,7 +48,7 @@ class MembersTask:
         return task_record(self.units.work, sizes, members=len(members))
 
     def _members(self, task: int, kind: str) -> np.ndarray:
-        """Return the numbers of a unit's documents that are in a copy or pair, sorted."""
+        """Return the sorted numbers of a unit's documents that occur in copies or pairs."""
         paths = [array_path(self.units.work, kind, each) for each in range(self.num_partitions)]
         found = rows_of_unit(paths, None, self.units.num_old + task)
         return np.unique(np.concatenate(found) & NUMBER_MASK)
@@ -61,11 +62,11 @@ def write_members(
     paired: np.ndarray,
     shingle_words: int,
 ) -> dict[Path, int]:
-    """Write the ids of some documents of a task, and the shingles of those in `paired`.
+    """Write the ids of some documents of a task, and the shingles of the documents in `paired`.
 
     Args:
-        path: path of the array; two more files are written beside it.
-        members: numbers of the documents in the task, sorted.
+        path: path of the array; two more files are written next to it.
+        members: sorted numbers of the documents within the task.
 
     Returns:
         The sizes of the files.
@@ -102,17 +103,17 @@ def _shingles(rows: list[DocumentRow], shingle_words: int) -> list[np.ndarray]:
 
 
 def names_path(path: Path) -> Path:
-    """Return the path of the ids of an array's documents, as they are in the input."""
+    """Return the path of the file with the input ids of an array's documents."""
     return path.with_suffix(".names.json")
 
 
 def shingles_path(members: Path) -> Path:
-    """Return the path of the members' shingles: little-endian uint64."""
+    """Return the path of the file with the members' shingles: little-endian uint64."""
     return members.with_suffix(".shingles")
 
 
 class Shingles:
-    """The shingles of a unit's documents: at least those of its candidates."""
+    """The shingles of a unit's documents, at least of its candidates."""
 
     def __init__(self, path: Path):
         members = np.array(load_array(path))
@@ -130,9 +131,9 @@ class Shingles:
 def find_names(
     units: Units, stores: Sequence[str], kept: np.ndarray
 ) -> list[tuple[Any, str | None]]:
-    """Return the input ids of kept documents, each with the signatures it is in (None: new).
+    """Return the input ids of kept documents, each with the signatures that contain it (None: new).
 
-    For a document that an earlier stage has dropped, it is the one that was kept instead.
+    For a document that an earlier stage dropped, return the document that was kept instead.
 
     Args:
         stores: the names of `units.old`.

@@ -1,10 +1,11 @@
 """MinHash signatures divided into bands: documents with a common band may be near-duplicates.
 
-The similarity of two documents is the Jaccard index of their sets of shingles. A signature is the
-minimum of the shingles under each of several random permutations; two signatures agree in one
-position with a probability equal to the similarity (Broder, 1997). A band is `rows` positions, and
-two documents are a candidate pair if all rows of any band agree, which has the probability
-1 - (1 - s^rows)^bands (Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, section 3.4).
+The similarity of two documents is the Jaccard index of their sets of shingles. A signature
+contains the minimum of the shingles under each of several random permutations; two signatures
+agree at each position with a probability equal to the similarity (Broder, 1997). A band consists
+of `rows` positions. Two documents are a candidate pair if they agree in all rows of any band,
+which has probability 1 - (1 - s^rows)^bands at similarity s (Leskovec, Rajaraman, Ullman, Mining
+of Massive Datasets, section 3.4).
 """
 
 import math
@@ -15,13 +16,13 @@ import numpy as np
 from data_prep.dedup.word_hashes import mix
 from zerolm.common.errors import ConfigError
 
-SEED = 2026  # of the permutations; signatures with different seeds cannot be compared
+SEED = 2026  # seed of the permutations; signatures with different seeds cannot be compared
 MAX_PERMUTATIONS = 128
-MISSED_AT_THRESHOLD = 0.001  # share of the pairs with a similarity equal to the threshold
+MISSED_AT_THRESHOLD = 0.001  # for pairs whose similarity equals the threshold
 
 
 class BandLayout(NamedTuple):
-    """The number of bands of a signature, and of rows in each."""
+    """The number of bands in a signature, and the number of rows in each band."""
 
     bands: int
     rows: int
@@ -50,7 +51,7 @@ def band_hashes(shingles: np.ndarray, ends: np.ndarray, layout: BandLayout) -> n
 
     Args:
         shingles: (S,) uint64, hashes of the shingles of all documents.
-        ends: (D,) int64, where each document ends among them; every document has a shingle.
+        ends: (D,) int64, where each document's shingles end; every document has at least one.
 
     Returns:
         (D, bands) uint64.

@@ -1,7 +1,7 @@
 """`NgramIndex`: the n-grams of evaluation items, and the search for them in documents.
 
-All n-gram hashes are in memory, sorted. Each hash match is verified word by word, so a hash
-collision drops no document.
+All n-gram hashes are held in memory, sorted. Each hash match is verified word by word, so hash
+collisions never drop a document.
 """
 
 import io
@@ -19,7 +19,7 @@ from data_prep.dedup.evaluation_items import Item
 from data_prep.dedup.word_hashes import hash_ngrams, hash_words, split_words
 from zerolm.common.files import write_atomically
 
-MAX_FILTER_BITS = 26  # of the hash, for the filter that rejects most n-grams of a document
+MAX_FILTER_BITS = 26  # hash bits that index the filter, which rejects most of a document's n-grams
 
 
 class Match(NamedTuple):
@@ -28,8 +28,8 @@ class Match(NamedTuple):
     document: int  # index in the batch
     item: str  # file and line or paragraph of the item
     words: str  # the first n-gram found
-    at_word: int  # its position in the document, in words
-    overlap: float  # share of the n-grams of the item's text that are in the document
+    at_word: int  # position of that n-gram in the document, in words
+    overlap: float  # fraction of the n-grams in the item's text that the document contains
 
 
 @dataclass
@@ -39,7 +39,7 @@ class NgramTable:
     length: int  # in words
     hashes: np.ndarray  # (N,) uint64
     texts: np.ndarray  # (N,) uint32, index of the text
-    starts: np.ndarray  # (N,) uint32, index of the first word in it
+    starts: np.ndarray  # (N,) uint32, index of its first word in the text
     filter: np.ndarray = field(init=False, repr=False)  # (2^bits,) bool, by the hash's high bits
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class NgramTable:
         self.filter[self.hashes >> self.shift] = True
 
     def find(self, hashes: np.ndarray) -> np.ndarray:
-        """Return the indices of those hashes that are in the table."""
+        """Return the indices of the hashes that occur in the table."""
         places = np.flatnonzero(self.filter[hashes >> self.shift])
         entries = np.searchsorted(self.hashes, hashes[places])
         entries[entries == len(self.hashes)] = 0
@@ -60,8 +60,8 @@ class NgramIndex:
     """The n-grams of all items.
 
     Args:
-        places: the item of each text, as file and line or paragraph.
-        tables: one for each length that occurs, longest first.
+        places: the source of each text, as file and line or paragraph.
+        tables: one per n-gram length, longest first.
         num_short: number of texts that are too short to be searched for.
     """
 
@@ -74,8 +74,8 @@ class NgramIndex:
         """Return a match for each document that contains enough of an item's text.
 
         Args:
-            min_overlap: share of the text's distinct n-grams that has to be in the document; at
-                least one is always needed.
+            min_overlap: fraction of the text's distinct n-grams that the document must contain; at
+                least one is always required.
         """
         words, ends = hash_words(documents)
         matches: dict[int, Match] = {}
@@ -103,7 +103,7 @@ class NgramIndex:
         at_words: np.ndarray,
         min_overlap: float,
     ) -> Match | None:
-        """Compare words, text by text, starting with the text with the most hashes in common."""
+        """Compare words with each text, starting with the text that shares the most hashes."""
         hashes, places = np.unique(hashes, return_index=True)
         first_at = dict(zip(hashes.tolist(), at_words[places].tolist(), strict=True))
         low = np.searchsorted(table.hashes, hashes)
@@ -141,10 +141,10 @@ class NgramIndex:
 
 
 def build_index(items: Sequence[Item], length: int, min_words: int) -> NgramIndex:
-    """Return the index of all n-grams of `length` words, and of shorter texts in full.
+    """Build the index of all n-grams of `length` words; shorter texts are indexed in full.
 
     Args:
-        min_words: texts of fewer words are not searched for.
+        min_words: texts with fewer words are not searched for.
     """
     pairs = [(text, item.place) for item in items for text in item.texts]
     texts, places = [text for text, _ in pairs], [place for _, place in pairs]
@@ -160,7 +160,7 @@ def build_index(items: Sequence[Item], length: int, min_words: int) -> NgramInde
         ngram_counts = np.diff(ngram_ends, prepend=0)
         owners = np.repeat(chosen, ngram_counts)
         starts = np.arange(len(hashes)) - np.repeat(ngram_ends - ngram_counts, ngram_counts)
-        # An n-gram counts once per text. lexsort is stable: its first occurrence stays.
+        # An n-gram counts once per text. lexsort is stable, so the first occurrence is kept.
         order = np.lexsort((owners, hashes))
         hashes, owners, starts = hashes[order], owners[order], starts[order]
         new = np.append(True, (hashes[1:] != hashes[:-1]) | (owners[1:] != owners[:-1]))
@@ -171,7 +171,7 @@ def build_index(items: Sequence[Item], length: int, min_words: int) -> NgramInde
 
 @lru_cache(maxsize=1)
 def load_index(path: Path) -> NgramIndex:
-    """Read an index, once per process."""
+    """Read an index from its file, once per process."""
     with np.load(path) as arrays:
         texts, places, num_short = json.loads(arrays["names"].tobytes())
         lengths = sorted(

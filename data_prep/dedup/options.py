@@ -1,4 +1,7 @@
-"""Options of the dedup, repeats and decontaminate stages. Light, so that `--help` is instant."""
+"""Options of the dedup, repeats and decontaminate stages.
+
+This module imports little, so `--help` is instant.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +11,7 @@ from data_prep.stages.options import SWITCH, option, share
 
 UNITS = ("lines", "paragraphs", "substrings")
 MIN_MEMORY_BYTES = 1 << 20
-MEMORY = "memory of a process that sorts hashes; does not change the result"
+MEMORY = "memory for each process that sorts hashes; does not change the result"
 
 
 @dataclass(frozen=True)
@@ -29,26 +32,26 @@ class DedupOptions:
         "text|words",
         choices=("text", "words"),
     )
-    near: bool = option(True, "off: find exact copies only", SWITCH)
+    near: bool = option(True, "on: also find near-duplicates; off: only exact copies", SWITCH)
     permutations: int = option(
-        128, "largest number of values in a MinHash signature", low=16, high=4096
+        128, "maximum number of values in a MinHash signature", low=16, high=4096
     )
     memory_bytes: int = option(1 << 30, MEMORY, "BYTES", low=MIN_MEMORY_BYTES, flag="memory")
     keep_signatures: bool = option(
         False,
-        "on: write OUTPUT/signatures, about 450 bytes a document and 8 a word, for a later "
-        "--against",
+        "on: write OUTPUT/signatures for a later --against, about 450 bytes per document plus 8 "
+        "per word",
         SWITCH,
     )
     against: tuple[str, ...] = option(
         (),
-        "outputs of earlier dedup runs with signatures: documents that duplicate one of theirs are "
-        "dropped, as in one pass over everything in this order",
+        "outputs of earlier dedup runs with signatures; documents that duplicate a document there "
+        "are dropped, as in a single pass over everything in this order",
         "DIR",
     )
 
     def relative_to(self, directory: Path) -> "DedupOptions":
-        """Return the options with their directories resolved against that of the recipe."""
+        """Return the options with their directories resolved against the recipe's directory."""
         return replace(self, against=tuple(str(directory / each) for each in self.against))
 
 
@@ -65,17 +68,17 @@ class RepeatsOptions:
     )
     min_words: int = option(8, "shorter lines and paragraphs are always kept", low=1, high=1000)
     min_characters: int = option(
-        200, "length from which a repeated substring is removed", low=20, high=100_000
+        200, "minimum length of a repeated substring to remove", low=20, high=100_000
     )
     memory_bytes: int = option(1 << 30, MEMORY, "BYTES", low=MIN_MEMORY_BYTES, flag="memory")
 
 
 @dataclass(frozen=True)
 class DecontaminateOptions:
-    """The evaluation items to search for, and how much of one makes a match."""
+    """The evaluation items to search for, and how much of an item makes a match."""
 
     evaluation: tuple[str, ...] = option(
-        help="evaluation sets: JSON lines of HellaSwag, .txt (one item per paragraph), .jsonl(.gz, "
+        help="evaluation sets: HellaSwag's JSON lines, .txt (one item per paragraph), .jsonl(.gz, "
         ".zst) or .parquet with the fields to search for (default: text)",
         shows="PATH[:FIELD,...]",
     )
@@ -93,12 +96,12 @@ class DecontaminateOptions:
             yield "min_item_words", f"{self.min_item_words} is greater than ngram_words."
 
     def relative_to(self, directory: Path) -> "DecontaminateOptions":
-        """Return the options with their files resolved against the directory of the recipe."""
+        """Return the options with their files resolved against the recipe's directory."""
         return replace(self, evaluation=tuple(str(directory / each) for each in self.evaluation))
 
 
 def against_problems(arguments: Sequence[str], output: Path, where: str) -> list[str]:
-    """Return a problem if the output would replace signatures that it is compared with."""
+    """Return a problem for each directory of signatures that the output would replace."""
     target = output.resolve()
     return [
         f"{where} {each}: is in the output of this stage, which replaces it. Give another output."

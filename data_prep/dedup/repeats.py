@@ -1,9 +1,8 @@
 """The repeats stage: removes lines, paragraphs or substrings that occur earlier in the corpus.
 
 Phases of lines and paragraphs: pieces (a task per work unit) -> repeats (one task per range of
-hashes) -> write (a task per unit). For substrings, anchors, repeated and windows come first, in
-place of pieces. Which places are equal is decided by 128 bits of hash; `find_repeats.py` explains
-the tasks.
+hashes) -> write (a task per unit). For substrings, the phases anchors, repeated and windows
+replace pieces. Places are equal if their 128-bit hashes are; `find_repeats.py` explains the tasks.
 """
 
 import json
@@ -35,14 +34,14 @@ from data_prep.stages.stage_output import WORK, StageOutput, StageRun, task_outp
 from data_prep.tasks.phases import Executor, Record
 
 NOTES = "repeats.jsonl.zst"
-ALGORITHM = 1  # increment it when the same input gives different results
+ALGORITHM = 1  # increment it when the result for the same input changes
 SHOWN_CHARACTERS = 200
-MAX_WORD = 64  # a removed substring is shortened by at most this to end between words
+MAX_WORD = 64  # maximum by which a removed substring is shortened to end between words
 
 
 @dataclass(frozen=True)
 class WriteTask:
-    """Writes the documents of a unit without their repeats, and a note on each that has some."""
+    """Writes the documents of a unit without repeats, and a note on each changed document."""
 
     documents: Documents
     output: Path
@@ -65,7 +64,7 @@ class WriteTask:
             return {**output.close(), "tally": tally.record(), "removed_bytes": removed_bytes}
 
     def _write(self, row: DocumentRow, positions: list[int], output: StageOutput) -> int:
-        """Write a document without its repeats; return how many bytes these are."""
+        """Write a document without its repeats; return the size of the repeats in bytes."""
         size = len(row.text.encode())
         if self.options.unit == "substrings":
             spans = covered_spans(row.text, positions, self.options.min_characters)
@@ -90,9 +89,9 @@ class WriteTask:
 
 
 def remove_pieces(text: str, numbers: list[int], unit: str) -> tuple[list[str], str]:
-    """Return the removed lines or paragraphs of a text, and the text without them.
+    """Return the removed lines or paragraphs of a text, and the remaining text.
 
-    A piece that is kept keeps the separator after it, unless it becomes the last one.
+    Each kept piece is followed by its separator, except the last kept piece.
     """
     parts = split_pieces(text, unit)
     dropped = set(numbers)
@@ -104,7 +103,7 @@ def remove_pieces(text: str, numbers: list[int], unit: str) -> tuple[list[str], 
 
 
 def covered_spans(text: str, positions: list[int], length: int) -> list[tuple[int, int]]:
-    """Return what windows of a length cover, shortened so that no word is cut.
+    """Return the spans that windows of a length cover, shortened so that no word is split.
 
     Args:
         positions: where the windows start, sorted.
@@ -120,7 +119,7 @@ def covered_spans(text: str, positions: list[int], length: int) -> list[tuple[in
 
 
 def _between_words(text: str, start: int, end: int) -> tuple[int, int]:
-    """Move the ends of a span inwards to the nearest spaces, if they are within a word."""
+    """Move the ends of a span that are within a word inwards to the nearest space."""
     if start and not (text[start - 1].isspace() or text[start].isspace()):
         place = next((i for i in range(start, min(start + MAX_WORD, end)) if text[i].isspace()), 0)
         start = place or start
@@ -140,7 +139,7 @@ def _without(text: str, spans: list[tuple[int, int]]) -> str:
 
 
 def repeats_identity(options: RepeatsOptions) -> dict[str, Any]:
-    """Return what determines the result besides the documents, for a fingerprint."""
+    """Return what determines the result in addition to the documents, for a fingerprint."""
     length = "min_characters" if options.unit == "substrings" else "min_words"
     identity = {"algorithm": ALGORITHM, "unit": options.unit, length: getattr(options, length)}
     if options.unit != "substrings":
@@ -151,7 +150,7 @@ def repeats_identity(options: RepeatsOptions) -> dict[str, Any]:
 def run_repeats(
     options: RepeatsOptions, given: StageInput, output: Path, executor: Executor
 ) -> dict[str, Any]:
-    """Write a stage of documents without their repeats, and return its `stage.json`."""
+    """Write a stage with the documents without repeats, and return its `stage.json`."""
     identity = repeats_identity(options)
     run = StageRun("repeats", asdict(options), identity, given, output, executor)
     if run.published is not None:

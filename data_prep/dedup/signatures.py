@@ -1,9 +1,10 @@
-"""Signatures: what a dedup stage keeps, so that later documents are compared with its documents.
+"""Signatures that a dedup stage keeps so that later documents can be compared with it.
 
-`OUTPUT/signatures/` has, for each work unit, the hashes of all documents (`exact`, `bands`), the
-ids and shingles of the kept ones (`members`), and what the others were dropped for (`dropped`).
-`signatures.json` is written last; it lists the files with their checksums, and the options that
-later documents must be compared with. The text is not needed again.
+For each work unit, `OUTPUT/signatures/` contains the hashes of all documents (`exact`, `bands`),
+the ids and shingles of the kept documents (`members`), and for each dropped document the kept one
+that it duplicates (`dropped`). `signatures.json` is written last; it lists the files with their
+checksums, and the options that later stages must use. The texts are not needed for later
+comparisons.
 """
 
 import json
@@ -34,7 +35,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.files import file_entry, sha256_file, write_atomically, write_json
 from zerolm.common.records import Count, RelativePath, with_digest
 
-SIGNATURES = "signatures"  # directory in the output of a stage
+SIGNATURES = "signatures"  # directory in the stage's output
 MANIFEST = "signatures.json"
 FORMAT, VERSION = "zerolm-signatures", 1
 
@@ -70,12 +71,12 @@ class Signatures:
 
     @property
     def id(self) -> str:
-        """A fingerprint of the documents, of the options and of what they were compared with."""
+        """A fingerprint of the documents, the options and the signatures compared with."""
         return self.manifest["id"]
 
     @property
     def name(self) -> str:
-        """The name of the stage, for people."""
+        """The name of the stage, for display."""
         return self.manifest["name"]
 
     @property
@@ -84,18 +85,18 @@ class Signatures:
         return len(self.manifest["units"])
 
     def record(self) -> Json:
-        """Return the record of these signatures in the stages that are compared with them."""
+        """Return the entry that `stage.json` records for these signatures."""
         digest = sha256_file(self.directory / MANIFEST)
         count = self.manifest["num_documents"]
         return {"name": self.name, "id": self.id, "num_documents": count, "sha256": digest}
 
 
 def open_signatures(arguments: Sequence[str], settings: Mapping[str, Any]) -> list[Signatures]:
-    """Open the signatures to compare with, in order; their sizes are checked, not their content.
+    """Open the signatures to compare with, in order; check only file sizes.
 
     Args:
         arguments: outputs of dedup stages, or their `signatures` directories.
-        settings: `comparison_settings` of the new documents, which must be the same.
+        settings: `comparison_settings` of the new documents, which must match.
     """
     found: list[Signatures] = []
     problems: list[str] = []
@@ -126,7 +127,7 @@ def _read(argument: Path) -> Signatures:
 
 
 def _setting_problems(signatures: Signatures, settings: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each setting with which the two sides were not hashed alike."""
+    """Return a problem for each setting that differs from the new documents' settings."""
     path, kept = signatures.directory / MANIFEST, signatures.manifest["settings"]
     problems = []
     for key in sorted({*settings, *kept}):
@@ -138,28 +139,28 @@ def _setting_problems(signatures: Signatures, settings: Mapping[str, Any]) -> li
         else:
             where, fix = "for the new documents", f"Use {key} {theirs!r} for them too"
         problems.append(
-            f"{path}: {key} is {theirs!r}, and {ours!r} {where}. {fix}, or write the signatures "
-            f"again with `dedup --keep_signatures on`."
+            f"{path}: {key} is {theirs!r}, but {ours!r} {where}. {fix}, or write the signatures "
+            "again with `dedup --keep_signatures on`."
         )
     return problems
 
 
 def _chain_problems(signatures: Signatures, before: Sequence[Signatures], given: str) -> list[str]:
-    """Return a problem if signatures need others before them, which were not given."""
+    """Return a problem if signatures depend on others that were not given before them."""
     ids = [each.id for each in before]
     if signatures.id in ids:
-        return [f"{given}: are signatures that were already given. Name them once."]
+        return [f"{given}: these signatures were already given. Name them once."]
     missing = [each["name"] for each in signatures.manifest["against"] if each["id"] not in ids]
     if not missing:
         return []
     return [
         f"{given}: its documents were compared with those of {', '.join(missing)}. Give the "
-        f"signatures of these before it."
+        "signatures of those stages before it."
     ]
 
 
 def unrelated(signatures: Sequence[Signatures]) -> list[tuple[str, str]]:
-    """Return the pairs of names whose documents were never compared with one another."""
+    """Return the names of each pair of signatures whose documents were never compared."""
     found = []
     for number, later in enumerate(signatures):
         compared = {each["id"] for each in later.manifest["against"]}
@@ -171,7 +172,7 @@ def unrelated(signatures: Sequence[Signatures]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class CheckTask:
-    """Compares all files of one unit of kept signatures with their checksums."""
+    """Verifies the checksums of all files in one unit of kept signatures."""
 
     old: tuple[tuple[Path, int], ...]
     directory: Path  # of the phase
@@ -197,7 +198,7 @@ def _units(manifest: Path, modified_ns: int) -> list[list[_File]]:
 
 @dataclass(frozen=True)
 class KeepTask:
-    """Completes the signatures of a unit, after it is decided which documents are dropped.
+    """Completes the signatures of a unit after `DecideTask` has decided which documents to drop.
 
     Args:
         stores: the names of `units.old`.
@@ -238,15 +239,15 @@ def publish_signatures(
     against: Sequence[Signatures],
     records: Sequence[Json],
 ) -> Json:
-    """Write `signatures.json`, and return what `stage.json` records of it.
+    """Write `signatures.json`, and return the counts that `stage.json` records.
 
     Args:
-        records: what the tasks of `KeepTask` returned.
+        records: results of the `KeepTask` calls.
     """
     directory = output / SIGNATURES
     units = [record["entries"] for record in records]
     listed = {entry["file"] for unit in units for entry in unit}
-    for path in directory.rglob("*"):  # left by tasks of other options
+    for path in directory.rglob("*"):  # left by a run with other options
         if path.is_file() and path.relative_to(directory).as_posix() not in listed:
             path.unlink(missing_ok=True)
     totals = {
@@ -268,12 +269,12 @@ def publish_signatures(
 
 
 def withdraw_signatures(output: Path, keep: bool) -> None:
-    """Unpublish the signatures of an earlier run of a stage; remove them if they are not kept."""
+    """Invalidate the signatures of an earlier run of the stage; delete them unless kept."""
     signatures_manifest(output).unlink(missing_ok=True)
     if not keep:
         shutil.rmtree(output / SIGNATURES, ignore_errors=True)
 
 
 def signatures_manifest(output: Path) -> Path:
-    """Return the file that makes the signatures of a stage complete."""
+    """Return the path of the file whose presence marks a stage's signatures as complete."""
     return output / SIGNATURES / MANIFEST

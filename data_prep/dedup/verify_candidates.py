@@ -1,6 +1,6 @@
 """Tasks that compute the exact similarity of candidate pairs, and decide which documents to drop.
 
-`VerifyTask` compares the pairs whose shingles `members.py` has written, and `DecideTask` decides.
+`VerifyTask` compares the shingles that `members.py` has written, and `DecideTask` decides.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ from data_prep.dedup.members import Shingles
 class VerifyTask:
     """Computes the similarity of the candidate pairs whose first document is in a unit.
 
-    Pairs with a document that an earlier stage has dropped are left out: only kept documents are
-    reasons to drop others.
+    Pairs with a document that an earlier stage dropped are ignored: only kept documents cause
+    others to be dropped.
     """
 
     units: Units
@@ -70,11 +70,11 @@ def jaccard(one: np.ndarray, two: np.ndarray, threshold: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class DecideTask:
-    """Decides which documents to drop, in one task with memory proportional to the duplicates.
+    """Decides which documents to drop, in one task; its memory grows with the number of duplicates.
 
-    It visits documents in input order and drops each that is similar to one already kept. So each
-    dropped document has a similarity of at least the threshold to a kept one. Transitive clustering
-    (A near B, B near C) would not guarantee that.
+    It visits documents in input order and drops each document that is similar to one already kept.
+    So the similarity of each dropped document to a kept one is at least the threshold. Transitive
+    clustering (A near B, B near C) would not guarantee that.
     """
 
     units: Units
@@ -87,7 +87,7 @@ class DecideTask:
         near = decide(links)
         place = np.searchsorted(near["dropped"], copies["kept"])
         place[place == len(near)] = 0
-        # Copies of a document that is itself dropped as a near-duplicate.
+        # These are copies of a document that is itself dropped as a near-duplicate.
         is_near_too = np.zeros(len(copies), bool)
         if len(near):
             is_near_too = near["dropped"][place] == copies["kept"]
@@ -104,9 +104,10 @@ class DecideTask:
         return save_arrays(self.units.work, arrays, dropped=len(decisions))
 
     def _mark_near_in_old_units(self, copies: np.ndarray) -> None:
-        """Mark copies of documents that an earlier stage has dropped as near-duplicates.
+        """Mark copies of documents that an earlier stage dropped as near-duplicates.
 
-        `kept` remains the id of the dropped document: `find_names` finds what was kept instead.
+        `kept` remains the id of the dropped document; `find_names` looks up the document kept
+        instead.
 
         Args:
             copies: DECISION, changed in place.
@@ -127,7 +128,7 @@ class DecideTask:
 
 
 def decide(links: np.ndarray) -> np.ndarray:
-    """Return which documents are dropped, and for which kept ones: DECISION, sorted by `dropped`.
+    """Decide which documents to drop in favor of which kept ones: DECISION, sorted by `dropped`.
 
     Args:
         links: LINK, each similar pair once.
@@ -141,7 +142,7 @@ def decide(links: np.ndarray) -> np.ndarray:
     by_end = np.lexsort((others, ends))
     starts = np.searchsorted(ends[by_end], np.arange(len(ids) + 1)).tolist()
     others, similarities = others[by_end], similarities[by_end]
-    kept_for = np.full(len(ids), -1, np.int64)  # the kept document that each is dropped for
+    kept_for = np.full(len(ids), -1, np.int64)  # index of the kept document that causes each drop
     similarity = np.zeros(len(ids))
     for node in range(len(ids)):
         if kept_for[node] >= 0:

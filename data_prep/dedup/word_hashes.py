@@ -3,11 +3,11 @@
 A text is normalised (NFKC, case folded, NFKC again), invisible characters (Unicode's Cf) are
 removed, and the rest is split: a word is a sequence of letters, marks and digits (L, M, N), and
 each character of a script that is written without spaces (Chinese, Japanese, Thai, ...) is a word
-of its own. Everything else separates words. So case, punctuation, spacing and line breaks do not
-matter.
+of its own. Everything else separates words. Case, punctuation, spacing and line breaks are
+therefore ignored.
 
 numpy hashes many documents at a time: a Python loop over words would cost more than the rest of
-deduplication. Hashes are stable across versions and machines, so files of them can be kept.
+deduplication. Hashes are stable across versions and machines, so they can be stored in files.
 """
 
 import re
@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-BATCH_CHARACTERS = 1 << 18  # hashed at a time: arrays of 8 bytes a character fit the cache
+BATCH_CHARACTERS = 1 << 18  # hashed at a time; 8 bytes per character fit in the CPU cache
 _CHARACTER_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _WORD_BASE = 0xD6E8FEB86659FD93
 SECOND_BASE = 0xA0761D6478BD642F  # for a second, independent hash
@@ -43,13 +43,13 @@ def normalise(text: str) -> str:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of a text; slow, so used only on texts whose hashes match."""
+    """Return the words of a text. This is slow, so it is used only on texts whose hashes match."""
     word, invisible = _patterns()
     return word.findall(invisible.sub("", normalise(text)))
 
 
 def hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of the words of all texts: (W,) uint64, and each text's end: (D,) int64."""
+    """Return the word hashes of all texts: (W,) uint64, and where each text ends: (D,) int64."""
     hashes = [np.empty(0, np.uint64)]
     counts = np.zeros(len(texts), np.int64)
     for numbers, pieces in _batches(texts):
@@ -63,7 +63,7 @@ def hash_spans(words: np.ndarray, ends: np.ndarray, base: int = _WORD_BASE) -> n
     """Return a hash of all words of each text: (D,) uint64.
 
     Args:
-        words, ends: what `hash_words` returns.
+        words, ends: as returned by `hash_words`.
     """
     powers, inverse = _powers(base, len(words) + 1)
     sums = np.append(np.uint64(0), np.cumsum(words * powers[: len(words)], dtype=np.uint64))
@@ -74,12 +74,12 @@ def hash_spans(words: np.ndarray, ends: np.ndarray, base: int = _WORD_BASE) -> n
 def hash_ngrams(
     words: np.ndarray, ends: np.ndarray, length: int, base: int = _WORD_BASE
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of all n-grams: (N,) uint64, and each text's end: (D,) int64.
+    """Return the hashes of all n-grams: (N,) uint64, and where each text ends: (D,) int64.
 
-    An n-gram is `length` words in a row of one text.
+    An n-gram consists of `length` consecutive words of one text.
 
     Args:
-        words, ends: what `hash_words` returns.
+        words, ends: as returned by `hash_words`.
     """
     counts = np.maximum(np.diff(ends, prepend=0) - (length - 1), 0)
     if len(words) < length:
@@ -89,7 +89,7 @@ def hash_ngrams(
     np.cumsum(words * powers[: len(words)], out=sums[1:])
     inside = np.ones(len(words) - length + 1, bool)
     starts = ends - np.diff(ends, prepend=0)
-    for words_left in range(1, length):  # too few words from here to the end of the text
+    for words_left in range(1, length):  # too few words remain in the text
         crossing = ends - words_left
         crossing = crossing[(crossing >= starts) & (crossing < len(inside))]
         inside[crossing] = False
@@ -108,7 +108,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-    """Yield (indices of texts, normalised pieces of them); a long text has several pieces."""
+    """Yield (indices of texts, normalised pieces); a long text yields several pieces."""
     numbers: list[int] = []
     pieces: list[str] = []
     size = 0
@@ -125,7 +125,7 @@ def _batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Split a long text at spaces, which neither words nor normalisation cross."""
+    """Split a long text at spaces, which are never inside words and do not affect normalisation."""
     start = 0
     while len(text) - start > 2 * BATCH_CHARACTERS:
         space = _SPACE.search(text, start + BATCH_CHARACTERS)
@@ -137,7 +137,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _hash_batch(pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of the words of all pieces, and the index at which each piece ends.
+    """Return the word hashes of all pieces, and the index at which each piece ends.
 
     The hash of a word is a polynomial in its characters: the sum of value * base^position over the
     batch, divided by the power at the word's start.
@@ -181,14 +181,14 @@ def _powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
             powers[0] = 1
             both.append(np.multiply.accumulate(powers))
         cached = (both[0], both[1])
-        if size <= 8 * BATCH_CHARACTERS:  # powers for a giant document are not kept
+        if size <= 8 * BATCH_CHARACTERS:  # do not cache the powers for a giant document
             _cached_powers[base] = cached
     return cached
 
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Return the kind of each code point, and its value in the hash of a word: (0x110000,) each."""
+    """Return the kind of each code point, and its value in a word hash: (0x110000,) each."""
     names = "".join(unicodedata.category(chr(code)) for code in range(0x110000))
     categories = np.frombuffer(names.encode(), "S2")
     kinds = np.full(0x110000, _SEPARATOR, np.uint8)
@@ -204,7 +204,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return regular expressions for a word and for an invisible character."""
+    """Return regular expressions that match a word and an invisible character."""
     kinds, _ = _tables()
     in_word, single, invisible = (
         _character_class(kinds == kind) for kind in (_IN_WORD, _SINGLE_WORD, _INVISIBLE)
@@ -213,7 +213,7 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _character_class(chosen: np.ndarray) -> str:
-    """Return a regular expression for the chosen code points: (0x110000,) bool."""
+    """Return a regular expression that matches the chosen code points: (0x110000,) bool."""
     edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
     ranges = [f"\\U{low:08x}-\\U{high - 1:08x}" for low, high in edges.reshape(-1, 2).tolist()]
     return f"[{''.join(ranges)}]"

@@ -1,4 +1,4 @@
-"""Assembles shards from parts: in background threads during encoding, or as tasks after it.
+"""Assembles shards from parts: in background threads during encoding, or as tasks afterwards.
 
 The bytes of a shard do not depend on how documents are divided into parts (see
 `data_prep.encode.shard_plan`), or on whether a thread or a task assembles it.
@@ -21,10 +21,10 @@ from data_prep.tasks.phases import Executor, LocalExecutor, Phase, Record, finge
 from zerolm.common.files import sha256_file
 from zerolm.shards.manifest import files_of
 
-SINGLE_PROCESS_BYTES = 1 << 28  # copying fewer bytes takes less time than starting processes
-MAX_LEFT_BYTES = 1 << 28  # if more is left when encoding ends, tasks take over from the threads
+SINGLE_PROCESS_BYTES = 1 << 28  # below this, copying takes less time than starting processes
+MAX_LEFT_BYTES = 1 << 28  # if more remains when encoding ends, tasks replace the threads
 
-Entry = dict[str, Any]  # of a shard, in the manifest
+Entry = dict[str, Any]  # a shard's entry in the manifest
 
 
 def run_assembly(
@@ -41,7 +41,7 @@ def run_assembly(
     Args:
         directories: the outputs; other shards in them are removed.
         records: the records of all units, as returned by `EncodeUnits`.
-        assembled: the entries of shards that `BackgroundAssembly` has assembled.
+        assembled: entries of shards that `BackgroundAssembly` has already assembled.
     """
     shards = [
         shard
@@ -76,7 +76,7 @@ class AssembleShards:
     """Task j assembles shard j; its record contains the shard's manifest entry.
 
     Args:
-        relative_to: the directory to which file names in the records are relative.
+        relative_to: directory to which file names in the records are relative.
         entries: manifest entries of the shards that are already assembled; None for the others.
     """
 
@@ -110,7 +110,7 @@ class BackgroundAssembly:
     ):
         self.directories, self.parts = directories, parts
         self.shard_tokens, self.token_bytes = shard_tokens, token_bytes
-        self._records: dict[int, Record] = {}  # of units that wait for an earlier unit
+        self._records: dict[int, Record] = {}  # records of units that wait for an earlier unit
         self._next_unit = 0
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in directories]
         self._threads: list[threading.Thread] = []
@@ -186,7 +186,7 @@ class _Stopped(Exception):
 
 
 def _is_intact(shard: Shard, entry: Entry) -> bool:
-    """Return whether the files of a shard match their checksums; reads all of them."""
+    """Return whether all files of a shard match their checksums."""
     return all(sha256_file(shard.directory / name) == sha256 for name, _, sha256 in files_of(entry))
 
 

@@ -1,10 +1,10 @@
-"""Best-fit-decreasing bin packing of documents into rows. Uses numpy only, no files.
+"""Best-fit-decreasing bin packing of documents into rows. Uses only numpy, no files.
 
-Each document, longest first, goes into the row with the least free space that still holds it, or
-into a new row. Documents of equal length are placed together: those of length l fill the rows with
-the least sufficient space r, r // l documents per row, because a row that took one has less space
-than any other candidate. So there is one step per length and group of rows with equal space instead
-of one per document, with the same result.
+Each document, longest first, is placed in the row with the least sufficient space, or in a new
+row. Documents of equal length l are placed together: they fill the rows with the least sufficient
+space r, r // l documents per row, because a row that has just received one has less space than any
+other candidate. This takes one step per length and group of rows with equal space, instead of one
+step per document, with the same result.
 
 Source: Ding et al., "Fewer truncations improve language modeling" (2024), section 3, for best-fit
 packing of a corpus; grouping by length is ours.
@@ -16,9 +16,9 @@ import numpy as np
 
 
 def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pieces of concatenated documents; a document longer than a row becomes several.
+    """Cut concatenated documents into pieces; only a document longer than a row yields several.
 
-    A row has `seq_len` + 1 ids, of which the last is only a target. Each further piece of a
+    A row contains `seq_len` + 1 ids; the last one is only a target. Each further piece of a
     document begins with the last id of the previous piece, so that every id except the first is a
     target exactly once.
 
@@ -38,7 +38,7 @@ def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarra
 
 
 def fill_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Assign pieces to rows by best fit, longest first; equal lengths in the given order.
+    """Assign pieces to rows by best fit, longest first; equal lengths keep the given order.
 
     Args:
         lengths: (P,) int64 from 1 to `capacity`.
@@ -72,15 +72,15 @@ def fill_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 class _OpenRows:
-    """Rows with free space, by the number of ids that still fit ("room"), in order of arrival."""
+    """Rows with free space, by the number of ids that still fit ("room"), in order of insertion."""
 
     def __init__(self, capacity: int):
         self.capacity, self.num_rows = capacity, 0
         self._queues: list[deque[np.ndarray]] = [deque() for _ in range(capacity + 1)]
-        self._present = 0  # bit r is set if there are rows with room r
+        self._present = 0  # bit r is set if any rows have room r
 
     def take_fullest(self, length: int, num_pieces: int) -> tuple[int, np.ndarray]:
-        """Take out rows with the least room of at least `length`, or open enough new rows."""
+        """Remove and return the rows with the least sufficient room, or open enough new rows."""
         above = self._present >> length
         if not above:
             opened = -(-num_pieces // (self.capacity // length))
@@ -94,13 +94,13 @@ class _OpenRows:
         return room, rows
 
     def put(self, room: int, rows: np.ndarray) -> None:
-        """Add rows behind those with the same room."""
+        """Append rows to the queue for this room."""
         if room and len(rows):
             self._queues[room].append(rows)
             self._present |= 1 << room
 
     def return_unused(self, room: int, rows: np.ndarray) -> None:
-        """Put rows back in front of those with the same room."""
+        """Put rows back at the front of the queue for this room."""
         if len(rows):
             self._queues[room].appendleft(rows)
             self._present |= 1 << room
@@ -109,7 +109,7 @@ class _OpenRows:
 def order_rows(
     starts: np.ndarray, rows: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sort rows in the order of the corpus, by the start of their longest piece.
+    """Sort rows in corpus order, by the start of their longest piece.
 
     In opening order, the first rows would hold the longest documents, and validation reads the
     first rows.
@@ -123,7 +123,7 @@ def order_rows(
     """
     last_to_first = len(lengths) - 1 - np.argsort(lengths[::-1], kind="stable")
     lead = np.empty(int(rows.max()) + 1, np.int64)
-    lead[rows[last_to_first]] = starts[last_to_first]  # the last assignment of a row wins
+    lead[rows[last_to_first]] = starts[last_to_first]  # the last assignment to a row wins
     rank = np.empty_like(lead)
     rank[np.argsort(lead)] = np.arange(len(lead))
     row_ranks = rank[rows]

@@ -1,4 +1,4 @@
-"""Encodes documents into batches of token ids for the training and the validation split.
+"""Encodes documents into batches of token ids for the training and validation splits.
 
 The result depends only on the documents and the tokenizer. Independent of files and tasks.
 """
@@ -20,7 +20,7 @@ from zerolm.shards.origins import pack_origins
 
 
 class IdCounts(NamedTuple):
-    """Numbers of ids that a tokenizer should not give often."""
+    """Counts of ids that a tokenizer should rarely produce."""
 
     inner_eos_ids: int = 0
     unknown_ids: int = 0
@@ -32,8 +32,8 @@ class DocumentEncoder:
 
     Args:
         vocab_size: size of the tokenizer's vocabulary; larger ids are an error.
-        val_fraction: share of the documents held out for validation; None for a single split.
-        unknown_id: the id of text that is not in the vocabulary, if there is one.
+        val_fraction: fraction of the documents held out for validation; None for a single split.
+        unknown_id: id of the unknown token, if there is one.
     """
 
     eos_id: int
@@ -43,7 +43,7 @@ class DocumentEncoder:
 
     @property
     def num_splits(self) -> int:
-        """1, or 2 with a validation split."""
+        """The number of splits: 1, or 2 with a validation split."""
         return 1 if self.val_fraction is None else 2
 
     def encode(
@@ -52,13 +52,14 @@ class DocumentEncoder:
         """Encode documents.
 
         Returns:
-            A batch for each split (only the first if no document is held out), and counts.
+            A batch for each split (only the first split if no document is held out), and counts.
         """
         texts, inputs, starts, _ = zip(*documents, strict=True)
         ids, text_bytes = encoder.encode(texts)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         origins = pack_origins(np.array(inputs, np.uint64), np.array(starts, np.uint64))
-        # A document may have no ids, such as only spaces with a tokenizer that drops them.
+        # A document may yield no ids, for example if it has only spaces and the tokenizer drops
+        # them.
         kept = lengths > 0
         members = [kept]
         if self.val_fraction is not None:
@@ -79,7 +80,7 @@ class DocumentEncoder:
         return batches, IdCounts(int(num_inner_eos), int(num_unknown))
 
     def _with_eos(self, ids: Sequence[np.ndarray]) -> np.ndarray:
-        """Concatenate the ids of documents, each followed by the EOS id, in the dtype of shards."""
+        """Concatenate the ids of documents, each followed by the EOS id, in the shards' dtype."""
         eos = np.array([self.eos_id], np.uint32)
         joined = [np.empty(0, np.uint32)] * (2 * len(ids))
         joined[::2], joined[1::2] = ids, [eos] * len(ids)

@@ -1,7 +1,8 @@
-"""Encodes units of the input into parts: the tasks of the phase `tokenize.encode`.
+"""Encodes units of the input into parts, as the tasks of the phase `tokenize.encode`.
 
 A task reads its unit from the input files and writes parts (`data_prep.encode.parts`); it sends
-only its record to other processes. The content of parts depends only on documents and tokenizer.
+only its record to other processes. The content of parts depends only on the documents and the
+tokenizer.
 """
 
 import time
@@ -29,17 +30,17 @@ from data_prep.tokenizer.encoders import Encoder
 from zerolm.common.errors import ZerolmError
 from zerolm.common.files import attempt_token
 
-READ_BYTES = 1 << 20  # of text parsed and encoded at a time
-PART_SECONDS = 15.0  # of work in a part: the most that a killed task repeats
-MIN_UNIT_BYTES = 1 << 23  # each unit costs 1 ms of CPU: as much as encoding 100 KB with gigatoken
-ENCODED_DIRECTORY = "encoded"  # in the directory of the parts
-UNITS_PER_DIRECTORY = 64  # in `encoded/00000`, ...; each unit lists its directory
+READ_BYTES = 1 << 20  # text parsed and encoded at a time
+PART_SECONDS = 15.0  # work per part, and the maximum that a killed task repeats
+MIN_UNIT_BYTES = 1 << 23  # a unit costs 1 ms of CPU, like encoding 100 KB with gigatoken
+ENCODED_DIRECTORY = "encoded"  # subdirectory of the parts directory
+UNITS_PER_DIRECTORY = 64  # in `encoded/00000`, ...; every unit lists its directory
 
 
 def units_of(inputs: Sequence[Input], unit_bytes: int | None) -> list[WorkUnit]:
     """Divide the inputs into work units of at least 8 MiB by default.
 
-    The last units are smaller, so that all workers finish together.
+    The last units are smaller, so that all workers finish at about the same time.
     """
     if unit_bytes is not None:
         return plan_units(inputs, unit_bytes)
@@ -49,13 +50,13 @@ def units_of(inputs: Sequence[Input], unit_bytes: int | None) -> list[WorkUnit]:
 
 @dataclass(frozen=True)
 class EncodeUnits:
-    """Task i encodes unit i; its record lists the parts, and counts what was encoded and skipped.
+    """Task i encodes unit i; its record lists the parts, and counts encoded and skipped input.
 
     Args:
-        units: each with the fingerprint of everything that determines its parts; parts with another
-            fingerprint are removed.
+        units: units, each with the fingerprint of everything that determines its parts; parts with
+            another fingerprint are removed.
         open_encoder: called once in each process.
-        running: directory in which a task records its progress.
+        running: directory in which tasks record their progress.
     """
 
     directory: Path
@@ -69,7 +70,7 @@ class EncodeUnits:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder of this process, which forked workers inherit."""
+        """The encoder of this process, inherited by forked workers."""
         return self.open_encoder()
 
     def load(self) -> None:
@@ -94,7 +95,7 @@ class EncodeUnits:
 
 
 class _UnitEncoder:
-    """Encodes the rest of a unit, and appends the records of its parts to `records`."""
+    """Encodes the rest of a unit, and appends the records of new parts to `records`."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class _UnitEncoder:
         self.deadline = time.monotonic() + self.job.part_seconds
 
     def _add(self, documents: Sequence[Document]) -> int:
-        """Encode documents into the part; return the number of their tokens."""
+        """Encode documents into the part, and return their number of tokens."""
         try:
             batches, counts = self.job.documents.encode(self.job.encoder, documents)
         except ZerolmError as error:
@@ -172,7 +173,7 @@ class _UnitEncoder:
 
 
 def _unit_record(name: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the record of an encoded unit: sums over its parts, and their files."""
+    """Return the record of an encoded unit: totals over its parts, and their files."""
     splits: list[dict[str, int]] = []
     for entries in zip(*(part["splits"] for part in records), strict=True):
         keys = ("num_documents", "num_tokens", "text_bytes")

@@ -1,4 +1,4 @@
-"""Which documents are held out for validation: a rule on the text of each, by a hash."""
+"""Chooses the documents held out for validation, by a hash of each document's text."""
 
 import hashlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from data_prep.read.work_units import plan_units, read_batches
 from zerolm.common.url import is_url
 
 HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
-MAX_SEARCHED_BYTES = 64 << 20  # of a source, to find a document that is held out; see `_cost`
+MAX_SEARCHED_BYTES = 64 << 20  # larger sources are not checked; see `_cost`
 
 
 def is_held_out(utf8: bytes, fraction: float) -> bool:
@@ -24,15 +24,15 @@ def is_held_out(utf8: bytes, fraction: float) -> bool:
 
 
 def _cost(source: Input) -> int:
-    """Return how much slower an input is read than local text of its size."""
+    """Return how much slower an input is to read than local text of the same size."""
     is_slow = source.suffix.startswith((*PAGE_FORMATS, *ARCHIVE_FORMATS)) or is_url(source.name)
     return 16 if is_slow else 1
 
 
 def held_out_problem(inputs: Sequence[Input], rules: InputRules, fraction: float) -> str | None:
-    """Return why a small source could not be divided: none of its documents would be held out.
+    """Return a problem if none of a small source's documents would be held out.
 
-    Of a source of more than MAX_SEARCHED_BYTES, or of the hub, nothing is read.
+    A source larger than MAX_SEARCHED_BYTES or on the hub is not read.
     """
     size = sum((each.size_bytes or 0) * _cost(each) for each in inputs)
     if not fraction or size > MAX_SEARCHED_BYTES or any(each.hub for each in inputs):
@@ -43,4 +43,6 @@ def held_out_problem(inputs: Sequence[Input], rules: InputRules, fraction: float
             if any(is_held_out(each.text.encode(), fraction) for each in batch.documents):
                 return None
             number += len(batch.documents)
-    return f"{fraction:g} holds out none of {number:,} documents. Set it to 0, or higher."
+    return (
+        f"{fraction:g} holds out none of {number:,} documents. Set it to 0, or to a higher value."
+    )

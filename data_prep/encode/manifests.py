@@ -1,7 +1,7 @@
 """Builds and publishes the manifests of token shards: what was read, encoded and skipped.
 
 docs/formats.md lists the keys. Manifests do not depend on workers, units or time, so the same
-documents give the same manifest.
+documents produce the same manifest.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from zerolm.common.files import encode_json, file_entry, sync_file, write_atomic
 from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.origins import INPUTS
 
-SYNCING_THREADS = 8  # files synced concurrently share the cost
+SYNCING_THREADS = 8  # concurrent syncs share the cost
 
 
 def split_totals(records: Sequence[Record], key: str, num_splits: int) -> list[int]:
@@ -30,21 +30,21 @@ def split_totals(records: Sequence[Record], key: str, num_splits: int) -> list[i
 
 
 def refuse_empty(outputs: Sequence[Path], records: Sequence[Record]) -> None:
-    """Raise a `ConfigError` if an output would have no documents."""
+    """Raise a `ConfigError` if an output would contain no documents."""
     counts = split_totals(records, "num_documents", len(outputs))
     empty = [output for output, count in zip(outputs, counts, strict=True) if not count]
     if empty:
         skipped = sum(sum(record["dropped"].values()) for record in records)
         flag = "--input" if len(empty) == len(counts) else "--val_fraction"
         raise ConfigError(
-            f"{output}: would have no documents ({sum(counts)} were read, {skipped} skipped). "
+            f"{output}: would contain no documents ({sum(counts)} were read, {skipped} skipped). "
             f"Check {flag}."
             for output in empty
         )
 
 
 def refuse_unknown(tokenizer: str, records: Sequence[Record], max_unknown: float) -> None:
-    """Raise a `ConfigError` if too many of the tokens are the tokenizer's unknown token."""
+    """Raise a `ConfigError` if too many tokens are the tokenizer's unknown token."""
     num_unknown = sum(record["unknown_ids"] for record in records)
     num_tokens = sum(split["num_tokens"] for record in records for split in record["splits"])
     if num_unknown > max_unknown * num_tokens:
@@ -58,7 +58,7 @@ def refuse_unknown(tokenizer: str, records: Sequence[Record], max_unknown: float
 def input_keys(
     inputs: Sequence[Input], records: Sequence[Record], rules: InputRules
 ) -> dict[str, Any]:
-    """Return the manifest keys about the inputs, and about documents that are in no shard."""
+    """Return the manifest keys about the inputs, and about documents left out of the shards."""
     tally = Tally.from_records([record["tally"] for record in records])
     skipped: Counter[str] = Counter()
     for record in records:
@@ -114,7 +114,7 @@ def publish_all(directories: Sequence[ShardDirectory], manifests: Sequence[dict[
     """Sync all files of the outputs, then write the manifests.
 
     Raises:
-        OSError: a file cannot be synced; nothing is published then.
+        OSError: a file cannot be synced; in this case, nothing is published.
         ZerolmError: only some of the outputs could be published.
     """
     paths = [path for each in directories for path in each.directory.iterdir() if path.is_file()]

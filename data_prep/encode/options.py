@@ -11,14 +11,14 @@ MAX_UNKNOWN = 0.01  # of the tokens
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """Options of a tokenization, in addition to its inputs and tokenizer.
+    """Options for tokenization, in addition to inputs and tokenizer.
 
     Attributes:
         encoder: a backend, or "auto" for the fastest one equivalent to the reference.
-        val_fraction: share of the documents for the second output; None for a single output.
-        shard_tokens: maximum size of a shard.
-        unit_bytes: size of a unit of the input; None derives it from the size of the input.
-        max_unknown: largest share of the tokens that may be the tokenizer's unknown token.
+        val_fraction: fraction of the documents for the second output; None for a single output.
+        shard_tokens: maximum number of tokens per shard.
+        unit_bytes: size of an input unit; None derives it from the size of the input.
+        max_unknown: maximum fraction of tokens that may be the tokenizer's unknown token.
     """
 
     rules: InputRules = field(default_factory=InputRules)

@@ -23,13 +23,13 @@ from zerolm.data.order import num_windows
 from zerolm.data.packing import FORMAT, PARTS, PIECE, ROW_END, VERSION, index_file, open_packing
 from zerolm.shards.reader import Source
 
-# Packed at a time, in about 0.7 GB of memory. Almost every length occurs a thousand times in such a
-# block, so its rows are as full as if all pieces were packed at once.
+# Packing one block takes about 0.7 GB of memory. Almost every length occurs a thousand times in a
+# block of this size, so its rows are as full as if all pieces were packed together.
 BLOCK_PIECES = 1 << 23
 
 
 def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict[str, Any]:
-    """Write a source's index unless an intact one exists; return its manifest.
+    """Write a source's index unless an intact one exists, and return its manifest.
 
     Raises:
         ShardError: the directory cannot be written, or another process is packing there.
@@ -38,19 +38,19 @@ def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict
         return existing
     try:
         with _lock_index(source.directory, seq_len):
-            existing = _intact_index(source, seq_len)  # another process may just have written it
+            existing = _intact_index(source, seq_len)  # another process may have just written it
             return existing if existing is not None else _write(source, seq_len, block_pieces)
     except OSError as error:
         raise ShardError(
             f"{source.directory}: the index cannot be written ({error.strerror or error}). Free "
-            f"disk space, make the directory writable, or copy the shards to a writable one."
+            "disk space, make the directory writable, or copy the shards to a writable directory."
         ) from error
 
 
 def _intact_index(source: Source, seq_len: int) -> dict[str, Any] | None:
     """Return the manifest of the existing index; None if it is absent, stale or damaged.
 
-    Also None if an older release made it, which did not verify the document ends.
+    Also return None for an index from an older release, which did not verify document ends.
     """
     try:
         packing = open_packing(source, seq_len)
@@ -68,12 +68,14 @@ def _document_ends(source: Source) -> str:
 
 @contextlib.contextmanager
 def _lock_index(directory: Path, seq_len: int) -> Iterator[None]:
-    """Keep other processes from writing the index; a process that dies releases the lock."""
+    """Prevent other processes from writing the index; a process that dies releases the lock."""
     path = index_file(directory, seq_len, "lock")
     try:
         lock = FileLock(path)
     except LockTaken as error:
-        raise ShardError(f"{directory}: another process is packing there. Wait for it.") from error
+        raise ShardError(
+            f"{directory}: another process is packing there. Wait until it has finished."
+        ) from error
     with lock:
         if lock.unsupported is not None:
             raise lock.unsupported
@@ -141,13 +143,13 @@ def _blocks(
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Rows, padding and cut documents of a source under one kind of packing.
+    """The rows, padding and cut documents that result from one kind of packing.
 
     Attributes:
         packing: "concat" or "best_fit".
         padding: number of padding ids in all rows.
         cut_documents: number of documents whose tokens are not all in one row.
-        cut_tokens: number of tokens in these documents.
+        cut_tokens: number of tokens in those documents.
     """
 
     packing: str
@@ -157,7 +159,7 @@ class Efficiency:
     cut_tokens: int
 
     def line(self, source_documents: int, source_tokens: int, seq_len: int) -> str:
-        """Return a row of the table whose header is EFFICIENCY_HEADER."""
+        """Return a row of the table with the header EFFICIENCY_HEADER."""
         ids = self.rows * (seq_len + 1)
         return (
             f"{self.packing:<10} {self.rows:>12,} {self.padding / ids:>9.2%} "
@@ -173,20 +175,20 @@ EFFICIENCY_HEADER = (
 
 
 def efficiency(source: Source, seq_len: int, counts: dict[str, int]) -> list[Efficiency]:
-    """Compare best-fit packing with concatenation, from the ends of the documents.
+    """Compare best-fit packing with concatenation, based on the document ends.
 
     Args:
         counts: `num_rows` and `num_padding` of the best-fit index.
     """
     windows = num_windows(source.num_tokens, seq_len)
     used = windows * seq_len + 1 if windows else 0
-    cut = [0, 0]  # documents that concatenation cuts, and their tokens
+    cut = [0, 0]  # documents cut by concatenation, and their tokens
     long = [0, 0]  # documents longer than a row, which best-fit packing cuts, and their tokens
     for number in range(len(source.manifest["shards"])):
         ends = source.document_ends(number).astype(np.int64)
         lengths = np.diff(ends, prepend=0)
         ends += int(source.starts[number])
-        # A window includes the first id of the next one as its last target.
+        # The last target of a window is the first id of the next window.
         ends_in_window = (ends - lengths) // seq_len * seq_len + seq_len + 1
         split = ends > np.minimum(ends_in_window, used)
         above = lengths > seq_len + 1

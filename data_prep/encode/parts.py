@@ -1,17 +1,18 @@
 """Parts: intermediate files of encoded documents, from which shards are assembled.
 
-A part holds consecutive documents of a unit, for training (split 0) and validation (split 1).
-`NAME.0.ids` has the token ids as in shards, followed by a length and an origin for each document,
-and `NAME.json` counts, checksums and the position in the input where the next part begins. A task
-writes a part every few seconds, so a killed task resumes inside its input. Each writer uses unique
-names and each part names the previous one, so two writers of a unit cannot mix their parts (Slurm
-may restart a task while the first attempt is still ending).
+A part contains consecutive documents of a unit, for training (split 0) and validation (split 1).
+`NAME.0.ids` contains token ids in the format of shards, followed by a length and an origin for
+each document. `NAME.json` contains counts, checksums, and the input position where the next part
+begins. A task writes a part every few seconds, so a killed task resumes in the middle of its
+input. Each writer uses unique names and each part names the previous one, so two writers of a unit
+cannot mix their parts (Slurm may restart a task before the first attempt has ended).
 
-Creating a file or a directory takes as long as encoding 20 KB. So several units share a directory,
-and the last part of a unit has no `NAME.json`: the record of the task has its content.
+Creating a file or a directory takes as long as encoding 20 KB. Therefore several units share a
+directory, and the last part of a unit has no `NAME.json`: the task's record contains the same
+information.
 
-Parts are not synced to disk. Checksums detect damage by a power cut or a failing disk before a part
-is reused, and a damaged part is encoded again.
+Parts are not synced to disk. Before a part is reused, its checksums are verified to detect damage
+from a power cut or a failing disk; a damaged part is encoded again.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ MAX_PART_BYTES = 1 << 30
 class Batch(NamedTuple):
     """Encoded documents of one split."""
 
-    token_ids: np.ndarray  # (N,) of the shards' dtype, each document ending in the EOS id
+    token_ids: np.ndarray  # (N,) in the shards' dtype; each document ends with the EOS id
     lengths: np.ndarray  # (D,) integers, in tokens
     origins: np.ndarray  # (D,) integers; see `zerolm.shards.origins`
     text_bytes: int  # UTF-8 bytes of the documents
@@ -61,14 +62,14 @@ class PartWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the part must be closed to bound memory and the size of its files."""
+        """Whether the part must be closed to limit memory and file size."""
         return self.num_documents >= MAX_PART_DOCUMENTS or self.num_bytes >= MAX_PART_BYTES
 
     def close(self, previous: str | None, last: bool, **extra: Any) -> dict[str, Any]:
-        """Finish the part, and return its record; write it, unless the part is the last one.
+        """Finish the part, and return its record; write the record unless the part is the last.
 
         Args:
-            previous: name of the previous part; None for the first.
+            previous: name of the previous part; None for the first part.
         """
         splits = [each.close() for each in self._splits]
         record = {"name": self.name, "previous": previous, "splits": splits, **extra}
@@ -78,7 +79,7 @@ class PartWriter:
         return record
 
     def abort(self) -> None:
-        """Close the files; `read_parts` removes them later."""
+        """Close the files, which `read_parts` removes later."""
         for each in self._splits:
             each.abort()
 
@@ -121,32 +122,32 @@ class _SplitWriter:
 
     def abort(self) -> None:
         if self.file is not None:
-            with contextlib.suppress(OSError):  # a full disk: buffered data cannot be flushed
+            with contextlib.suppress(OSError):  # buffered data cannot be flushed to a full disk
                 self.file.close()
 
 
 def part_files(record: dict[str, Any]) -> Iterator[tuple[str, int, str]]:
-    """Yield (name, size in bytes, checksum) of the files of a part."""
+    """Yield (name, size in bytes, checksum) for each file of a part."""
     for split, each in enumerate(record["splits"]):
         if each["num_documents"]:
             yield f"{record['name']}.{split}.ids", each["size_bytes"], each["xxh3"]
 
 
 def part_counts(record: dict[str, Any]) -> tuple[int, int]:
-    """Return the numbers of documents and tokens of a part."""
+    """Return the number of documents and of tokens in a part."""
     splits = record["splits"]
     return sum(each["num_documents"] for each in splits), sum(each["num_tokens"] for each in splits)
 
 
 def is_intact(directory: Path, record: dict[str, Any]) -> bool:
-    """Return whether the files of a part match their checksums; reads all of them."""
+    """Return whether all files of a part match their checksums."""
     return all(
         _checksum(directory / name, size) == checksum for name, size, checksum in part_files(record)
     )
 
 
 def is_record_intact(directory: Path, record: dict[str, Any]) -> bool:
-    """Return whether the `files` of a unit's record match its `checksums`; reads all of them."""
+    """Return whether all `files` in a unit's record match its `checksums`."""
     files, checksums = record["files"], record.get("checksums", [])
     return len(files) == len(checksums) and all(
         _checksum(directory / name, size) == checksum
@@ -155,7 +156,7 @@ def is_record_intact(directory: Path, record: dict[str, Any]) -> bool:
 
 
 def _checksum(path: Path, size: int) -> str | None:
-    """Return the XXH3 of a file; None if it is missing or has another size."""
+    """Return the XXH3 hash of a file; None if the file is missing or has another size."""
     digest = xxhash.xxh3_64()
     try:
         if path.stat().st_size != size:
@@ -189,7 +190,7 @@ class _Part(TypedDict):
 
 
 class PartRecord(_Part, total=False):
-    """The record of a part; the keys of its `tally` are those of `Tally`."""
+    """The record of a part; its `tally` has the keys of `Tally.record`."""
 
     tally: dict[str, Any]
 
@@ -197,10 +198,11 @@ class PartRecord(_Part, total=False):
 def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, Any]]:
     """Return the records of a unit's consecutive intact parts, from the first, without the last.
 
-    Removes all other files of the unit, except those that another process may still be writing.
+    Remove all other files of the unit, except files that another process may still be writing.
 
     Args:
-        fingerprint: hash of all that determines the parts; parts with another hash are removed.
+        fingerprint: hash of everything that determines the parts; parts with another hash are
+            removed.
     """
     records: dict[str, dict[str, Any]] = {}
     unusable: set[str] = set()
@@ -225,9 +227,9 @@ def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, A
 
 
 def _longest_chain(directory: Path, records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the longest chain of intact parts, each naming the previous one, from the first part.
+    """Return the longest chain of intact parts that starts with the first part.
 
-    The parts of a chain may have several writers.
+    In a chain, each part names the previous one; the parts may have different writers.
     """
     intact: dict[str, bool] = {}
     for name in sorted(records, reverse=True):  # the last part first
@@ -246,12 +248,12 @@ def _longest_chain(directory: Path, records: dict[str, dict[str, Any]]) -> list[
 
 
 def _has_ended(name: str) -> bool:
-    """Return whether the writer of a part was a process of this machine that has ended."""
+    """Return whether the process that wrote a part ran on this machine and has ended."""
     match = re.fullmatch(r"\d+-\d+-(.*)-(\d+)-[0-9a-f]{8}", name)
     if match is None or match[1] != host_name():
         return match is None
     if int(match[2]) == os.getpid():
-        return True  # this process runs one task at a time, so that attempt has failed
+        return True  # this process runs one task at a time, so the earlier attempt has failed
     try:
         os.kill(int(match[2]), 0)
     except ProcessLookupError:

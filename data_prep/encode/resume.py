@@ -1,4 +1,4 @@
-"""Decides which files of an interrupted tokenization can be reused, and removes the others."""
+"""Decides which files of an interrupted tokenization can be reused, and removes the rest."""
 
 import os
 import sys
@@ -15,8 +15,8 @@ from zerolm.common.files import write_json
 from zerolm.common.records import read_record
 from zerolm.shards.directory import PARTS, ShardDirectory
 
-STATE_FILE = "state.json"  # in the directory of the parts
-PARTS_VERSION = 5  # of the content of parts; parts of another version are encoded again
+STATE_FILE = "state.json"  # in the parts directory
+PARTS_VERSION = 5  # version of the parts' content; other versions are encoded again
 CHECKING_THREADS = 4
 
 
@@ -25,7 +25,7 @@ def parts_settings(
 ) -> dict[str, Any]:
     """Return the settings that determine the content of parts; messages show the keys."""
     content_rules = rules.content()
-    for key in ("on_bad_input", "max_bad_fraction"):  # these do not change the documents
+    for key in ("on_bad_input", "max_bad_fraction"):  # these do not affect documents
         del content_rules[key]
     return {
         "version": PARTS_VERSION,
@@ -49,7 +49,7 @@ def unit_fingerprint(settings: dict[str, Any], inputs: Sequence[Input], unit: Wo
 def resume_or_clear(
     directories: Sequence[ShardDirectory], inputs: Sequence[Input], settings: dict[str, Any]
 ) -> None:
-    """Keep the parts of an interrupted run of the same command; remove those of any other run."""
+    """Keep the parts of an interrupted run of the same command; remove other runs' parts."""
     state = {
         **settings,
         "--input": [each.name for each in inputs],
@@ -70,8 +70,8 @@ def resume_or_clear(
         return
     if before is not None:
         log(
-            f"{output}: removing the parts of an interrupted run of another command "
-            f"(it differs in {', '.join(changed)})."
+            f"{output}: removing the parts of an interrupted run of another command (it differs "
+            f"in {', '.join(changed)})."
         )
     for each in directories:
         each.clear()
@@ -80,10 +80,10 @@ def resume_or_clear(
 
 
 def discard_damaged(phase: Phase, is_intact: Callable[[int, Record], bool]) -> list[int]:
-    """Remove the records of tasks whose outputs are damaged; return the tasks whose records remain.
+    """Remove the records of tasks with damaged outputs; return the tasks with intact outputs.
 
     Args:
-        is_intact: checks the outputs of a task; called in several threads.
+        is_intact: checks the outputs of a task; called from several threads.
     """
 
     def check(task: int, record: Record | None) -> bool:

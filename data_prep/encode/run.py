@@ -1,9 +1,9 @@
-"""Runs a tokenization, from inputs to published shards, as two phases of tasks.
+"""Runs tokenization, from inputs to published shards, as two phases of tasks.
 
-The tasks of `tokenize.encode` encode units of the input into parts; those of `tokenize.assemble`
-copy parts into shards; the manifests are written last. Until then the parts and records stay in
-`parts/` of the first output, so an interrupted run can resume. Any executor can run the tasks.
-Independent of the command line and of pipelines.
+The tasks of `tokenize.encode` encode units of the input into parts, the tasks of
+`tokenize.assemble` copy parts into shards, and the manifests are written last. Until they exist,
+parts and records remain in `parts/` of the first output, so an interrupted run can resume. Any
+executor can run the tasks. Independent of the command line and of pipelines.
 """
 
 import shutil
@@ -51,7 +51,7 @@ class Summary:
 
     Attributes:
         input_lines: messages about skipped and bad input.
-        note: why the fast encoder was not used.
+        note: reason why the fast encoder was not used.
     """
 
     manifests: list[dict[str, Any]]
@@ -69,10 +69,10 @@ def run_tokenization(
     executor: Executor,
     provenance: dict[str, Any],
 ) -> Summary:
-    """Write shards of all documents of the inputs, or resume an interrupted run.
+    """Write all documents of the inputs to shards, or resume an interrupted run.
 
     Args:
-        outputs: directories of the training and, with `val_fraction`, of the held-out shards.
+        outputs: directories for the training shards and, with `val_fraction`, the held-out shards.
     """
     if len(inputs) > MAX_INPUTS:
         raise ConfigError(
@@ -106,7 +106,7 @@ def run_tokenization(
 
 
 class _Run:
-    """The steps of a tokenization; `directories` are filled before the first step."""
+    """The steps of tokenization; `directories` is filled before the first step."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _Run:
 
     @property
     def parts(self) -> Path:
-        """The directory of the parts, which exists until the manifests are published."""
+        """The parts directory, which exists until the manifests are published."""
         return self.directories[0].directory / PARTS
 
     def encode(self, executor: Executor) -> list[Record]:
@@ -148,7 +148,7 @@ class _Run:
         resume.discard_damaged(
             phase,
             lambda task, record: (
-                record["fingerprint"] == job.units[task][1]  # otherwise an input has changed
+                record["fingerprint"] == job.units[task][1]  # if not, an input has changed
                 and parts.is_record_intact(self.parts, record)
             ),
         )
@@ -158,7 +158,7 @@ class _Run:
             with ProgressWatcher(self.progress, phase.records, phase.labels):
                 records = run_phase(phase, executor)
         tally = Tally.from_records([record["tally"] for record in records])
-        # An earlier run may have skipped bad input in its parts that this run must refuse.
+        # Parts of an earlier run may have skipped bad input that this run must refuse.
         if tally.bad and self.options.rules.on_bad_input == "fail":
             raise ConfigError(describe_problems(self.inputs, tally.examples, self.options.rules))
         check_bad_fraction(self.inputs, tally, self.options.rules)
@@ -194,7 +194,7 @@ class _Run:
         return name + (f" and {len(unit.ranges) - 1} more" if len(unit.ranges) > 1 else "")
 
     def _run_locally(self, phase: Phase, executor: LocalExecutor) -> list[Record]:
-        """Run the first phase in local processes, while threads of this process assemble shards."""
+        """Run the first phase in local processes, while threads in this process assemble shards."""
         before = valid_records(phase)
         assert isinstance(phase.run, EncodeUnits)
         if None in before:
@@ -222,7 +222,7 @@ class _Run:
         return records
 
     def assemble(self, executor: Executor, records: Sequence[Record]) -> list[list[Entry]]:
-        """Run the second phase, and return the manifest entries of the shards of each output."""
+        """Run the second phase, and return the manifest entries of each output's shards."""
         return run_assembly(
             self._output_directories(),
             self.parts,
@@ -239,7 +239,7 @@ class _Run:
     def publish(
         self, records: Sequence[Record], shards: Sequence[list[Entry]], provenance: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Write and return the manifests, which publishes the outputs."""
+        """Publish the outputs by writing their manifests, and return the manifests."""
         keys = shard_manifests.input_keys(self.inputs, records, self.options.rules)
         keys["encoder"] = shard_manifests.encoder_entry(records, self.choice.record())
         text_bytes = shard_manifests.split_totals(records, "text_bytes", len(self.directories))
@@ -267,7 +267,7 @@ class _Run:
         return manifests
 
     def close(self, keep_parts: bool) -> None:
-        """Release the unpublished outputs; keep their parts for a later run, or remove all."""
+        """Release the unpublished outputs; keep their parts for a later run, or remove them."""
         unpublished = [output for output in self.directories if output.is_locked]
         encoded = (f"{ENCODED_DIRECTORY}/*/*.json", f"{RECORDS}/*/*.json")
         has_parts = unpublished and any(path for each in encoded for path in self.parts.glob(each))

@@ -1,6 +1,6 @@
 """Plans token shards: the slices of parts that make up each shard.
 
-Shard boundaries follow only from the lengths of the documents, not from their division into parts.
+Shard boundaries depend only on document lengths, not on how documents are divided into parts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ class Slice:
     """Consecutive documents of a part; `last_document` and `last_token` are exclusive."""
 
     part: str  # path of the file
-    rows_start: int  # byte of the file at which the rows of its documents begin
+    rows_start: int  # byte offset in the file at which its document rows begin
     first_document: int
     last_document: int
     first_token: int
@@ -29,7 +29,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Shard:
-    """A shard to be assembled."""
+    """A shard to assemble."""
 
     directory: Path
     number: int
@@ -37,12 +37,12 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The name of its files, without suffix."""
+        """The name of the shard's files, without suffix."""
         return f"shard-{self.number:05d}"
 
     @property
     def num_tokens(self) -> int:
-        """The number of ids in it."""
+        """The number of ids in the shard."""
         return sum(each.last_token - each.first_token for each in self.slices)
 
 
@@ -54,7 +54,7 @@ def plan_output(
     shard_tokens: int,
     token_bytes: int,
 ) -> list[Shard]:
-    """Return the shards of an output, made of one split of all units.
+    """Return the shards of an output, which contains one split of all units.
 
     Args:
         records: the records of all units, as returned by `EncodeUnits`.
@@ -68,7 +68,7 @@ def plan_output(
 
 
 def parts_of_unit(record: Record, parts: Path, split: int) -> list[tuple[str, int, int]]:
-    """Return (path, number of documents, number of tokens) of a unit's parts of a split."""
+    """Return (path, number of documents, number of tokens) for each part of a unit in a split."""
     return [
         (str((parts / name).absolute()), num_documents, num_tokens)
         for name, num_documents, num_tokens in record["parts"][split]
@@ -81,7 +81,7 @@ def plan_shards(
     """Yield (shard number, next slice of that shard).
 
     A shard ends before the document that would make it exceed `shard_tokens`; a longer document
-    gets a shard of its own. Each slice is yielded before the next part is requested.
+    forms its own shard. Each slice is yielded before the next part is requested.
 
     Args:
         parts: path, number of documents and number of tokens of each part.

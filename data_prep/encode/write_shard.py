@@ -18,14 +18,14 @@ from zerolm.common.files import temporary_path
 from zerolm.shards.checksums import ShardChecksums, write_sidecars
 from zerolm.shards.origins import ORIGINS_SUFFIX
 
-BLOCK_BYTES = 1 << 19  # copied at a time; a block is hashed while in the CPU cache
+BLOCK_BYTES = 1 << 19  # copied at a time; each block is hashed while in the CPU cache
 SYNC_BYTES = 1 << 25  # written between two syncs
 
 
 def write_shard(
     directory: Path, number: int, slices: Iterable[Slice], token_bytes: int
 ) -> dict[str, Any]:
-    """Write the files of a shard, and return its entry for the manifest."""
+    """Write the files of a shard, and return its manifest entry."""
     stem = directory / f"shard-{number:05d}"
     checksums = ShardChecksums()
     documents: list[np.ndarray] = []
@@ -63,7 +63,7 @@ def _read_documents(each: Slice) -> np.ndarray:
 
 
 def _token_blocks(each: Slice, token_bytes: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the ids of a slice in blocks; each is valid until the next one is requested."""
+    """Yield the ids of a slice in blocks; each block is valid until the next is requested."""
     bytes_left = (each.last_token - each.first_token) * token_bytes
     with open(each.part, "rb", buffering=0) as file:
         file.seek(each.first_token * token_bytes)
@@ -80,7 +80,7 @@ def _write(
 ) -> tuple[int, str]:
     """Write a file under a temporary name and rename it; return its size and SHA-256.
 
-    Large files are synced while they are written, in parallel with other work. `publish_all` syncs
+    Large files are synced while being written, in parallel with other work. `publish_all` syncs
     all files once more before it publishes the manifest.
     """
     digest = hashlib.sha256()

@@ -1,5 +1,5 @@
-"""The clean stage: datatrove's filters, custom filters, and functions of the user.
+"""The clean stage: datatrove's filters, custom filters, and user functions.
 
-Must not depend on deduplication, tokenizers or shards. Needs the extra `pipeline`, unless the list
-of filters is empty.
+Must not depend on deduplication, tokenizers or shards. Requires the extra `pipeline`, unless the
+list of filters is empty.
 """

@@ -28,13 +28,13 @@ Json = dict[str, Any]
 
 
 class FilterResult(NamedTuple):
-    """The decision of the filters on a document."""
+    """The filters' decision on a document."""
 
     kept: bool
     reason: str  # "gopher_quality.gopher_short_doc"; empty for a kept document
-    text: str  # after all filters; of a dropped document, before the filter that dropped it
+    text: str  # after all filters; for a dropped document, before the filter that dropped it
     changed: tuple[str, ...]  # names of the filters that changed the text
-    added: Json  # keys that the filters added, such as the language; also of a dropped document
+    added: Json  # keys added by the filters, such as the language; also set for a dropped document
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Filters:
     def apply(self, text: str, document_id: str, record: Json) -> FilterResult:
         """Pass a document through the filters, up to the first that drops it.
 
-        They judge it with LF as line ends; a text that they do not change keeps its own.
+        Filters see LF line ends; a text that they do not change keeps its original line ends.
 
         Args:
-            record: the document's keys other than the text and the id.
+            record: the document's keys except text and id.
         """
         if not self.steps:  # without datatrove
             return FilterResult(True, "", text, (), {})
@@ -77,7 +77,7 @@ class Filters:
 
 
 def _added(metadata: Json, record: Json) -> Json:
-    """Return the keys that filters have added to a record, or changed."""
+    """Return the keys of a record that filters have added or changed."""
     return {
         key: value
         for key, value in metadata.items()
@@ -86,7 +86,7 @@ def _added(metadata: Json, record: Json) -> Json:
 
 
 def build_filters(specifications: Sequence[Json]) -> Filters:
-    """Build the filters of a recipe, in which `filter_problems` found nothing wrong."""
+    """Build the filters of a recipe that `filter_problems` has checked."""
     filters = Filters()
     for specification in specifications:
         name = specification["filter"]
@@ -111,8 +111,8 @@ def _build_filter(name: str, parameters: Json) -> Callable[[Any], Any]:
 def filters_identity(specifications: Sequence[Json]) -> Json:
     """Return what determines the results of filters besides parameters, for a fingerprint.
 
-    These are the versions of packages, the hash of each user function's module (but not of the
-    modules it imports), and the sizes and modification times of models.
+    These are package versions, a hash of each user function's module (but not of the modules that
+    it imports), and the sizes and modification times of models.
     """
     identity: Json = {}
     for specification in specifications:

@@ -1,8 +1,8 @@
 """The clean stage: passes documents through filters and writes the kept ones to a stage.
 
-Task i reads unit i of the inputs and writes file i, or several files if the unit is large (a
-compressed file, for example). Dropped documents are counted by reason, with examples, and written
-to separate files on request.
+Task i reads unit i of the inputs and writes file i, or several files if the unit is large (for
+example, a compressed file). Dropped documents are counted by reason, with examples, and written to
+separate files on request.
 """
 
 import json
@@ -43,9 +43,9 @@ from zerolm.common.records import Count, read_record
 
 ID = "id"
 RECORDS = "records/clean"
-FILE_RECORDS = f"{RECORDS}/pieces"  # of files whose task has not ended
-# About a minute of filters such as Gopher's and FineWeb's. A stopped task repeats at most this much
-# work, and a task of the next stage reads this much.
+FILE_RECORDS = f"{RECORDS}/pieces"  # records of files whose task has not ended
+# Filters such as Gopher's and FineWeb's take about a minute for this much text. A stopped task
+# repeats at most this much work, and each task of the next stage reads this much.
 PIECE_BYTES = 1 << 27
 
 Json = dict[str, Any]
@@ -61,21 +61,22 @@ class _FileRecord(TypedDict):
 
 @dataclass(frozen=True)
 class CleanOptions:
-    """How documents are read and filtered."""
+    """Options for reading and filtering documents."""
 
-    filters: tuple[Json, ...] = ()  # as in the recipe; `filter_problems` has checked them
+    filters: tuple[Json, ...] = ()  # as in the recipe; already checked by `filter_problems`
     rules: InputRules = field(default_factory=lambda: InputRules(keep_records=True))
-    unit_bytes: int | None = None  # of input per task; None: from the size of all inputs
+    unit_bytes: int | None = None  # input per task; None derives it from the size of all inputs
     keep_dropped: Path | None = None  # directory for dropped documents
-    piece_bytes: int = PIECE_BYTES  # of text read per file of the stage
+    piece_bytes: int = PIECE_BYTES  # text read per file of the stage
 
 
 @dataclass(frozen=True)
 class CleanTask:
     """Filters one unit; see `Phase.run`.
 
-    A unit becomes files of about `piece_bytes` of input text. Each file has its own record, so a
-    stopped task resumes after its last file, and no file depends on where the task stopped.
+    Each file of a unit contains the result of about `piece_bytes` of input text. Each file has its
+    own record, so a stopped task resumes after its last complete file, and no file depends on
+    where the task stopped.
     """
 
     inputs: tuple[Input, ...]
@@ -85,7 +86,7 @@ class CleanTask:
     key: str  # fingerprint of the phase; files with another key are rewritten
 
     def __call__(self, task: int) -> Json:
-        """Write the files of a unit that are missing."""
+        """Write the missing files of a unit."""
         done = self._finished_files(task)
         tally = Tally.from_records([record["reading"] for record in done[-1:]])
         start = done[-1]["next"] if done else None
@@ -135,7 +136,7 @@ class CleanTask:
         return self.output / FILE_RECORDS / f"{task:05d}_{number:05d}.json"
 
     def _finished_files(self, task: int) -> list[Json]:
-        """Return the records of the consecutive files that a stopped task has finished."""
+        """Return the records of the consecutive files that a stopped task finished."""
         done: list[Json] = []
         while True:
             try:
@@ -182,7 +183,7 @@ def run_clean(
     executor: Executor,
     provenance: Mapping[str, Any],
 ) -> Json:
-    """Filter all inputs into a stage and return its `stage.json`; resumes an unfinished stage."""
+    """Filter all inputs into a stage and return its `stage.json`; resume an unfinished stage."""
     phase = _clean_phase(options, inputs, output)
     if (output / STAGE_MANIFEST).exists():
         published = read_stage(output).manifest
@@ -192,7 +193,7 @@ def run_clean(
             return published
         raise ConfigError(
             f"{output}: is already a stage, from other inputs or filters. Choose another "
-            f"directory, or remove this one."
+            "directory, or remove this one."
         )
     (output / FILE_RECORDS).mkdir(parents=True, exist_ok=True)
     records = run_phase(phase, executor)
@@ -235,5 +236,5 @@ def _unit_label(inputs: Sequence[Input], unit: WorkUnit) -> str:
 
 @lru_cache(1)
 def _build_once(filters: str) -> Filters:
-    """Build the filters, given as JSON, once per process: their models take a second to load."""
+    """Build filters from JSON, once per process, because their models take a second to load."""
     return build_filters(json.loads(filters))

@@ -1,10 +1,10 @@
 """Custom filters: our own, and thin wrappers of datatrove's classes.
 
-Each is built from its parameters in the recipe, called with a datatrove document, and returns what
-datatrove's filters return: True, False, or (False, reason). To add one, write a class and list it
-in `CUSTOM`. The names, types and defaults of its constructor's parameters are checked with the
-recipe; for limits on their values give the class a static method `problems(parameters)`, which
-yields a line for each wrong value.
+A filter is built from its parameters in the recipe, called with a datatrove document, and returns
+what datatrove's filters return: True, False, or (False, reason). To add a filter, write a class
+and list it in `CUSTOM`. The recipe is checked against the names, types and defaults of the
+constructor's parameters. To check values, add a static method `problems(parameters)` that yields a
+line for each wrong value.
 """
 
 import importlib
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class Length:
-    """Limits on characters, and on words separated by spaces."""
+    """Limits the number of characters, and of words separated by spaces."""
 
     def __init__(
         self,
@@ -53,10 +53,10 @@ class Length:
 
 
 class Pii:
-    """datatrove's replacement of e-mail and IP addresses, restarted in each document.
+    """Datatrove's replacement of e-mail and IP addresses, restarted in each document.
 
-    datatrove cycles through its replacements over all documents of a task, so a document's text
-    would depend on the other documents of its task.
+    By default, datatrove cycles through its replacements across all documents of a task, so a
+    document's text would depend on the task's other documents.
     """
 
     def __init__(self, **parameters: Any):
@@ -71,10 +71,10 @@ class Pii:
 
 
 class Url:
-    """datatrove's URL filter, with the public suffix list that is part of `tldextract`.
+    """Datatrove's URL filter, with the public suffix list included in `tldextract`.
 
-    datatrove would download a list in each process: results would depend on the date, and without a
-    network it would wait and print a traceback.
+    By default, datatrove would download a list in each process, so results would depend on the
+    date, and without a network it would wait and print a traceback.
     """
 
     def __init__(self, **parameters: Any):
@@ -92,12 +92,12 @@ class Url:
             return False, "not_a_url"
         try:
             return self.step.filter(document)
-        except ValueError:  # from tldextract and the libraries it uses
+        except ValueError:  # raised by tldextract and the libraries that it uses
             return False, "not_a_url"
 
 
 class Language:
-    """datatrove's language filter with a model file instead of its download."""
+    """datatrove's language filter with a model file instead of a download."""
 
     def __init__(self, model: str, **parameters: Any):
         from datatrove.pipeline.filters.language_filter import LanguageFilter
@@ -124,7 +124,7 @@ class Language:
 
 
 class UserFilter:
-    """A function of the user: `function(text, record, **options)` returns what a filter returns."""
+    """Calls a user function: `function(text, record, **options)` returns what a filter returns."""
 
     def __init__(self, function: str, options: Json | None = None):
         self.path, self.options = function, options or {}
@@ -149,13 +149,13 @@ class UserFilter:
         except Exception as error:
             raise ZerolmError(
                 f"{self.path}: raised {type(error).__name__}: {error}, at document {document.id}. "
-                f"Correct the function; the same command then resumes."
+                "Correct the function; the same command then resumes."
             ) from error
         kept, reason = result if isinstance(result, tuple) and len(result) == 2 else (result, "")
         if not isinstance(kept, bool) or not isinstance(reason, str):
             raise ZerolmError(
-                f"{self.path}: returned {result!r} at document {document.id}; it has to return "
-                f"True, False, or (False, reason)."
+                f"{self.path}: returned {result!r} at document {document.id}; it must return "
+                "True, False, or (False, reason)."
             )
         return kept, reason
 
@@ -172,7 +172,7 @@ CUSTOM: dict[str, Callable[..., Callable[[Any], Any]]] = {
 
 
 def as_tuples(parameters: Json) -> Json:
-    """Return parameters with tuples for lists, also for lists of lists, as datatrove expects."""
+    """Convert lists in parameters to tuples, also nested lists, as datatrove expects."""
     return {
         key: tuple(tuple(each) if isinstance(each, list) else each for each in value)
         if isinstance(value, list)
@@ -185,12 +185,12 @@ def load_function(path: str) -> Callable[..., Any]:
     """Import `module:function`.
 
     Raises:
-        ConfigError: there is no such function.
+        ConfigError: the function does not exist.
     """
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the user's module may raise anything
+    except Exception as error:  # the user's module may raise any exception
         raise ConfigError(
             f"{path} cannot be imported ({type(error).__name__}: {error}). Check the name, and "
             f"that its directory is on PYTHONPATH."

@@ -1,12 +1,13 @@
-"""`FastWords`: splits words as spaCy does at a fraction of its cost, each distinct segment once.
+"""`FastWords`: splits words like spaCy at a fraction of the cost, each distinct segment once.
 
 datatrove's filters call `load_word_tokenizer(language).word_tokenize(text)`. A segment is the text
-between two spaces. With spaCy's rules the tokens of a segment do not depend on its neighbours, with
-one exception: special cases (":)", "a.m.") are matched against the tokens of the entire text, the
-longest of overlapping ones wins, and one that spans a space changes nothing. So segments that a
-special case may span are also split together. If that gives other tokens, datatrove's own function
-splits the document. It also does so where the tokenizer is not spaCy's rule-based one.
-Source: spacy/tokenizer.pyx, `_tokenize_affixes`, `_apply_special_cases`, `_filter_special_spans`.
+between two spaces. With spaCy's rules, the tokens of a segment do not depend on its neighbours,
+with one exception: special cases (":)", "a.m.") are matched against the tokens of the entire text.
+The longest of overlapping matches wins, and a match that spans a space changes nothing. Therefore
+segments that a special case may span are also split together. If the tokens then differ,
+datatrove's own function splits the document. It is also used if the tokenizer is not spaCy's
+rule-based one. Source: spacy/tokenizer.pyx, `_tokenize_affixes`, `_apply_special_cases`,
+`_filter_special_spans`.
 """
 
 import contextlib
@@ -16,20 +17,20 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-# Limit of a cache, about 60 MB. A full cache is emptied; frequent segments soon return.
+# Maximum size of a cache, about 60 MB. A full cache is emptied; frequent segments soon return.
 MAX_SEGMENTS = 1 << 18
 
-# spaCy's string number 1. At the end of a memory zone `preshed` does not remove the key 1, so the
+# spaCy's string number 1. At the end of a memory zone, `preshed` does not remove the key 1, so the
 # next document with this word would read freed memory (datatrove: "breaks the tokenizer
-# completely"). A word added to the vocabulary before the first zone is never freed. Source:
-# preshed/maps.pyx, `map_clear`.
+# completely"). A word that is added to the vocabulary before the first zone is never freed.
+# Source: preshed/maps.pyx, `map_clear`.
 FIRST_WORD = "IS_ALPHA"
 
 WordTokenizer = Callable[[str], list[str]]
 
 
 def install(language: str) -> bool:
-    """Make datatrove split the words of a language with `FastWords`; return whether that works.
+    """Make datatrove split words in a language with `FastWords`; return whether that is possible.
 
     Raises:
         ValueError: datatrove has no tokenizer for the language.
@@ -53,7 +54,7 @@ def install(language: str) -> bool:
 
 
 def import_spacy() -> None:
-    """Import spaCy without torch, which its `thinc` would import: seconds in each task.
+    """Import spaCy without torch; `thinc` would import torch, which takes seconds in each task.
 
     Raises:
         ImportError: spaCy is not installed.
@@ -81,7 +82,7 @@ class FastWords:
         nlp.vocab[FIRST_WORD]
         rules = nlp.tokenizer
         self.segments: dict[str, _Segment] = {}
-        self.independent: dict[str, bool] = {}  # of adjacent segments, joined by spaces
+        self.independent: dict[str, bool] = {}  # adjacent segments, joined by spaces
         tokenize = _without_special_cases(rules)
         specials = [[token.text for token in tokenize(special)] for special in rules.rules]
         pairs = sorted({pair for words in specials for pair in pairwise(words)})
@@ -91,7 +92,7 @@ class FastWords:
             self.seconds[second[0]].append((1 << number, second))
 
     def __call__(self, text: str) -> list[str]:
-        """Return the words of a text, equal to datatrove's."""
+        """Return the same words of a text as datatrove."""
         parts = text.split()
         segments = self.segments
         if new := [part for part in dict.fromkeys(parts) if part not in segments]:
@@ -101,7 +102,7 @@ class FastWords:
             self._split(new)
         words: list[str] = []
         before, before_part = NO_SEGMENT, ""
-        chain: list[str] = []  # adjacent segments that special cases may span
+        chain: list[str] = []  # adjacent segments that a special case may span
         for part in parts:
             segment = segments[part]
             if before.ends_first & segment.begins_second:
@@ -118,7 +119,7 @@ class FastWords:
         return words
 
     def _split(self, new: list[str]) -> None:
-        """Add segments to the cache; newlines between them keep their tokens apart."""
+        """Add segments to the cache; newlines between them keep their tokens separate."""
         tokens = iter(self._tokens("\n".join(new)))
         for part in new:
             words = tuple(iter(tokens.__next__, "\n")) if part != new[-1] else tuple(tokens)
@@ -130,7 +131,7 @@ class FastWords:
             self.segments[part] = _Segment(words, begins_second, ends_first)
 
     def _is_independent(self, chain: str) -> bool:
-        """Return whether adjacent segments give the same tokens together as separately."""
+        """Return whether adjacent segments yield the same tokens together as separately."""
         independent = self.independent.get(chain)
         if independent is None:
             alone = [word for part in chain.split() for word in self.segments[part].words]
@@ -141,14 +142,14 @@ class FastWords:
         return independent
 
     def _tokens(self, text: str) -> list[str]:
-        with self.nlp.memory_zone():  # without it, every new word would stay in the vocabulary
+        with self.nlp.memory_zone():  # without a zone, every new word would stay in the vocabulary
             return [token.text for token in self.nlp.tokenizer(text)]
 
 
 class _Segment(NamedTuple):
-    """The words of a segment, and which special cases may continue beyond it.
+    """The words of a segment, and the special cases that may extend beyond it.
 
-    Bit n is for pair n of adjacent tokens in special cases.
+    Bit n stands for pair n of adjacent tokens in special cases.
     """
 
     words: tuple[str, ...]
@@ -160,7 +161,7 @@ NO_SEGMENT = _Segment((), 0, 0)
 
 
 def _without_special_cases(rules: Any) -> Any:
-    """Return the tokenizer against whose tokens spaCy matches special cases."""
+    """Return the tokenizer whose tokens spaCy matches against special cases."""
     import spacy.tokenizer
 
     return spacy.tokenizer.Tokenizer(

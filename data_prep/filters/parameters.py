@@ -1,7 +1,8 @@
 """Parameters of the filters in a recipe: names, defaults and checks.
 
-A filter is an object such as `{"filter": "gopher_quality", "min_doc_words": 50}`. Its other keys
-are the parameters of datatrove's class, or of a filter in `CUSTOM`, with their names and defaults.
+A filter is an object such as `{"filter": "gopher_quality", "min_doc_words": 50}`. The other keys
+are the parameters of datatrove's class, or of a filter in `CUSTOM`, with the same names and
+defaults.
 """
 
 import importlib
@@ -32,7 +33,7 @@ Json = dict[str, Any]
 
 
 def filter_problems(specifications: Any, where: str) -> list[str]:
-    """Return the problems of the `filters` of a recipe, without loading models."""
+    """Return the problems with a recipe's `filters`, without loading models."""
     if not isinstance(specifications, list):
         return [f"{where}: is not a list of filters, each an object with a `filter` key."]
     problems: list[str] = []
@@ -56,7 +57,7 @@ def filter_problems(specifications: Any, where: str) -> list[str]:
 
 
 def resolve_model_paths(directory: Path, specifications: Any) -> Any:
-    """Return the filters with the paths of their models resolved against the recipe's directory."""
+    """Return the filters with model paths resolved against the recipe's directory."""
     if not isinstance(specifications, list):
         return specifications
     return [
@@ -68,7 +69,7 @@ def resolve_model_paths(directory: Path, specifications: Any) -> Any:
 
 
 def parameters_of(specification: Json) -> Json:
-    """Return the parameters of a filter: all keys but its name."""
+    """Return the parameters of a filter: all keys except its name."""
     return {key: value for key, value in specification.items() if key != "filter"}
 
 
@@ -79,7 +80,7 @@ def datatrove_class(name: str) -> Any:
 
 
 def filter_parameters(name: str) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a filter: of datatrove's class, and of its wrapper in `CUSTOM`."""
+    """Return a filter's parameters, from datatrove's class and its wrapper in `CUSTOM`."""
     constructors = [datatrove_class(name)] if name in DATATROVE else []
     constructors += [CUSTOM[name]] if name in CUSTOM else []
     return {
@@ -91,7 +92,7 @@ def filter_parameters(name: str) -> dict[str, inspect.Parameter]:
 
 
 def _parameter_problems(name: str, parameters: Json, place: str) -> list[str]:
-    """Return what is wrong with the parameters of one filter: names, types, then values."""
+    """Return the problems with one filter's parameters: names, types, then values."""
     known = filter_parameters(name)
     problems = []
     for key, value in parameters.items():
@@ -118,7 +119,7 @@ def _parameter_problems(name: str, parameters: Json, place: str) -> list[str]:
 
 
 def _expected_type(value: Any, parameter: inspect.Parameter) -> str:
-    """Return which type a value should have; empty if it has that type, or any will do."""
+    """Return which type a value should have; empty if it has that type, or any type is allowed."""
     default = parameter.default
     if default is parameter.empty:
         kind = get_origin(parameter.annotation) or parameter.annotation
@@ -138,7 +139,7 @@ def _expected_type(value: Any, parameter: inspect.Parameter) -> str:
 
 
 def _language_problems(language: Any, place: str) -> list[str]:
-    """Return the problem if datatrove has no word tokenizer for a language."""
+    """Return a problem if datatrove has no word tokenizer for a language."""
     from datatrove.utils.word_tokenizers import load_word_tokenizer
 
     try:
@@ -155,5 +156,5 @@ def missing_package(place: str, name: str, error: ImportError) -> str:
     """Return the message for a filter whose package is not installed."""
     fix = "Install the extra: bash launch/setup.sh pipeline."
     if "fasttext" in str(error) and sys.version_info >= (3, 13):
-        fix = "fastText has no package for this Python: use Python 3.12, or another filter."
+        fix = "fastText has no package for this Python version: use Python 3.12, or another filter."
     return f"{place}: filter {name}: {error}. {fix}"

@@ -1,7 +1,7 @@
-"""Filters that give documents scores, and a filter that drops documents by numbers.
+"""Filters that store scores in documents, and a filter that drops documents by a number.
 
-A score is a number in the object `scores` of a document. So a first pass runs the models, and later
-ones choose thresholds without them.
+A score is a number in a document's object `scores`. A first pass can run the models, and later
+passes can apply other thresholds without them.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from data_prep.read.parse import find_text
 from zerolm.common.errors import ConfigError
 
-SCORES = "scores"  # a key of a document
+SCORES = "scores"  # the document key that contains scores
 PREFIX = "__label__"
 
 Json = dict[str, Any]
@@ -21,7 +21,7 @@ class FastText:
     """datatrove's fastText filter with a model file; also stores the scores of all labels.
 
     Args:
-        name: prefix of the scores, `scores["NAME.LABEL"]`; default: the name of the file.
+        name: prefix of the scores, `scores["NAME.LABEL"]`; by default the name of the model file.
     """
 
     def __init__(self, model: str, name: str = "", **parameters: Any):
@@ -66,11 +66,11 @@ class FastText:
         for key in found:
             del document.metadata[key]
         scores = {f"{self.name}.{key.removeprefix(PREFIX)}": value for key, value in found.items()}
-        # A new object: the record, whose keys these are, is not changed in place.
+        # Create a new object, so that the original record is not changed.
         document.metadata[SCORES] = {**(document.metadata.get(SCORES) or {}), **scores}
         if is_kept:
             return True
-        document.text = before  # a dropped document is listed with the text it had
+        document.text = before  # a dropped document is listed with its original text
         return False, self.name
 
 
@@ -85,12 +85,12 @@ def _is_label(pair: Any) -> bool:
 
 
 class Score:
-    """Drops documents by a number that they have, from an earlier stage or from the input."""
+    """Drops documents by a number that the input or an earlier stage has stored in them."""
 
     def __init__(
         self,
         key: str,
-        min: float | None = None,  # the names of the recipe
+        min: float | None = None,  # names as in the recipe
         max: float | None = None,
         missing: str = "drop",
     ):

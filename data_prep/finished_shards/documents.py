@@ -1,4 +1,4 @@
-"""`Documents`: token ids with document ends and origins, and how they are read from shards."""
+"""`Documents`: token ids with document ends and origins, and functions to read them from shards."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from zerolm.common.errors import ShardError
 from zerolm.shards.origins import POSITION_BITS, list_inputs, pack_origins
 from zerolm.shards.reader import Source
 
-PIECE_TOKENS = 1 << 22  # read at a time, unless a document is longer
-PIECES_AHEAD = 2  # that are fetched from a store while one is read
+PIECE_TOKENS = 1 << 22  # tokens read at a time, unless a document is longer
+PIECES_AHEAD = 2  # pieces that are fetched from a store while one is read
 
 
 class Documents(NamedTuple):
     """Consecutive documents.
 
     Attributes:
-        ids: (N,) of an integer dtype; each document ends in the EOS id.
-        ends: (D,) int64, ascending, the last one N.
+        ids: (N,) of an integer dtype; each document ends with the EOS id.
+        ends: (D,) int64, ascending; the last one is N.
         origins: (D,) uint64; see `zerolm.shards.origins`.
     """
 
@@ -29,7 +29,7 @@ class Documents(NamedTuple):
     origins: np.ndarray
 
     def take(self, numbers: np.ndarray) -> "Documents":
-        """Return some of the documents, by their (M,) ascending numbers."""
+        """Return the documents with the given (M,) ascending numbers."""
         lengths = np.diff(self.ends, prepend=0)
         kept = np.zeros(len(lengths), bool)
         kept[numbers] = True
@@ -38,7 +38,7 @@ class Documents(NamedTuple):
 
 
 def piece_bounds(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) of consecutive documents with at most `PIECE_TOKENS` ids together."""
+    """Yield (first, last) for groups of consecutive documents with at most `PIECE_TOKENS` ids."""
     first = 0
     while first < len(ends):
         start = int(ends[first - 1]) if first else 0
@@ -48,7 +48,7 @@ def piece_bounds(ends: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def hash_documents(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the XXH3 of the ids of each document, (D,) uint64; it ends at `ends` in `ids`."""
+    """Return the XXH3 hash of each document's ids, (D,) uint64; `ends` are the document ends."""
     data = np.ascontiguousarray(ids).view(np.uint8).data
     edges = (ends * ids.itemsize).tolist()
     pairs = zip([0, *edges], edges, strict=False)
@@ -57,7 +57,7 @@ def hash_documents(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def listed_inputs(source: Source) -> list[dict[str, Any]]:
-    """Return the inputs that origins refer to: without origins, documents refer to the source."""
+    """Return the inputs that origins refer to; without origins, this is the source itself."""
     entry = {"name": str(source.directory), "size_bytes": None, "unit": "document"}
     return list_inputs(source) or [entry]
 
@@ -86,7 +86,7 @@ def _read_shard(
 ) -> Iterator[Documents]:
     bounds = list(piece_bounds(ends))
     edges = [0, *(int(ends[last - 1]) for _, last in bounds)]
-    fetches: deque[Any] = deque()  # which keep what has arrived from a store
+    fetches: deque[Any] = deque()  # which cache content fetched from a store
     for place, (first, last) in enumerate(bounds):
         while place + len(fetches) < min(len(bounds), place + 1 + PIECES_AHEAD):
             ahead = place + len(fetches)
@@ -98,8 +98,8 @@ def _read_shard(
         if len(wrong):
             path = source.directory / source.shards[shard]["file"]
             raise ShardError(
-                f"{path}: document {first + wrong[0]} does not end in id {source.eos_id}, the EOS "
-                f"of its manifest. Tokenize again."
+                f"{path}: document {first + wrong[0]} does not end with id {source.eos_id}, the "
+                "EOS in its manifest. Tokenize again."
             )
         yield Documents(ids, own_ends, origins[first:last])
 

@@ -1,4 +1,4 @@
-"""`InputFile` and `Items`: what the reader of every format gives, and helpers to make them."""
+"""`InputFile` and `Items`, which the reader of each format returns, and functions to build them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Items(NamedTuple):
 
     Attributes:
         ids: (N,) of any integer dtype.
-        ends: (D,) int64, ascending, the last one N; an empty item repeats the end before it.
+        ends: (D,) int64, ascending; the last one is N, and an empty item repeats the previous end.
     """
 
     ids: np.ndarray
@@ -33,11 +33,11 @@ class InputFile:
 
     Attributes:
         path: the file with the ids, for origins and messages.
-        unit: what a position in it counts: "document", "sample" or "row".
-        size_bytes: size of all files that belong to it.
-        num_ids: None if only reading tells.
-        read: yields its items; raises a ConfigError for damage that the header does not show.
-        has_ends: whether `ends` are those of items; otherwise only EOS ids tell where one ends.
+        unit: what positions in the file count: "document", "sample" or "row".
+        size_bytes: total size of the files that belong to it.
+        num_ids: number of ids; None if it is only known after reading.
+        read: yields the items; raises a ConfigError for damage that the header does not reveal.
+        has_ends: whether `ends` are item ends; if not, only EOS ids mark where documents end.
     """
 
     path: Path
@@ -49,11 +49,11 @@ class InputFile:
 
 
 class ReadOptions(NamedTuple):
-    """Options of readers; a format refuses those that it does not take.
+    """Options of readers; a format refuses options that do not apply to it.
 
     Attributes:
-        column: name of the column of ids; None for the usual names.
-        dtype: integer type of ids that are stored as bytes; None for the format's own.
+        column: name of the column with the ids; None for the usual names.
+        dtype: integer type of ids that are stored as bytes; None for the format's own type.
     """
 
     column: str | None = None
@@ -61,7 +61,7 @@ class ReadOptions(NamedTuple):
 
 
 def grouped(arrays: Iterable[np.ndarray]) -> Iterator[Items]:
-    """Join items to groups of about `PIECE_TOKENS` ids."""
+    """Join items into groups of about `PIECE_TOKENS` ids."""
     group: list[np.ndarray] = []
     size = 0
     for array in arrays:
@@ -79,52 +79,52 @@ def _join(group: list[np.ndarray]) -> Items:
 
 
 def read_index(path: Path, kind: type[T]) -> T:
-    """Read a JSON file of another program as a `TypedDict`."""
+    """Read a JSON file that another program has written, as a `TypedDict`."""
     check_no_pointer(path)
     try:
         content = read_record(path, kind)
     except RecordError as error:
-        raise ConfigError(f"{error} Check --from, if it is of another format.") from None
+        raise ConfigError(f"{error} Check --from: the file may be in another format.") from None
     if content is None:
         inner = sorted(each.parent for each in path.parent.glob("*/index.json"))
         raise ConfigError(
-            f"{path}: no such file. Give the directory with it"
+            f"{path}: no such file. Give the directory that contains it"
             + (f", such as {inner[0]}." if inner else ".")
         )
     return content
 
 
 def check_no_pointer(path: Path) -> Path:
-    """Return a file, which must not be a pointer to one that is not here."""
+    """Return a file; refuse a pointer to content that is stored elsewhere."""
     if problem := pointer_problem_of(path):
         raise ConfigError(f"{path}: {problem}")
     return path
 
 
 def files_of(path: Path, suffix: str) -> list[Path]:
-    """Return a file, or those of a directory with a suffix, in the order of their names."""
+    """Return a file, or a directory's files with the given suffix in name order."""
     if not path.is_dir():
         if not path.is_file():
             raise ConfigError(f"{path}: no such file or directory. Check the path.")
         return [check_no_pointer(path)]
     files = sorted(each for each in path.glob(f"*{suffix}") if not each.name.startswith("."))
     if not files:
-        raise ConfigError(f"{path}: holds no {suffix} file. Give a file, or another directory.")
+        raise ConfigError(f"{path}: contains no {suffix} file. Give a file, or another directory.")
     return [check_no_pointer(file) for file in files]
 
 
 def listed_file(path: Path, size: int | None) -> Path:
-    """Return a file that index.json lists, after comparing its size if that is known."""
+    """Return a file that index.json lists, after checking its size if that is listed."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
     check_no_pointer(path)
     if size is not None and path.stat().st_size != size:
-        raise damaged(path, f"has {path.stat().st_size} bytes, but index.json says {size}")
+        raise damaged(path, f"has {path.stat().st_size} bytes, but index.json lists {size}")
     return path
 
 
 def damaged(path: Path, what: str) -> ConfigError:
-    """Return the error of a damaged input file."""
+    """Return the error for a damaged input file."""
     return ConfigError(f"{path}: {what}. The file is damaged or truncated: restore it.")
 
 
@@ -138,7 +138,7 @@ def read_whole(path: Path, compression: str | None) -> np.ndarray:
         return np.memmap(path, np.uint8, "r")
     if compression.partition(":")[0] != "zstd":
         raise ConfigError(
-            f"{path}: is compressed with {compression}, and only zstd is read. Decompress it."
+            f"{path}: is compressed with {compression}, but only zstd is supported. Decompress it."
         )
     import pyarrow as pa
 
@@ -152,18 +152,18 @@ def read_whole(path: Path, compression: str | None) -> np.ndarray:
 def offsets_of(path: Path, content: np.ndarray, expected: Any) -> np.ndarray:
     """Return the (N + 1,) int64 offsets of a file's items, from its first bytes.
 
-    MDS shards and litdata chunks begin alike: uint32 N, then N + 1 uint32 offsets in the file.
+    MDS shards and litdata chunks begin the same way: uint32 N, then N + 1 uint32 file offsets.
 
     Args:
-        expected: N in the index.
+        expected: N as listed in the index.
     """
     count = int(content[:4].view("<u4")[0]) if len(content) >= 4 else -1
     if count != expected:
-        raise damaged(path, f"holds {count} items, but its index.json says {expected}")
+        raise damaged(path, f"contains {count} items, but its index.json lists {expected}")
     if len(content) < 4 * (count + 2):
         raise damaged(path, f"ends after {len(content)} bytes")
     offsets = content[4 : 4 * (count + 2)].view("<u4").astype(np.int64)
     is_ascending = bool((np.diff(offsets) >= 0).all())
     if not is_ascending or offsets[0] < 4 * (count + 2) or offsets[-1] != len(content):
-        raise damaged(path, f"has {len(content)} bytes, to which its offsets do not fit")
+        raise damaged(path, f"has {len(content)} bytes, which do not match its offsets")
     return offsets

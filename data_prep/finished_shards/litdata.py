@@ -1,4 +1,4 @@
-"""litdata's chunks of tokens, as its `TokensLoader` reads them: chunk-0-0.bin and index.json.
+"""litdata's token chunks, as read by its `TokensLoader`: chunk-0-0.bin and index.json.
 
     .bin   uint32 N; uint32 (N + 1,) offsets of the items in the file; then the ids of all items
 
@@ -26,7 +26,7 @@ from data_prep.finished_shards.items import (
 from zerolm.common.errors import ConfigError
 from zerolm.common.records import Count, Name
 
-# Numbers of litdata's tables of torch and of numpy dtypes, integers only.
+# Integer dtypes by their numbers in litdata's tables of torch and numpy dtypes.
 TORCH_DTYPES = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8",
                 18: "<i8", 20: "<u2"}  # fmt: skip
 NUMPY_DTYPES = dict(enumerate(["i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8"]))
@@ -63,15 +63,15 @@ def find(path: Path, options: ReadOptions) -> list[InputFile]:
     dtype = _dtype(formats[0]) if len(formats) == 1 else None
     if dtype is None or config.get("encryption"):
         raise ConfigError(
-            f"{directory / 'index.json'}: data_format is {formats}; read are chunks of tokens of "
-            f"integers, no_header_tensor or no_header_numpy, as optimize(..., item_loader="
-            f"TokensLoader()) writes them, not encrypted."
+            f"{directory / 'index.json'}: data_format is {formats}; supported are unencrypted "
+            f"chunks of integer tokens, no_header_tensor or no_header_numpy, as written by "
+            f"optimize(..., item_loader=TokensLoader())."
         )
     if any(chunk["dim"] is None for chunk in index["chunks"]):
         raise ConfigError(
             f"{directory / 'index.json'}: chunks[].dim is null and item_loader is "
-            f"{config.get('item_loader')}: a chunk holds items, not tokens. Write it again with "
-            f"optimize(..., item_loader=TokensLoader())."
+            f"{config.get('item_loader')}: chunks contain items, not tokens. Write it again with "
+            "optimize(..., item_loader=TokensLoader())."
         )
     return [_open(directory, chunk, dtype, config["compression"]) for chunk in index["chunks"]]
 
@@ -94,7 +94,7 @@ def _open(directory: Path, chunk: _Chunk, dtype: str, compression: Any) -> Input
         offsets = offsets_of(path, content, chunk["chunk_size"])
         width = np.dtype(dtype).itemsize
         if (np.diff(offsets) % width).any() or (offsets[-1] - offsets[0]) // width != chunk["dim"]:
-            raise damaged(path, f"does not hold {chunk['dim']} ids of {width} bytes")
+            raise damaged(path, f"does not contain {chunk['dim']} ids of {width} bytes")
         ids = content[offsets[0] :].view(dtype)
         ends = (offsets - offsets[0]) // width
         yield from grouped(

@@ -1,4 +1,4 @@
-"""MosaicML's streaming format, MDS: shard.00000.mds with samples, index.json with their columns.
+"""MosaicML's streaming format, MDS: shard.00000.mds with samples, index.json with columns.
 
     .mds   uint32 N; uint32 (N + 1,) offsets of the samples in the file; JSON of the columns; then
            each sample: uint32 size of each column without a fixed one, then the columns' bytes
@@ -70,7 +70,7 @@ def _open(directory: Path, shard: _Shard, options: ReadOptions) -> InputFile:
     if not found:
         raise ConfigError(
             f"{path}: has no column {options.column or ' or '.join(COLUMNS)}, but "
-            f"{', '.join(names)}. Name the column of ids with --column."
+            f"{', '.join(names)}. Name the column that contains the ids with --column."
         )
     place = names.index(found[0])
     kind, _, rest = encodings[place].partition(":")
@@ -79,8 +79,7 @@ def _open(directory: Path, shard: _Shard, options: ReadOptions) -> InputFile:
         raise ConfigError(
             f"{path}: column {found[0]} is {encodings[place]}, not an ndarray of integers"
             + (
-                ". Say what integers its bytes are: --dtype int64, for example, as LLM Foundry "
-                "writes them."
+                ". Name the integer type of its bytes, such as --dtype int64 for LLM Foundry."
                 if kind == "bytes"
                 else ", nor bytes."
             )

@@ -1,11 +1,11 @@
-"""Megatron-LM's indexed data sets: PREFIX.bin with ids, PREFIX.idx with lengths and documents.
+"""Megatron-LM's indexed data sets: ids in PREFIX.bin, lengths and documents in PREFIX.idx.
 
     .idx   "MMIDIDX\\0\\0", uint64 version 1, uint8 code of the dtype, uint64 S, uint64 D + 1;
            int32 (S,) lengths of sequences; int64 (S,) their first bytes in the .bin;
            int64 (D + 1,) first sequence of each document, then S; of multimodal data int8 (S,)
 
-All little-endian. A document may have several sequences; they are joined.
-Source: https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py
+All little-endian. A document may have several sequences, which are joined. Source:
+https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py
 """
 
 import struct
@@ -35,7 +35,7 @@ def find(path: Path, options: ReadOptions) -> list[InputFile]:
     if path.is_dir():
         indices = sorted(path.glob("*.idx"))
         if not indices:
-            raise ConfigError(f"{path}: holds no .idx file. Give the prefix of PREFIX.idx.")
+            raise ConfigError(f"{path}: contains no .idx file. Give the prefix of PREFIX.idx.")
         return [_open(index) for index in indices]
     name = path.name.removesuffix(".bin").removesuffix(".idx")
     return [_open(path.with_name(name + ".idx"))]
@@ -51,25 +51,27 @@ def _open(index: Path) -> InputFile:
     with open(index, "rb") as opened:
         header = opened.read(HEADER.size)
     if header[:9] != MAGIC:
-        raise ConfigError(f"{index}: does not begin with {MAGIC!r}, so it is not Megatron's index.")
+        raise ConfigError(f"{index}: does not begin with {MAGIC!r}, so it is not a Megatron index.")
     if len(header) < HEADER.size:
         raise damaged(index, f"ends after {size} bytes")
     _, version, code, num_sequences, num_ends = HEADER.unpack(header)
     if version != VERSION or code not in DTYPES:
         raise ConfigError(
-            f"{index}: version {version} and dtype code {code}; read are version {VERSION} and the "
-            f"codes of integers, {', '.join(map(str, DTYPES))}."
+            f"{index}: version {version} and dtype code {code}; supported are version {VERSION} "
+            f"and the integer codes {', '.join(map(str, DTYPES))}."
         )
     dtype = np.dtype(DTYPES[code])
     expected = HEADER.size + 12 * num_sequences + 8 * num_ends
     if size not in (expected, expected + num_sequences):
-        raise damaged(index, f"has {size} bytes, {expected} for its {num_sequences} sequences")
+        raise damaged(
+            index, (f"has {size} bytes, but needs {expected} for its {num_sequences} sequences")
+        )
     if not num_sequences or num_ends < 2:
         raise ConfigError(f"{index}: has no documents. Leave it out.")
     lengths, pointers, documents = _arrays(index, num_sequences, num_ends)
     num_bytes = int(pointers[-1]) + int(lengths[-1]) * dtype.itemsize
     if binary.stat().st_size != num_bytes:
-        raise damaged(binary, f"has {binary.stat().st_size} bytes, its index says {num_bytes}")
+        raise damaged(binary, f"has {binary.stat().st_size} bytes, but its index lists {num_bytes}")
     if documents[0] != 0 or documents[-1] != num_sequences:
         raise damaged(index, f"its documents do not end at sequence {num_sequences}")
 
@@ -86,7 +88,7 @@ def _open(index: Path) -> InputFile:
             if stop < num_sequences:
                 places[-1] = pointers[stop]
             if (sizes < 0).any() or (np.diff(places) != sizes * dtype.itemsize).any():
-                raise damaged(index, f"sequences from {start} on do not follow one another")
+                raise damaged(index, f"sequences from {start} on are not contiguous")
             base = int(places[0]) // dtype.itemsize
             ends = places[bounds[1:] - start] // dtype.itemsize - base
             for one, two in piece_bounds(ends):

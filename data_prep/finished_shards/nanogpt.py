@@ -1,8 +1,8 @@
-"""nanoGPT's flat files: the ids of all documents one after the other, without any index.
+"""nanoGPT's flat files: the ids of all documents one after another, without an index.
 
-Only EOS ids tell where a document ends. The files of llm.c and modded-nanogpt, which are read too,
-begin with 256 int32: magic, version, number of ids.
-Sources: https://github.com/karpathy/nanoGPT/blob/master/data/openwebtext/prepare.py,
+Only EOS ids mark where documents end. Files from llm.c and modded-nanogpt, which are also
+supported, begin with 256 int32 values: magic, version, number of ids. Sources:
+https://github.com/karpathy/nanoGPT/blob/master/data/openwebtext/prepare.py,
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 """
 
@@ -28,7 +28,7 @@ NO_ENDS = np.empty(0, np.int64)
 
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
-    """Open a .bin file, or all of a directory in the order of their names."""
+    """Open a .bin file, or all such files in a directory in name order."""
     return [_open(file, options) for file in files_of(path, ".bin")]
 
 
@@ -41,9 +41,11 @@ def _open(path: Path, options: ReadOptions) -> InputFile:
     if len(head) == 3 and (head[0], head[1]) in HEADER_DTYPES:
         dtype, start = np.dtype(HEADER_DTYPES[head[0], head[1]]), HEADER_BYTES
         if size - start != head[2] * dtype.itemsize:
-            raise damaged(path, f"has {size} bytes, its header says {head[2]} ids")
+            raise damaged(path, f"has {size} bytes, but its header states {head[2]} ids")
     elif not size or size % dtype.itemsize:
-        raise damaged(path, f"has {size} bytes, which are not ids of {dtype.itemsize} bytes")
+        raise damaged(
+            path, (f"has {size} bytes, which is not a multiple of {dtype.itemsize} bytes per id")
+        )
 
     def read() -> Iterator[Items]:
         ids = np.memmap(path, dtype, "r", start)

@@ -1,7 +1,7 @@
 """`Outputs`: shard directories that are written together, with their counts and provenance.
 
-All files of all outputs are complete on disk before the first manifest is published. Independent of
-where documents come from.
+All files of all outputs are durable before the first manifest is published. Independent of where
+documents come from.
 """
 
 import hashlib
@@ -23,15 +23,15 @@ from zerolm.shards.reader import Source
 from zerolm.shards.token_bytes import TokenBytes, read_token_bytes
 from zerolm.shards.writer import ShardWriter
 
-SPARE_BYTES = 16 << 20  # for the file system and small files
+SPARE_BYTES = 16 << 20  # reserve for the file system and small files
 NOT_PROVENANCE = {"format", "version", "shards", "tokenizer", "input_files", "digest"}
 
 
 class Output:
-    """One shard directory, while it is written.
+    """One shard directory that is being written.
 
     Args:
-        copy_tokenizer: writes the tokenizer to a new directory; returns its manifest entry.
+        copy_tokenizer: writes the tokenizer to a new directory, and returns its manifest entry.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Output:
             self.text_bytes += int((self.table.first - self.table.counts)[firsts].sum())
 
     def counted(self) -> dict[str, Any]:
-        """Return the manifest keys of what was counted; `text_bytes` only where it is exact."""
+        """Return the manifest keys with counts; `text_bytes` is included only if exact."""
         keys: dict[str, Any] = {"text_bytes": self.text_bytes} if self.table is not None else {}
         keys["inner_eos_ids"] = self.eos_ids - self.writer.num_documents
         return {**keys, "unknown_ids": self.unknown_ids}
@@ -80,11 +80,11 @@ def write_outputs(
     input_entries: Sequence[dict[str, Any]],
     keys: Callable[[int, Output], dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Write shard directories, publish their manifests, and return these.
+    """Write shard directories, publish their manifests, and return the manifests.
 
     Args:
         input_entries: the inputs that origins refer to.
-        keys: returns the further keys of an output's manifest, by its number.
+        keys: returns additional manifest keys for an output, given its number.
     """
     directory: Any = ""
     with ExitStack() as stack:
@@ -98,11 +98,12 @@ def write_outputs(
             empty = [each.writer.directory for each in started if not each.writer.num_documents]
             if empty:
                 raise ConfigError(
-                    f"{output}: would have no documents. Choose more documents, or a larger part."
+                    f"{output}: would contain no documents. Choose more documents, or a larger "
+                    "part."
                     for output in empty
                 )
             manifests = [_finish(each, input_entries) for each in started]
-            for number in reversed(range(len(started))):  # held-out documents before the others
+            for number in reversed(range(len(started))):  # held-out documents first
                 directory = started[number].writer.directory
                 manifests[number] = started[number].writer.close(
                     **manifests[number], **keys(number, started[number])
@@ -114,13 +115,13 @@ def write_outputs(
             published = f"Published already: {', '.join(done)}" if done else "Nothing was published"
             raise ZerolmError(
                 f"{error.filename or directory}: cannot be written ({error.strerror or error}). "
-                f"{published}; correct that and start again."
+                f"{published}; correct the problem and start again."
             ) from error
     return manifests
 
 
 def _finish(output: Output, input_entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make all files of an output durable; return the manifest entry of its list of inputs."""
+    """Make all files of an output durable; return the manifest entry for its list of inputs."""
     output.writer.finish_shard()
     directory = output.writer.directory
     path = directory / INPUTS
@@ -129,7 +130,7 @@ def _finish(output: Output, input_entries: Sequence[dict[str, Any]]) -> dict[str
 
 
 def parent_entry(source: Source) -> dict[str, Any]:
-    """Return the manifest entry of a source that documents came from."""
+    """Return the manifest entry for a source of the documents."""
     content = source.files.read_bytes(MANIFEST)
     own = {key: value for key, value in source.head.items() if key not in NOT_PROVENANCE}
     return {
@@ -141,7 +142,7 @@ def parent_entry(source: Source) -> dict[str, Any]:
 
 
 def space_problems(directory: Path, size_bytes: int) -> list[str]:
-    """Return a problem if the disk of a directory has fewer free bytes; it need not exist."""
+    """Return a problem if a directory's disk lacks the free bytes; the directory need not exist."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -150,12 +151,12 @@ def space_problems(directory: Path, size_bytes: int) -> list[str]:
         return []
     return [
         f"{directory}: needs {size_bytes / 1e6:,.0f} MB of disk space and {SPARE_BYTES >> 20} MiB "
-        f"to spare; {free / 1e6:,.0f} MB are free. Free space, or choose another disk."
+        f"of reserve, but {free / 1e6:,.0f} MB are free. Free space, or choose another disk."
     ]
 
 
 def _token_bytes(copy: Path, vocab_size: int) -> TokenBytes | None:
-    """Return the bytes of each token; None if their sum is not the size of the text."""
+    """Return the bytes of each token; None if they do not add up to the size of the text."""
     try:
         table = read_token_bytes(copy, vocab_size)
     except ConfigError:

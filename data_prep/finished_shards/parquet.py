@@ -1,4 +1,4 @@
-"""Parquet with a list of ids in each row."""
+"""Parquet files with a list of ids in each row."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ BATCH_ROWS = 1024
 
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
-    """Open a Parquet file, or all of a directory in the order of their names."""
+    """Open a Parquet file, or all such files in a directory in name order."""
     return [_open(file, options) for file in files_of(path, ".parquet")]
 
 
@@ -24,22 +24,23 @@ def _open(path: Path, options: ReadOptions) -> InputFile:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(
-            f"{path}: is not Parquet, or damaged ({str(error).rstrip('.')}). Check --from, or "
-            f"restore the file."
+            f"{path}: is not Parquet, or is damaged ({str(error).rstrip('.')}). Check --from, or "
+            "restore the file."
         ) from None
     candidates = [options.column] if options.column else COLUMNS
     found = [name for name in candidates if name in schema.names]
     if not found:
         raise ConfigError(
-            f"{path}: has no column {' or '.join(candidates)}, but {', '.join(schema.names)}. Name "
-            f"the column of ids with --column; a column of text needs zerolm data tokenize."
+            f"{path}: has no column {' or '.join(candidates)}, but {', '.join(schema.names)}. "
+            "Name the column that contains the ids with --column; for a text column, use zerolm "
+            "data tokenize."
         )
     kind = schema.field(found[0]).type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not (is_list or pa.types.is_fixed_size_list(kind)) or not pa.types.is_integer(
         kind.value_type
     ):
-        raise ConfigError(f"{path}: column {found[0]} is {kind}, not lists of integers.")
+        raise ConfigError(f"{path}: column {found[0]} has type {kind}, not lists of integers.")
 
     def read() -> Iterator[Items]:
         row = 0

@@ -1,7 +1,7 @@
 """Shows training data as text: a window of a source, or a document.
 
-Finds the window or document; `zerolm.data.window_text` reads, decodes and shows it. Independent of
-the command line.
+This module finds the window or document; `zerolm.data.window_text` reads, decodes and shows it.
+Independent of the command line.
 """
 
 import json
@@ -27,7 +27,7 @@ class Excerpt(NamedTuple):
     """Consecutive tokens of one source.
 
     Attributes:
-        labels: what identifies the tokens: `window` and `tokens`, or `document`.
+        labels: keys that identify the tokens: `window` and `tokens`, or `document`.
         parts: the tokens, one part per document.
     """
 
@@ -37,7 +37,7 @@ class Excerpt(NamedTuple):
 
 
 def window_excerpt(source: Source, window: int, seq_len: int, packing: str) -> Excerpt:
-    """Return a window of a source; with best-fit packing, a row of its index."""
+    """Return a window of a source, or a row of its index with best-fit packing."""
     count = num_rows(source, seq_len, packing)
     if count == 0:
         raise ConfigError(
@@ -68,7 +68,7 @@ def document_excerpt(source: Source, document: int) -> Excerpt:
 
 
 def text_lines(excerpt: Excerpt) -> Iterator[str]:
-    """Yield lines that show an excerpt as text."""
+    """Yield the lines that show an excerpt as text."""
     source, labels, parts = excerpt
     title = f"document {parts[0].document}"
     if "window" in labels:

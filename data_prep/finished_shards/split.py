@@ -1,7 +1,7 @@
-"""Divides the documents of finished shards by a hash of their ids, such as into a validation part.
+"""Splits the documents of finished shards by a hash of their ids, such as for validation.
 
-One pass over the ids, a few megabytes at a time. The same input and parts give the same bytes.
-Independent of the command line.
+Reads the ids in one pass, a few megabytes at a time. The same input and parts produce the same
+bytes. Independent of the command line.
 """
 
 import shutil
@@ -32,10 +32,10 @@ def split(
 ) -> list[dict[str, Any]]:
     """Write a shard directory for each part; return their manifests.
 
-    A document's part follows from its ids, so copies of a document are in the same part.
+    A document's part depends only on its ids, so copies of a document are in the same part.
 
     Args:
-        directories: share of the documents of each new directory; together 1.
+        directories: fraction of the documents for each new directory; they sum to 1.
     """
     progress = Progress("split", source.num_tokens * source.dtype.itemsize)
     parts = {directory.name: share for directory, share in directories.items()}
@@ -73,7 +73,7 @@ def split(
 
 
 def _divide(documents: Documents, shares: Sequence[float]) -> Iterator[tuple[int, Documents]]:
-    """Yield (number of a part, documents of it)."""
+    """Yield (number of a part, documents for this part)."""
     limits = (np.cumsum(shares)[:-1] * 2.0**64).astype(np.uint64)
     numbers = np.searchsorted(limits, hash_documents(documents.ids, documents.ends), side="right")
     for number in np.unique(numbers).tolist():

@@ -17,8 +17,8 @@ from data_prep.finished_shards.documents import hash_documents, piece_bounds
 from data_prep.tasks.workers import ordered_map
 from zerolm.shards.reader import Source
 
-PARTITION_DOCUMENTS = 1 << 22  # sorted in memory at a time to find duplicates: 16 bytes each
-BINS_PER_OCTAVE = 16  # of the length histogram: quantiles are accurate to 4.4%
+PARTITION_DOCUMENTS = 1 << 22  # sorted in memory at a time, 16 bytes each
+BINS_PER_OCTAVE = 16  # bins per doubling in the length histogram: quantiles are accurate to 4.4%
 NUM_BINS = 48 * BINS_PER_OCTAVE
 LONGER_THAN = (512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -41,7 +41,7 @@ class Counts:
     ids: np.ndarray  # (V,) int64: occurrences of each id
     length_bins: np.ndarray  # (NUM_BINS,) int64: documents by log2 of their length
     token_bins: np.ndarray  # (NUM_BINS,) int64: tokens in these documents
-    longer: np.ndarray  # (2, len(LONGER_THAN)) int64: documents above a length, and their tokens
+    longer: np.ndarray  # (2, len(LONGER_THAN)) int64: documents above each length, and their tokens
     shortest: int
     longest: int
     longest_document: int  # its number
@@ -65,8 +65,8 @@ def measure_shards(
     """Return the statistics of each source as JSON objects.
 
     Args:
-        top: number of most frequent ids to list.
-        progress: its `add` is called with the numbers of tokens and documents of each piece.
+        top: how many of the most frequent ids to list.
+        progress: `add` is called with the number of tokens and documents in each piece.
     """
     totals: dict[int, Counts] = {}
     with tempfile.TemporaryDirectory(prefix="data_prep-stats-") as scratch:
@@ -97,7 +97,7 @@ def _pieces(sources: Sequence[Source]) -> Iterator[Piece]:
 def _measure_piece(
     sources: list[Source], piece: Piece
 ) -> tuple[Piece, Counts, np.ndarray, np.ndarray]:
-    """Return the counts of a piece, and (D,) uint64 hashes and numbers of its documents."""
+    """Return the counts of a piece, and its document hashes and numbers: (D,) uint64 each."""
     source = sources[piece.source]
     ends = source.document_ends(piece.shard)[: piece.last].astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])[piece.first :]
@@ -123,14 +123,14 @@ def _measure_piece(
 
 
 class _Hashes:
-    """Hashes of a source's documents, in files by their high bits; each file fits in memory."""
+    """Hashes of a source's documents, divided by their high bits into files that fit in memory."""
 
     def __init__(self, scratch: Path, source: int, num_documents: int):
         self.bits = max(0, (num_documents // PARTITION_DOCUMENTS).bit_length())
         self.paths = [scratch / f"{source}-{part}" for part in range(1 << self.bits)]
 
     def add(self, digests: np.ndarray, numbers: np.ndarray) -> None:
-        """Add the hashes and the numbers of documents, (D,) uint64 each."""
+        """Add document hashes and numbers: (D,) uint64 each."""
         pairs = np.stack([digests, numbers], axis=1)
         if not self.bits:
             parts = np.zeros(len(digests), np.int64)
@@ -141,7 +141,7 @@ class _Hashes:
                 file.write(pairs[parts == part].tobytes())
 
     def duplicates(self) -> dict[str, Any]:
-        """Return how many documents are copies of an earlier one, and the most repeated ones."""
+        """Return how many documents copy an earlier one, and the most frequent documents."""
         num_copies, num_groups, most_repeated = 0, 0, []
         for path in self.paths:
             if not path.exists():

@@ -1,7 +1,7 @@
-"""Writes token shards from files of another format, without changing an id.
+"""Writes token shards from files in another format, without changing ids.
 
-Every id is compared with the vocabulary, and every document must end in the EOS id, before anything
-is published. Independent of the formats.
+Before anything is published, every id is checked against the vocabulary, and every document must
+end with the EOS id. Independent of the formats.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,17 +25,17 @@ from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
 ITEMS, EOS = "items", "eos"
 BOUNDARIES = (ITEMS, EOS)
-MAX_DOCUMENT_IDS = 1 << 28  # of a document that only an EOS id would end
+MAX_DOCUMENT_IDS = 1 << 28  # maximum ids in a document if only EOS ids end documents
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How documents are made of items.
+    """How items form documents.
 
     Attributes:
-        boundaries: `items`: an item is a document; `eos`: documents end at EOS ids, and run over
-            the ends of items and of files.
-        append_eos: give an EOS id to documents without one; otherwise they are refused.
+        boundaries: `items`: an item is a document; `eos`: documents end at EOS ids, and may extend
+            over several items and files.
+        append_eos: append an EOS id to documents without one; otherwise they are refused.
     """
 
     boundaries: str = ITEMS
@@ -49,11 +49,12 @@ def _state(file: InputFile) -> tuple[Any, ...]:
 
 
 class _Reader:
-    """Reads the documents of input files, and counts what differs from the files.
+    """Reads the documents in input files, and counts the differences from the files.
 
     Attributes:
-        appended, dropped: EOS ids that were added, and left out as those of an empty document.
-        empty: documents without text, which are left out.
+        appended, dropped: number of EOS ids that were added, or dropped because they end an empty
+            document.
+        empty: number of documents without ids, which are left out.
     """
 
     def __init__(self, files: Sequence[InputFile], tokenizer: Tokenizer, rules: Rules):
@@ -64,7 +65,7 @@ class _Reader:
         self.states = {_state(file) for file in files}
 
     def documents(self) -> Iterator[Documents]:
-        """Yield the documents of all files, each with the file and place where it begins."""
+        """Yield the documents of all files, each with the file and position where it begins."""
         by_items = self.rules.boundaries == ITEMS and all(file.has_ends for file in self.files)
         for ids, ends, origins in self._by_item() if by_items else self._by_eos():
             lengths = np.diff(ends, prepend=0)
@@ -82,16 +83,16 @@ class _Reader:
                 first += len(ends)
 
     def _pieces(self, file: InputFile) -> Iterator[Items]:
-        """Yield the items of a file with ids of our dtype, none outside of the vocabulary."""
+        """Yield the items of a file with ids in our dtype; refuse ids outside the vocabulary."""
         start = 0
         for ids, ends in file.read():
             low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
             if low < 0 or high >= self.vocab_size:
                 place = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
                 raise ConfigError(
-                    f"{file.path}: id {ids[place]} at place {start + place} is outside of the "
+                    f"{file.path}: id {ids[place]} at position {start + place} is outside the "
                     f"tokenizer's vocabulary of {self.vocab_size} ids. Give the --tokenizer (and "
-                    f"--dtype) with which the file was made."
+                    "--dtype) that the file was written with."
                 )
             start += len(ids)
             self.num_ids += len(ids)
@@ -103,7 +104,7 @@ class _Reader:
             )
 
     def _with_eos(self, ids: np.ndarray, ends: np.ndarray, origins: np.ndarray) -> Items:
-        """Add the EOS id to documents that do not end in it, or refuse them."""
+        """Append the EOS id to documents that do not end with it, or refuse them."""
         missing = np.flatnonzero(ids[ends - 1] != self.eos_id)
         if not len(missing):
             return Items(ids, ends)
@@ -111,10 +112,10 @@ class _Reader:
             number, place = divmod(int(origins[missing[0]]), 1 << POSITION_BITS)
             file = self.files[number]
             raise ConfigError(
-                f"{file.path}: {file.unit} {place} ends in id {ids[ends[missing[0]] - 1]}, not "
-                f"in the tokenizer's EOS id {self.eos_id}. Give the --tokenizer with which the "
-                f"file was made; if documents have no EOS there, --append_eos adds it; if one "
-                f"runs over several, use --boundaries eos."
+                f"{file.path}: {file.unit} {place} ends with id {ids[ends[missing[0]] - 1]}, not "
+                f"with the tokenizer's EOS id {self.eos_id}. Give the --tokenizer that the file "
+                "was written with. If the file's documents have no EOS, use --append_eos; if "
+                "they extend over several items, use --boundaries eos."
             )
         self.appended += len(missing)
         ids = np.insert(ids, ends[missing], self.eos_id)
@@ -123,15 +124,15 @@ class _Reader:
         return Items(ids, ends + np.cumsum(added))
 
     def _by_eos(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield the documents between EOS ids; they run over the ends of items and files.
+        """Yield the documents between EOS ids, which may extend over several items and files.
 
         In a file that begins with an EOS id, each document has its EOS at the start, not at the
         end.
         """
-        left: list[np.ndarray] = []  # of a document that has begun
+        left: list[np.ndarray] = []  # ids of a document that has begun
         num_left, begun = 0, 0  # its length and origin
         for number, file in enumerate(self.files):
-            first, is_start = 0, True  # documents that have begun in this file
+            first, is_start = 0, True  # number of documents that have begun in this file
             for ids, _ in self._pieces(file):
                 ends = np.flatnonzero(ids == self.eos_id) + 1
                 if is_start and not num_left and len(ends) and ends[0] == 1:
@@ -156,8 +157,8 @@ class _Reader:
                 if num_left > MAX_DOCUMENT_IDS:
                     raise ConfigError(
                         f"{file.path}: the tokenizer's EOS id {self.eos_id} is not among "
-                        f"{num_left:,} consecutive ids. Give the --tokenizer (and --dtype) with "
-                        f"which the file was made."
+                        f"{num_left:,} consecutive ids. Give the --tokenizer (and --dtype) that "
+                        "the file was written with."
                     )
         if num_left:  # not ended by an EOS id
             yield np.concatenate(left), np.array([num_left]), np.array([begun], np.uint64)
@@ -171,10 +172,10 @@ def convert(
     rules: Rules,
     provenance: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write shards of all documents of the files; return the manifest.
+    """Write all documents in the files to shards, and return the manifest.
 
     Args:
-        arguments: what the user gave, for the manifest.
+        arguments: inputs as given by the user, for the manifest.
     """
     reader = _Reader(files, tokenizer, rules)
     total = sum(file.size_bytes for file in files)

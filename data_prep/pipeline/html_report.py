@@ -1,4 +1,4 @@
-"""Renders the report of a pipeline, made by `data_prep.pipeline.report`, as an HTML page.
+"""Renders a pipeline's report, from `data_prep.pipeline.report`, as an HTML page.
 
 The page is the template `report.html`; this module computes the bars of its histograms.
 """
@@ -40,7 +40,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def not_read(reading: Mapping[str, Any]) -> dict[str, int]:
-    """Return how many of what were not read as documents."""
+    """Return counts of input that was not read as documents, by description."""
     bad = {BAD_REASONS.get(key, key): number for key, number in reading.get("bad", {}).items()}
     return describe_skipped(reading.get("skipped", {})) | bad
 
@@ -51,7 +51,7 @@ def bad_examples(reading: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def length_bars(counts: Mapping[str, int]) -> list[Bar]:
-    """Return a bar for each power of two, of the sizes from there to the next."""
+    """Return a bar for each power of two, which counts the sizes from there to the next power."""
     low, high = min(map(int, counts)), max(map(int, counts))
     sizes = [0] if low == 0 else []
     step = max(low, 1)
@@ -67,7 +67,7 @@ def length_bars(counts: Mapping[str, int]) -> list[Bar]:
 
 
 def share(part: int, total: int) -> str:
-    """Return a share in percent."""
+    """Return a fraction as a percentage."""
     return f"{100 * part / total:.1f} %" if total else ""
 
 
@@ -81,5 +81,5 @@ def size(number: float) -> str:
 
 
 def divided(name: str) -> Markup:
-    """Return a name as HTML, which may be divided between its words."""
+    """Return a name as HTML that may break between its words."""
     return escape(name).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>"))

@@ -1,4 +1,4 @@
-"""Fingerprints of the stages of a pipeline, and the plan that `run --check` prints."""
+"""Fingerprints of a pipeline's stages, and the plan that `run --check` prints."""
 
 import json
 from collections import Counter
@@ -20,9 +20,9 @@ from zerolm.common.provenance import versions
 def stage_fingerprints(
     recipe: Recipe, source: Source, tokenizer: str, dedup: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return {stage: fingerprint of everything that determines it} of a source, in order.
+    """Return the fingerprint of everything that determines each stage of a source, in order.
 
-    A fingerprint covers the inputs, the options of the stage, and all stages before it.
+    A fingerprint covers the inputs, the stage's options, and all earlier stages.
     """
     before = _clean_fingerprint(recipe, source)
     fingerprints = {"clean": before}
@@ -37,7 +37,7 @@ def stage_fingerprints(
             options = decontaminate_identity(recipe.decontaminate)
         elif recipe.shards is not None and stage == "shards":
             options = asdict(recipe.shards) | {"val_fraction": recipe.val_fraction(source)}
-            del options["max_unknown"]  # it decides whether there are shards, not what is in them
+            del options["max_unknown"]  # it does not affect the content of shards
             options = [options, tokenizer]
         elif recipe.pack is not None and stage == "pack":
             options = asdict(recipe.pack)
@@ -52,11 +52,11 @@ def _clean_fingerprint(recipe: Recipe, source: Source) -> str:
 
 
 def dedup_fingerprints(recipe: Recipe) -> dict[str, str]:
-    """Return the fingerprint of each source's dedup stage, which covers the sources before it."""
+    """Return the fingerprint of each source's dedup stage, which covers earlier sources."""
     found: dict[str, str] = {}
     if recipe.dedup is None:
         return found
-    earlier: list[str] = []  # that of the last source, which covers all before it
+    earlier: list[str] = []  # fingerprint of the last source, which covers all earlier sources
     for source in recipe.by_preference():
         options = dedup_identity(recipe.dedup.of_stage(()), [*recipe.against, *earlier])
         key = fingerprint([_clean_fingerprint(recipe, source), "dedup", options])
@@ -69,7 +69,7 @@ def tokenizer_fingerprint(options: TokenizerOptions, stages: Sequence[str]) -> s
     """Return a fingerprint of everything that determines a trained tokenizer.
 
     Args:
-        stages: fingerprints of the stages whose documents it is trained on.
+        stages: fingerprints of the stages that supply the training documents.
     """
     return fingerprint([asdict(options), versions().get("tokenizers"), list(stages)])
 
@@ -79,7 +79,7 @@ def print_plan(
 ) -> None:
     """Print what a run would do: the stages with their states, tasks, bytes and options.
 
-    The options of a stage are those of all sources, so they are shown with the first.
+    A stage has the same options in all sources, so they are shown with the first source.
     """
     print(f"recipe    {recipe.path}")
     print(f"output    {recipe.output}")
@@ -110,7 +110,7 @@ def print_plan(
 
 
 def _reading_of(options: SourceOptions) -> Sequence[str]:
-    """Return the options for reading that are not defaults."""
+    """Return the reading options that differ from their defaults."""
     default = SourceOptions(())
     return [
         f"{key}: {value}"

@@ -1,9 +1,9 @@
 """Reads a recipe: the JSON file that describes a pipeline, checked completely before it runs.
 
 Paths are relative to the recipe. Every source passes through the same stages, each with its own
-directory: `OUTPUT/SOURCE/clean`, `dedup`, ..., `shards`. All sources share a tokenizer that the
-pipeline trains, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
-`data_prep/recipes/` has examples.
+directory: `OUTPUT/SOURCE/clean`, `dedup`, ..., `shards`. If the pipeline trains a
+tokenizer, all sources share it, in `OUTPUT/tokenizer`. docs/data_pipeline.md lists the keys;
+`data_prep/recipes/` contains examples.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.records import read_json
 from zerolm.common.url import is_url
 
-# Keys whose values become a dataclass of options.
+# Keys whose values are parsed into a dataclass of options.
 OPTION_KEYS: dict[str, type] = {
     "dedup": SourcesDedupOptions,
     "repeats": RepeatsOptions,
@@ -55,7 +55,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """A source with its input files, and notes for the user about them."""
+    """A source with its input files, and notes about them for the user."""
 
     name: str
     options: SourceOptions
@@ -68,10 +68,11 @@ class Recipe:
     """A valid recipe.
 
     Attributes:
-        clean: options of the clean stage; the input rules are options of each source.
+        clean: options of the clean stage; the input rules are set by each source.
         against: ids of the signatures that all sources are compared with.
         shards: None if the pipeline ends before tokenization.
-        tokenizer: the existing tokenizer; None if one is trained, or if there are no shards.
+        tokenizer: the existing tokenizer; None if the pipeline trains one or ends before
+            tokenization.
         training: options of the tokenizer to train, if any.
         executor: options of Slurm.
     """
@@ -92,7 +93,7 @@ class Recipe:
     executor: Json
 
     def val_fraction(self, source: Source) -> float:
-        """Return the share of a source's documents to hold out; 0 for none."""
+        """Return the fraction of a source's documents to hold out; 0 for none."""
         if self.shards is None:
             return 0.0
         own = source.options.val_fraction
@@ -123,9 +124,9 @@ class Recipe:
         )
 
     def provenance(self) -> Json:
-        """Return the record of the recipe in stages and manifests: all but the executor.
+        """Return the recipe's record for stages and manifests: everything except the executor.
 
-        The executor changes no result, and its options may contain secrets.
+        The executor does not affect results, and its options may contain secrets.
         """
         text = self.path.read_bytes()
         return {
@@ -136,15 +137,15 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe and check all of it: keys, values, filters, inputs, tokenizer, output."""
-    content = read_json(path, "a recipe; data_prep/recipes/ has examples")
+    """Read a recipe and check it completely: keys, values, filters, inputs, tokenizer, output."""
+    content = read_json(path, "a recipe; see the examples in data_prep/recipes/")
     problems = [
         f"{path}: {key!r} is not a key of a recipe.{did_you_mean(key, KEYS)} "
         f"Known: {', '.join(KEYS)}."
         for key in content
         if key not in KEYS
     ]
-    base = path.parent.resolve()  # the meaning of a recipe does not depend on the working directory
+    base = path.parent.resolve()  # a recipe means the same in any working directory
     options: dict[str, Any] = dict.fromkeys(OPTION_KEYS)
     for key, kind in OPTION_KEYS.items():
         if key in content:
@@ -202,7 +203,7 @@ def _tokenizer_name(base: Path, name: str) -> str:
 
 
 def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:
-    """Call a function and return its result; on a ConfigError add its problems and return None."""
+    """Return a function's result; on a ConfigError, add its problems and return None."""
     try:
         return function(*arguments)
     except ConfigError as error:
@@ -212,7 +213,7 @@ def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Clean:
-    """The options of `clean` in a recipe."""
+    """The options in a recipe's key `clean`."""
 
     filters: list = ()  # type: ignore[assignment]
     keep_dropped: bool = False
@@ -243,7 +244,7 @@ def _sources(given: Any, path: Path, base: Path, problems: list[str]) -> Iterato
     for name, options in given.items():
         if not SOURCE_NAME.fullmatch(name):
             problems.append(
-                f"{where}.{name}: is not a name of letters, digits, '_', '.' and '-' only."
+                f"{where}.{name}: a name may contain only letters, digits, '_', '.' and '-'."
             )
             continue
         chosen = _collect(problems, parse_options, SourceOptions, options, f"{where}.{name}")

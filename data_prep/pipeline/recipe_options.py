@@ -1,6 +1,6 @@
 """Options of a recipe's sources, dedup, tokenizer, shards and packing, and of their commands.
 
-Defines and checks values only. Options of the other stages are defined beside the stages.
+This module only defines and checks values. The other stages define their own options.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,20 +20,20 @@ MIN_VOCAB_SIZE = 257  # every byte, and the EOS token
 DEFAULTS = InputRules()
 INPUT_HELP = (
     "a .txt, .md or .html file (one document); .csv or .tsv (one per row); .jsonl or .ndjson (one "
-    "per line); these with .gz, .zst, .bz2 or .xz too, also .json.gz; .warc or .wet (one per page; "
-    "also .gz); .parquet or .arrow; a directory (all such files in it, sorted by path); a quoted "
-    "glob; the URL of one of these (s3://, gs://; https:// for a file); or a dataset of the "
-    "Hugging Face hub, namespace/name[:config][@split] (split: train). Several are read in the "
-    "order given; the flag may be repeated"
+    "per line); all of these, and .json, also with .gz, .zst, .bz2 or .xz; .warc or .wet (one per "
+    "page; also .gz); .parquet or .arrow; a directory (all such files in it, sorted by path); a "
+    "quoted glob; a URL of any of these (s3://, gs://; https:// for a file); or a dataset on the "
+    "Hugging Face hub, namespace/name[:config][@split] (default split: train). Inputs are read in "
+    "the given order; the flag may be repeated"
 )
 
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Inputs of a source, and the rules for reading them.
+    """The inputs of a source, and the rules for reading them.
 
     Attributes:
-        val_fraction: share to hold out, in place of that of all sources.
+        val_fraction: fraction to hold out, overriding the one for all sources.
     """
 
     input: tuple[str, ...] = option(help=INPUT_HELP, shows=None)
@@ -42,49 +42,48 @@ class SourceOptions:
     )
     code: bool = option(
         False,
-        "read every text file of --input as source code: a document with the keys path, language "
-        "and license",
+        "read every text file of --input as source code, one document each, with the keys path, "
+        "language and license",
     )
     encoding: str = option(
         DEFAULTS.encoding,
-        "of text, code, CSV and JSON lines: utf-8, or another one such as cp1252; auto takes UTF-8 "
-        "where it is valid, and otherwise detects it. Pages declare their own",
+        "encoding of text, code, CSV and JSON lines, such as utf-8 or cp1252; auto uses UTF-8 for "
+        "valid UTF-8, and otherwise detects the encoding. Pages declare their own",
         "NAME",
     )
     repair: tuple[str, ...] = option(
         (),
-        "repairs of the texts: ftfy (text that was decoded wrongly), entities (&amp; and others of "
-        "HTML), nfc (Unicode's composed form); applied in this order",
+        "repairs to apply to texts, in this order: ftfy (wrongly decoded text), entities (HTML "
+        "entities such as &amp;), nfc (Unicode's composed form)",
         "NAME",
     )
     max_page_seconds: float = option(
         DEFAULTS.max_page_seconds,
-        "CPU time to extract the text of a web page; a page that needs more is bad input",
+        "maximum CPU time to extract the text of a web page; a page that takes longer is bad input",
         "S",
         above=0,
     )
     on_bad_input: str = option(
         DEFAULTS.on_bad_input,
-        "what to do with documents that cannot be read: fail refuses the input; skip skips, counts "
+        "for documents that cannot be read: fail refuses the input; skip leaves them out, counts "
         "and reports them",
         "fail|skip",
         choices=("fail", "skip"),
     )
     max_bad_fraction: float = share(
         DEFAULTS.max_bad_fraction,
-        "with --on_bad_input skip: largest fraction of the documents, and of the bytes, that may "
-        "be bad",
+        "with --on_bad_input skip: maximum fraction of bad documents, and of bad bytes",
     )
     max_document_bytes: int = option(
         DEFAULTS.max_document_bytes,
-        "longest line, text file, or text of a row; a longer one is bad input",
+        "maximum size of a line, a text file, or the text of a row; anything longer is bad input",
         "BYTES",
         low=1,
         high=1 << 40,
     )
     max_expansion: int = option(
         DEFAULTS.max_expansion,
-        "largest ratio of decompressed to compressed size of a file, checked beyond 64 MiB of "
+        "maximum ratio of a file's decompressed to compressed size, checked beyond 64 MiB of "
         "decompressed data",
         low=1,
         high=1 << 40,
@@ -96,7 +95,7 @@ class SourceOptions:
         yield from reading_problems(self.encoding, self.repair)
 
     def rules(self, keep_records: bool = True) -> InputRules:
-        """Return the rules for reading; complete records are for stages that write them again."""
+        """Return the rules for reading; stages that write documents again need complete records."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["input"], given["val_fraction"]
         given["repairs"] = given.pop("repair")
@@ -105,11 +104,11 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class SourcesDedupOptions(DedupOptions):
-    """How each source is deduplicated, and whether its documents are compared with other sources'.
+    """Options for deduplicating each source, either alone or together with other sources.
 
     Attributes:
-        across_sources: drop a document if a source before its own has a duplicate of it.
-        source_order: names of all sources; default: as in the recipe.
+        across_sources: drop a document if an earlier source contains a duplicate.
+        source_order: names of all sources; by default in the order of the recipe.
     """
 
     across_sources: bool = False
@@ -121,19 +120,19 @@ class SourcesDedupOptions(DedupOptions):
             yield "source_order", "has no effect without across_sources: true. Add it."
 
     def problems_with_sources(self, sources: Sequence[str], output: Path) -> list[str]:
-        """Return how the options contradict the names of the sources or the pipeline's output."""
+        """Return contradictions between options and source names, or the pipeline's output."""
         problems = []
         if self.source_order and sorted(self.source_order) != sorted(sources):
             problems.append(
-                f"source_order: {list(self.source_order)} does not name each of "
-                f"{', '.join(sources)} once."
+                f"source_order: {list(self.source_order)} must name each of {', '.join(sources)} "
+                "exactly once."
             )
         for name in sources:
             problems += against_problems(self.against, output / name / "dedup", "against:")
         return problems
 
     def of_stage(self, earlier: Sequence[str]) -> DedupOptions:
-        """Return the options of one source's stage."""
+        """Return the options for one source's stage."""
         given = {field.name: getattr(self, field.name) for field in fields(DedupOptions)}
         given["against"] = (*self.against, *earlier)
         given["keep_signatures"] = self.keep_signatures or self.across_sources
@@ -142,11 +141,11 @@ class SourcesDedupOptions(DedupOptions):
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """The tokenizer trained on the kept documents of all sources; the flags of `train-tokenizer`.
+    """The tokenizer trained on the kept documents of all sources; flags of `train-tokenizer`.
 
     Attributes:
-        digits: "" for the default of the split.
-        sample_bytes: size of the sample of text to train on; 0 for all text.
+        digits: "" for the split's default.
+        sample_bytes: size of the text sample to train on; 0 for all text.
     """
 
     vocab_size: int = option(
@@ -159,16 +158,17 @@ class TokenizerOptions:
         "pattern that splits text into pieces, which merges never cross: gpt2, llama3 or o200k",
         None,
     )
-    digits: str = option("", "digits in one piece: 1, 3 or any", None, shown="that of --split")
+    digits: str = option("", "maximum digits per piece: 1, 3 or any", None, shown="that of --split")
     whitespace: str = option(
         "runs",
-        "runs: a run of spaces may become one token; single: each whitespace character is a piece",
+        "runs: a run of spaces may become one token; single: each whitespace character is a "
+        "separate piece",
         None,
     )
     special_tokens: tuple[str, ...] = option(
-        (), "special tokens besides the EOS token; their ids are 1, 2, ...", "TOKEN"
+        (), "special tokens in addition to the EOS token; their ids are 1, 2, ...", "TOKEN"
     )
-    min_frequency: int = option(0, "merge only pairs that occur this often", low=0)
+    min_frequency: int = option(0, "minimum number of occurrences for a pair to be merged", low=0)
     sample_bytes: int = option(1 << 30, low=0)
 
     def bpe(self) -> BpeOptions:
@@ -179,7 +179,7 @@ class TokenizerOptions:
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """How the remaining documents are tokenized; the flags of `tokenize`.
+    """Options for tokenizing the remaining documents; flags of `tokenize`.
 
     Attributes:
         tokenizer: "" for the tokenizer that the pipeline trains.
@@ -189,27 +189,26 @@ class ShardOptions:
     val_fraction: float = option(0.0, low=0, below=1)
     shard_tokens: int = option(
         1 << 27,  # zerolm.shards.writer.DEFAULT_SHARD_TOKENS
-        "maximum tokens of a shard",
+        "maximum tokens per shard",
         low=1,
         shown="134217728, or 256 to 512 MiB",
     )
     max_unknown: float = share(
         0.01,
-        "largest fraction of the tokens that may be the tokenizer's unknown token, whose text is "
-        "lost",
+        "maximum fraction of tokens that may be the tokenizer's unknown token, whose text is lost",
     )
     encoder: str = option(
         "auto",
         "gigatoken, tiktoken, tokenizers or transformers",
         "NAME",
         choices=ENCODERS,
-        shown="auto, gigatoken if it passes the equivalence check",
+        shown="auto: gigatoken if it passes the equivalence check",
     )
 
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Best-fit packing of the shards; the flags of `pack`."""
+    """Options for best-fit packing of the shards; flags of `pack`."""
 
     seq_len: int = option(help="tokens of a sequence", shows="T", low=1, high=(1 << 24) - 1)
 
@@ -217,20 +216,25 @@ class PackOptions:
 def tokenizer_problems(
     content: Mapping[str, Any], options: Mapping[str, Any], where: str
 ) -> list[str]:
-    """Return the contradictions between the keys that train, need and use a tokenizer."""
+    """Return the contradictions between the keys that train, require and use a tokenizer."""
     problems = []
     if options["train_tokenizer"] is not None:
         lines = options["train_tokenizer"].bpe().problems()
         problems += [f"{where}: train_tokenizer.{line.removeprefix('--')}" for line in lines]
         if "tokenize" not in content:
-            problems.append(f"{where}: train_tokenizer: needs tokenize, which uses it. Add it.")
+            problems.append(
+                f"{where}: train_tokenizer: needs the key tokenize, which uses the tokenizer. "
+                "Add it."
+            )
         if TOKENIZER in (content.get("sources") or ()):
             problems.append(
                 f"{where}: sources.{TOKENIZER}: is the name of the tokenizer's directory. Rename "
-                f"the source."
+                "the source."
             )
     if "pack" in content and "tokenize" not in content:
-        problems.append(f"{where}: pack: needs tokenize, whose shards it packs. Add it.")
+        problems.append(
+            f"{where}: pack: needs the key tokenize, which writes the shards to pack. Add it."
+        )
     shards = options["tokenize"]
     if shards is not None and bool(shards.tokenizer) == ("train_tokenizer" in content):
         problems.append(

@@ -1,8 +1,8 @@
-"""Writes the report of a pipeline: `report.json`, and `report.html`, a self-contained page.
+"""Writes a pipeline's report: `report.json`, and `report.html`, a self-contained page.
 
-Reads the published files of the stages: `stage.json`, task records, and the manifests of shards.
-Reports documents and bytes into and out of each stage, reasons for dropping documents with
-examples, lengths before and after, the time of each task, and the provenance of the data.
+It is based on the published files of the stages: `stage.json`, task records, and shard manifests.
+The report contains documents and bytes into and out of each stage, reasons for dropping documents
+with examples, lengths before and after, the time of each task, and the provenance of the data.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 
 def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
-    """Write the report of all sources in a pipeline's output; return the path of the HTML page."""
+    """Write the report on all sources to a pipeline's output; return the path of the HTML page."""
     report: Json = {"recipe": dict(recipe), "sources": {}}
     for directory in sorted(path.parent for path in output.glob("*/pipeline.json")):
         report["sources"][directory.name] = _source(directory, recipe.get("content", {}))
@@ -62,7 +62,7 @@ def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
 
 
 def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
-    """Return the comparison of best-fit packing with concatenation; None without packing."""
+    """Return the comparison of best-fit packing with concatenation, or None without packing."""
     if "pack" not in recipe:
         return None
     path = index_file(directory, int(recipe["pack"]["seq_len"]))
@@ -75,7 +75,7 @@ def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
 def _estimate_tokens(source: Json) -> None:
     """Estimate the tokens of each stage from its bytes, since only shards have exact counts.
 
-    The bytes per token of dropped text may differ from those of the text in the shards.
+    Dropped text may have a different number of bytes per token than the text in the shards.
     """
     shards = source["shards"].values()
     text_bytes = sum(each["text_bytes"] for each in shards)
@@ -89,7 +89,7 @@ def _estimate_tokens(source: Json) -> None:
 
 
 def _tasks(directory: Path) -> list[Json]:
-    """Return a row for each phase with its tasks, their seconds, and the slowest tasks."""
+    """Return a row for each phase: its tasks, their seconds, and the slowest tasks."""
     rows = []
     for phase in sorted((directory / "records").glob("*")):
         found = [read_record(path, TaskRecord) for path in sorted(phase.glob("[0-9]*.json"))]

@@ -1,7 +1,7 @@
-"""Runs a recipe: the stages of each source, one after the other.
+"""Runs a recipe: the stages of each source, one after another.
 
-A complete stage is kept and a started one resumes. The first stage whose options or input have
-changed, and all stages after it, run again. Each stage prints which of these applies.
+A complete stage is kept, and a started stage resumes. The first stage with changed options or
+input, and all stages after it, run again. Each stage prints which case applies.
 """
 
 import json
@@ -44,14 +44,14 @@ Json = dict[str, Any]
 
 
 def prepare(recipe: Any, executor: Any) -> tuple[list["Pipeline"], "Training | None"]:
-    """Return the pipelines of a recipe, one for each source, and the tokenizer that it trains."""
+    """Return a recipe's pipelines, one for each source, and the tokenizer that it trains."""
     dedup = dedup_fingerprints(recipe)
     pipelines = [Pipeline(recipe, source, executor, dedup) for source in recipe.sources]
     return pipelines, None if recipe.training is None else Training(recipe, pipelines)
 
 
 def run_recipe(recipe: Any, pipelines: Sequence["Pipeline"], training: "Training | None") -> Path:
-    """Run every stage that is not complete; return the report's path."""
+    """Run every stage that is not complete, and return the path of the report."""
     make_directory(recipe.output)
     with lock_output(recipe.output):
         by_name = {pipeline.source.name: pipeline for pipeline in pipelines}
@@ -79,7 +79,7 @@ class Pipeline:
         return tuple(stage for stage in self.recipe.stages if stage not in ("shards", "pack"))
 
     def keys(self) -> dict[str, str]:
-        """Return {stage: fingerprint of everything that determines its result}, in order."""
+        """Return the fingerprint of everything that determines each stage's result, in order."""
         return stage_fingerprints(self.recipe, self.source, self.tokenizer_key, self.dedup_keys)
 
     def states(self) -> dict[str, str]:
@@ -97,7 +97,7 @@ class Pipeline:
         return states
 
     def removed_stages(self) -> list[str]:
-        """Return the stages that were started earlier and are no longer in the recipe."""
+        """Return the stages that were started earlier but are no longer in the recipe."""
         return [stage for stage in self._started() if stage not in self.recipe.stages]
 
     def run(self, stages: Sequence[str]) -> None:
@@ -113,7 +113,7 @@ class Pipeline:
             name = f"{self.source.name}/{stage}"
             output = self.directory / stage
             if state == "changed":
-                print(f"{name}: runs again, because its options or its input have changed")
+                print(f"{name}: runs again, because its options or input have changed")
                 self._remove(stage)
             elif state == "to do" and output.exists() and any(output.iterdir()):
                 raise _foreign_files(output)
@@ -177,7 +177,7 @@ class Pipeline:
         return [shards] + ([_validation(shards)] if self.recipe.val_fraction(self.source) else [])
 
     def _manifests(self, stage: str) -> list[Path]:
-        """Return the files that a stage writes last; it is complete when all of them exist."""
+        """Return the files that a stage writes last; the stage is complete if all of them exist."""
         if stage == "shards":
             return [directory / "manifest.json" for directory in self._shard_directories()]
         if stage == "pack":
@@ -212,13 +212,14 @@ class Pipeline:
         return ", ".join([kept, *describe_changes(reading.get("changed", {}))])
 
     def _started(self) -> dict[str, str]:
-        """Return {stage: fingerprint with which it was started}."""
+        """Return the fingerprint with which each stage was started."""
         return read_state(self.directory)
 
     def _remove(self, stage: str) -> None:
         for directory in (self.directory / stage, _validation(self.directory / stage)):
             for manifest in ("stage.json", "manifest.json"):
-                # First: without its manifest, a half-removed directory does not count as data.
+                # Remove the manifest first, so that a half-removed directory does not count as
+                # data.
                 (directory / manifest).unlink(missing_ok=True)
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -236,19 +237,19 @@ class Training:
 
     @property
     def state(self) -> str:
-        """One of complete, changed or to do."""
+        """The state of the tokenizer: complete, changed or to do."""
         started = read_state(self.recipe.output).get(TOKENIZER)
         if started is None:
             return "to do"
         return "complete" if started == self.key else "changed"
 
     def run(self) -> None:
-        """Train the tokenizer, unless it is complete."""
+        """Train the tokenizer unless it is complete."""
         if (state := self.state) == "complete":
             print(f"{TOKENIZER}: is complete")
             return
         if state == "changed":
-            print(f"{TOKENIZER}: is trained again, because its options or its text have changed")
+            print(f"{TOKENIZER}: is trained again, because its options or text have changed")
         elif self.output.exists() and any(self.output.iterdir()):
             raise _foreign_files(self.output)
         write_state(self.recipe.output, {})
@@ -267,8 +268,8 @@ class Training:
         print(f"{TOKENIZER}: {trained.vocab_size:,} ids from {source}, {trained.seconds:,.1f} s")
         if trained.vocab_size < options.vocab_size:
             print(
-                f"{TOKENIZER}: vocab_size {options.vocab_size:,} was not reached: the text has no "
-                f"more pairs to merge."
+                f"{TOKENIZER}: vocab_size {options.vocab_size:,} was not reached, since the text "
+                "has no more pairs to merge."
             )
 
 

@@ -7,13 +7,15 @@ from zerolm.common.files import write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.records import read_record
 
-STATE_FILE = "pipeline.json"  # of a source, or of the pipeline: a fingerprint per started stage
+STATE_FILE = (
+    "pipeline.json"  # file of a source or the pipeline, with a fingerprint per started stage
+)
 LOCK_FILE = ".lock"
 
 
 def read_state(directory: Path) -> dict[str, str]:
-    """Return the fingerprint with which each stage was started, by stage."""
-    fix = "Restore it, or remove it to run all stages of this directory again."
+    """Return the fingerprint with which each stage was started."""
+    fix = "Restore it, or remove it to run all stages in this directory again."
     return read_record(directory / STATE_FILE, dict[str, str], fix) or {}
 
 
@@ -32,10 +34,11 @@ def make_directory(directory: Path) -> None:
 
 
 def lock_output(output: Path) -> FileLock:
-    """Take the lock of a pipeline's output."""
+    """Lock a pipeline's output."""
     try:
         return FileLock(output / LOCK_FILE)
     except LockTaken as error:
         raise ZerolmError(
-            f"{output}: another run is using this output. Wait for it, or choose another output."
+            f"{output}: another run is using this output. Wait until it has finished, or choose "
+            "another output."
         ) from error

@@ -1,4 +1,4 @@
-"""`Tally`: counts of documents and bad input; and messages that name bad input by file and line.
+"""`Tally`, the counts of documents and bad input, and messages that name the file and line.
 
 `work_units.read_batches` fills a `Tally`; commands sum the tallies of all tasks, print the sum and
 publish it.
@@ -15,25 +15,25 @@ from data_prep.read.inputs import ARCHIVE_FORMATS, PAGE_FORMATS, Input, stream_o
 from data_prep.read.lines import count_lines
 from zerolm.common.errors import ConfigError
 
-MAX_PROBLEMS = 10  # shown for one unit: enough to see what is wrong with a file
+MAX_PROBLEMS = 10  # shown per unit, enough to diagnose a file
 MAX_EXAMPLES = 5  # kept for each reason
-MAX_COUNTED_BYTES = 1 << 30  # read again at most to find the number of a line
+MAX_COUNTED_BYTES = 1 << 30  # reread at most this much to find a line number
 
 
 @dataclass
 class Tally:
-    """What one or more tasks read: counts, and examples of bad input."""
+    """Counts of what one or more tasks have read, and examples of bad input."""
 
     num_documents: int = 0
     input_bytes: int = 0
     skipped: Counter[str] = field(default_factory=Counter)  # by documents.SKIP_REASONS
     bad: Counter[str] = field(default_factory=Counter)  # by documents.BAD_REASONS
-    changed: Counter[str] = field(default_factory=Counter)  # by repair, or "from ENCODING"
+    changed: Counter[str] = field(default_factory=Counter)  # by repair, or by "from ENCODING"
     lost_bytes: int = 0
     examples: list[Problem] = field(default_factory=list)
 
     def add_bad(self, problems: Sequence[Problem]) -> None:
-        """Count problems, and keep the first ones of each reason as examples."""
+        """Count problems, and keep the first few with each reason as examples."""
         for problem in problems:
             self.bad[problem.reason] += problem.num_documents
             self.lost_bytes += problem.lost_bytes
@@ -57,7 +57,7 @@ class Tally:
 
     @classmethod
     def from_records(cls, records: Sequence[dict[str, Any]]) -> "Tally":
-        """Return the sum of records, in their order."""
+        """Return the sum of the records; the first examples are kept."""
         total = cls()
         for record in records:
             total.num_documents += record["documents_in"]
@@ -77,7 +77,7 @@ def describe_problems(
     """Return a message for each problem: `file:line: problem`.
 
     Line numbers are counted only here, by rereading the file up to that line. Beyond the first GiB
-    of a file, the message names the byte instead.
+    of a file, the message gives the byte offset instead.
     """
     places: dict[Problem, str] = {}
     for name in {problem.name for problem in problems}:
@@ -102,7 +102,7 @@ def describe_problems(
 
 
 def check_bad_fraction(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> None:
-    """Refuse a corpus with too much bad input."""
+    """Raise an error if too much of a corpus is bad input."""
     num_bad = sum(tally.bad.values())
     num_all = tally.num_documents + num_bad
     total_bytes = sum(each.size_bytes or 0 for each in inputs)
@@ -123,7 +123,7 @@ def check_bad_fraction(inputs: Sequence[Input], tally: Tally, rules: InputRules)
 
 
 def bad_input_record(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> dict[str, Any]:
-    """Return `bad_input` of a manifest: counts by reason, and examples with their places."""
+    """Return `bad_input` for a manifest: counts by reason, and examples with their positions."""
     return {
         "on_bad_input": rules.on_bad_input,
         "bad_documents": dict(sorted(tally.bad.items())),
@@ -134,7 +134,7 @@ def bad_input_record(inputs: Sequence[Input], tally: Tally, rules: InputRules) -
 
 
 def describe_changes(changed: Mapping[str, int]) -> list[str]:
-    """Return how many documents were decoded from another encoding, and changed by a repair."""
+    """Return how many documents were decoded from each other encoding or changed by each repair."""
     return [
         f"{'decoded' if name.startswith('from ') else 'repaired by'} {name}: {count:,}"
         for name, count in sorted(changed.items())

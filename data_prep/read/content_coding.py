@@ -1,7 +1,7 @@
 """Undoes the transfer and content codings of an HTTP message: gzip, deflate, br, zstd, chunked.
 
-Independent of archives and pages. warcio joins chunks, but knows a coding in one
-spelling and one at a time, and fails at br with brotli 1.2.
+Independent of archives and pages. warcio is used only to join chunks: it supports only one
+spelling of each coding and only one coding at a time, and fails on br with brotli 1.2.
 """
 
 import codecs
@@ -12,13 +12,13 @@ from typing import Any
 
 from data_prep.read.streams import BLOCK_BYTES, GZIP
 
-PIECE_BYTES = 1 << 10  # of packed content at a time, which bounds what it expands to
+PIECE_BYTES = 1 << 10  # decompressed at a time, which bounds the size of the output
 SAMPLE_BYTES = 1 << 10
 ALIASES = {"x-gzip": "gzip", "x-deflate": "deflate", "": "identity"}
 
 
 def split_values(headers: Sequence[tuple[str, str]], name: str) -> list[str]:
-    """Return the values of a header in lower case: of all its lines, separated by commas."""
+    """Return the comma-separated values of a header in lower case, from all its lines."""
     lines = [value for key, value in headers if key.lower() == name]
     return [each.strip().lower() for line in lines for each in line.split(",")]
 
@@ -26,15 +26,16 @@ def split_values(headers: Sequence[tuple[str, str]], name: str) -> list[str]:
 def decode_content(
     content: bytes, headers: Sequence[tuple[str, str]], max_bytes: int, is_truncated: bool
 ) -> bytes:
-    """Return the content as it was before coding; cut after `max_bytes` or a little more.
+    """Return the decoded content, truncated after `max_bytes` or slightly more.
 
-    A crawler may have undone a coding and kept the header: content that is text stays as it is.
+    A crawler may have decoded the content but kept the header, so content that is already text is
+    returned unchanged.
 
     Args:
-        is_truncated: whether the crawler says that it did not keep all of the content.
+        is_truncated: whether the crawler has marked the content as truncated.
 
     Raises:
-        ValueError: it cannot be decoded; the message says why.
+        ValueError: the content cannot be decoded; the message gives the reason.
     """
     codings = split_values(headers, "content-encoding")
     codings += split_values(headers, "transfer-encoding")
@@ -48,7 +49,7 @@ def decode_content(
             elif coding != "identity":
                 decompressor = _decompressor(coding, content, max_bytes)
                 content = _unpack(content, decompressor, max_bytes, is_truncated)
-        except Exception as error:  # each library has its own
+        except Exception as error:  # each library raises its own exceptions
             if not _is_text(content):
                 raise ValueError(f"encoding {name}: {error}") from None
     return content
@@ -67,7 +68,7 @@ def _unpack(content: bytes, decompressor: Any, max_bytes: int, is_truncated: boo
 
 
 class _Brotli:
-    """A decompressor with the methods of those of zlib, which stops after `max_bytes`."""
+    """A decompressor with zlib's interface that stops after `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         import brotli
@@ -90,7 +91,7 @@ class _Brotli:
 def _decompressor(coding: str, content: bytes, max_bytes: int) -> Any:
     if coding == "gzip":
         return zlib.decompressobj(GZIP)
-    if coding == "deflate":  # with the header of zlib, or as some servers send it without
+    if coding == "deflate":  # with a zlib header, which some servers omit
         has_header = content[:1] == b"\x78" and int.from_bytes(content[:2], "big") % 31 == 0
         return zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
     if coding == "br":
@@ -103,7 +104,7 @@ def _decompressor(coding: str, content: bytes, max_bytes: int) -> Any:
 
 
 def _is_text(content: bytes) -> bool:
-    """Return whether the beginning is UTF-8, which nothing compressed is."""
+    """Return whether the beginning is UTF-8, which compressed data never is."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content[:SAMPLE_BYTES])
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Reads CSV and TSV files row by row; a row starts at a byte, so a reader can resume there."""
+"""Reads CSV and TSV files row by row; each row has a byte position, where a reader can resume."""
 
 import csv
 from collections import Counter
@@ -14,11 +14,11 @@ from data_prep.read.streams import COMPRESSIONS, Failure, Stream
 
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}  # in order of preference
 BLOCK_BYTES = 1 << 18
-TOO_LONG = "\udbff"  # stands for a line that is too long; no bytes decode to this character
+TOO_LONG = "\udbff"  # replaces a line that is too long; no bytes decode to this character
 
 
 class Header(NamedTuple):
-    """The first row of a file."""
+    """The first row of a file, which names the columns."""
 
     names: list[str]
     delimiter: str
@@ -26,18 +26,18 @@ class Header(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row at [start, stop), or a place that is not CSV."""
+    """A row at [start, stop), or a part that is not valid CSV."""
 
     start: int
     stop: int
     fields: list[str]
     read_bytes: int  # of the stored file
-    problem: str = ""  # why it is not CSV
-    failure: Failure | None = None  # why reading ends at it
+    problem: str = ""  # why it is not valid CSV
+    failure: Failure | None = None  # why reading ends here
 
 
 class _Lines:
-    """The lines of a stream, which `csv.reader` asks for one at a time; `stop` is the end."""
+    """The lines of a stream, one at a time for `csv.reader`; `stop` is the byte after the last."""
 
     def __init__(self, stream: Stream, start: int, max_bytes: int):
         self.stream, self.stop, self.max_bytes = stream, start, max_bytes
@@ -62,13 +62,13 @@ class _Lines:
 
 
 def header_of(source: Input, rules: InputRules) -> tuple[Header | None, Failure | None]:
-    """Return the header of a file, and why no documents can be read below it; neither: no bytes.
+    """Return a file's header, and why its rows cannot be read; both are None for an empty file.
 
-    Its delimiter is the first with which there is a column of text.
+    The delimiter is the first one that yields a text column.
     """
     stream = stream_of(source, 0, rules)
     lines = _Lines(stream, 0, rules.max_document_bytes)
-    iterator, seen = iter(lines), list[tuple[str, int]]()  # lines, and the byte after each
+    iterator, seen = iter(lines), list[tuple[str, int]]()  # each line, and the byte after it
 
     def replay() -> Iterator[str]:
         yield from (line for line, _ in seen)
@@ -94,8 +94,8 @@ def header_of(source: Input, rules: InputRules) -> tuple[Header | None, Failure 
     header = Header(names, delimiter, seen[reader.line_num - 1][1])
     if rules.text_field not in names:
         detail = (
-            f"no column {rules.text_field!r}; it has {', '.join(names)[:500]}. Choose one with "
-            f"--text_field; a file with another one needs a command or a source of its own."
+            f"no column {rules.text_field!r}; it has {', '.join(names)[:500]}. Choose a column "
+            "with --text_field. A file with a different column needs its own command or source."
         )
         return header, Failure("no_text_field", detail)
     twice = [name for name, count in Counter(names).items() if count > 1]
@@ -119,7 +119,7 @@ def read_table(
     start = max(header.stop, part.start)
     stream = stream_of(source, start - 1, rules)
     is_stored = source.encoding == UTF8 and not source.suffix.endswith(COMPRESSIONS)
-    counted = -1 if part.start else 0  # stored bytes that chunks account for so far
+    counted = -1 if part.start else 0  # stored bytes that chunks have counted so far
     rows: list[tuple[int, int, list[str] | str]] = []
     first = stop = start
     for row in read_rows(stream, header, start, rules.max_document_bytes):
@@ -160,13 +160,14 @@ def _chunk(
 
 
 def read_rows(stream: Stream, header: Header, start: int, max_bytes: int) -> Iterator[Row]:
-    """Yield the rows from `start`, the first byte of a row.
+    """Yield the rows from byte `start`, at which a row begins.
 
     Args:
         stream: begins at max(0, start - 1).
-        max_bytes: limit of a field, and of a line.
+        max_bytes: maximum size of a field, and of a line.
     """
-    csv.field_size_limit(max_bytes + BLOCK_BYTES)  # smaller ones are refused one by one
+    # Fields slightly over the limit are refused row by row.
+    csv.field_size_limit(max_bytes + BLOCK_BYTES)
     lines = _Lines(stream, start, max_bytes)
     reader = csv.reader(lines, delimiter=header.delimiter, strict=True)
     while True:
@@ -176,7 +177,7 @@ def read_rows(stream: Stream, header: Header, start: int, max_bytes: int) -> Ite
         except StopIteration:
             return
         except csv.Error as error:
-            if stream.failure is not None:  # the quoted field ends with the file
+            if stream.failure is not None:  # the quoted field extends to the end of the file
                 return
             if "unexpected end of data" in str(error):
                 detail = "the file is not CSV from here on: a quote has no end. Correct the row."
@@ -191,7 +192,7 @@ def read_rows(stream: Stream, header: Header, start: int, max_bytes: int) -> Ite
 
 
 def read_fields(chunk: Chunk, rules: InputRules) -> Parsed:
-    """Return the documents of a chunk of rows; see `documents.read_documents`."""
+    """Return the documents of a chunk of rows; see `parse.read_documents`."""
     header, rows = chunk.data
     documents: list[Document] = []
     skipped: Counter[str] = Counter()
@@ -212,7 +213,7 @@ def read_fields(chunk: Chunk, rules: InputRules) -> Parsed:
             problems.append(too_long_problem(chunk, start, stop - start, limit))
             continue
         if len(fields) != len(header.names):
-            detail = f"the row has {len(fields)} fields, the header {len(header.names)}."
+            detail = f"the row has {len(fields)} fields, but the header has {len(header.names)}."
             add_problem("fields", start, detail)
             continue
         record = dict(zip(header.names, fields, strict=True))

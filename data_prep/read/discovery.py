@@ -1,7 +1,7 @@
 """Resolves --input arguments to files and hub datasets, in reading order.
 
-Local files are read directly, hub datasets through `datasets` streaming. Direct reading is faster
-and can name the line of a broken document (docs/inputs.md). Work units read the inputs.
+Work units read the inputs later: local files directly, hub datasets through `datasets` streaming.
+Direct reading is faster and can name the line of a broken document (docs/inputs.md).
 """
 
 import glob
@@ -67,19 +67,19 @@ def find_inputs(
     """Return the inputs in reading order, and notes on ignored files and directories.
 
     An argument is a file, a directory (all files below it, sorted by path), a glob (sorted; `**`
-    descends into directories), the URL of one of these, or a hub id
+    descends into directories), a URL for any of these, or a hub id
     `namespace/name[:config][@split]` that is not a local path.
 
     Args:
-        skip_bad: return a file that cannot be read with its `problem`, so that its task counts it,
-            instead of refusing it.
+        skip_bad: return an unreadable file with its `problem` instead of raising an error; the
+            task that reads it counts it as bad input.
         encoding: encoding of files that do not declare one; or "auto".
         code: read each file as source code, whatever its format.
-        text_fields: {argument: its text field, if it is another one}.
+        text_fields: {argument: its text field, if it differs from `text_field`}.
 
     Raises:
-        ConfigError: arguments that match nothing, files that are named twice and, without
-            `skip_bad`, files that cannot be read; all are listed.
+        ConfigError: lists all arguments that match nothing, files that are named twice and,
+            without `skip_bad`, unreadable files.
     """
     candidates: list[Input] = []
     notes: list[str] = []
@@ -96,7 +96,7 @@ def find_inputs(
         candidates += (replace(each, text_field=text_fields.get(argument)) for each in found)
     inputs: list[Input] = []
     seen: dict[Any, str] = {}
-    missing: dict[str, str] = {}  # packages, once for all files that need them
+    missing: dict[str, str] = {}  # each missing package is reported once, not for every file
     for each, key in _without_links(candidates, notes):
         if key in seen:
             problems.append(
@@ -118,20 +118,20 @@ def find_inputs(
 
 
 def _identity(each: Input) -> Any:
-    """Return what all names of a file have in common."""
+    """Return a key that is the same for all names of a file."""
     if each.suffix == "hub" or is_url(each.name):
         return each.name
     try:
         status = Path(each.name).stat()
     except OSError:
         return each.name
-    if status.st_nlink > 1:  # otherwise some file systems have one inode for all files
+    if status.st_nlink > 1:  # some file systems give all files the same inode
         return status.st_dev, status.st_ino
     return os.path.realpath(each.name)
 
 
 def _without_links(found: Sequence[Input], notes: list[str]) -> list[tuple[Input, Any]]:
-    """Return (input, identity) without further links to a file of the same argument."""
+    """Return (input, identity), without further links to a file that the same argument names."""
     first: dict[Any, Input] = {}
     links: list[tuple[Input, Input]] = []
     kept: list[tuple[Input, Any]] = []
@@ -145,14 +145,14 @@ def _without_links(found: Sequence[Input], notes: list[str]) -> list[tuple[Input
     if links:
         link, known = links[0]
         notes.append(
-            f"--input {link.argument}: ignored {len(links):,} further links to files that are read "
-            f"already; the first is {link.name}, which is {known.name}"
+            f"--input {link.argument}: ignored {len(links):,} more links to files that are "
+            f"already read; the first is {link.name}, which is {known.name}"
         )
     return kept
 
 
 def _copies_notes(inputs: Sequence[Input]) -> list[str]:
-    """Return a note on files that are there compressed and not, or compressed in two ways."""
+    """Return a note on files that exist both compressed and not, or in two compressions."""
     first: dict[str, Input] = {}
     copies = []
     for each in inputs:
@@ -170,7 +170,7 @@ def _copies_notes(inputs: Sequence[Input]) -> list[str]:
 
 
 def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, str]) -> Input:
-    """Return a file with what decides how it is read, and its `problem` if it has no text."""
+    """Return a file with all fields that affect reading, and its `problem` if it has no text."""
     try:
         packages = packages_of(each.suffix, encoding)
     except ConfigError as error:
@@ -201,7 +201,7 @@ def _expand(
         paths = [argument]
     elif glob.has_magic(argument):
         paths = sorted(glob.glob(argument, recursive=True))  # noqa: PTH207 - absolute ones too
-        if "**" in argument:  # matches directories as well as the files in them
+        if "**" in argument:  # matches both directories and the files in them
             paths = [path for path in paths if not Path(path).is_dir()]
         hidden = [path for path in paths if kinds.hides_below(argument, path)]
         paths = [path for path in paths if path not in set(hidden)]
@@ -224,7 +224,9 @@ def _expand(
     for path in paths:
         try:
             stage = stage_of(path)
-            above = Path(path).parent  # of a directory of dropped documents
+            above = Path(
+                path
+            ).parent  # the stage, if the path is a directory with its dropped documents
             written_by = read_stage(above) if Path(path).is_dir() and is_stage(above) else stage
             if written_by is not None:
                 check_text_field(written_by, text_field)
@@ -244,7 +246,7 @@ def _expand(
 
 
 def _stage_inputs(argument: str, paths: Sequence[Path]) -> Iterator[Input]:
-    """Yield files of a stage, and no other files of its directory."""
+    """Yield the given files of a stage, ignoring other files in its directory."""
     for path in paths:
         yield replace(_file_input(argument, str(path), suffix_of(path.name) or ""), of_stage=True)
 
@@ -252,7 +254,7 @@ def _stage_inputs(argument: str, paths: Sequence[Path]) -> Iterator[Input]:
 def _expand_url(
     argument: str, kinds: FileKinds, notes: list[str], problems: list[str]
 ) -> Iterator[Input]:
-    """Yield the files of a URL, like those of a local path."""
+    """Yield the files that a URL names, as for a local path."""
     try:
         entries = list_files(argument)
     except ConfigError as error:
@@ -339,7 +341,7 @@ def _walk(
             yield _file_input(argument, path, suffixes[path] or "")
 
 
-HIDDEN = f"hidden files and directories (.name, _name), files of the system and {DATASET_CARD}"
+HIDDEN = f"hidden files and directories (.name, _name), system files and {DATASET_CARD}"
 
 
 def _hidden_note(argument: str, found: Sequence[str], what: str = HIDDEN) -> list[str]:
@@ -352,7 +354,7 @@ def _hidden_note(argument: str, found: Sequence[str], what: str = HIDDEN) -> lis
 
 
 def _suffix(path: str, kinds: FileKinds, text_field: str) -> str | None:
-    """Return the suffix by which a local file is read; None if it is not."""
+    """Return the suffix that determines how a local file is read; None if it is not read."""
     suffix = kinds.suffix(path)
     if suffix is None and path.lower().endswith(".json"):
         return lines_suffix(path, text_field)
@@ -360,7 +362,7 @@ def _suffix(path: str, kinds: FileKinds, text_field: str) -> str | None:
 
 
 def _directory_problem(directory: str, directories: list[str], names: list[str]) -> str | None:
-    """Return why the files below a directory are not inputs, None if they are."""
+    """Return why the files below a directory cannot be inputs, or None if they can."""
     if {"records", "work"} & set(directories) and is_unfinished(directory):
         return (
             f"{directory} is an unfinished stage. Run its command again to finish it, or remove it."
@@ -374,7 +376,7 @@ def _directory_problem(directory: str, directories: list[str], names: list[str])
 
 
 def _without_caches(directory: str, names: list[str]) -> list[str]:
-    """Return the files of a directory, of a saved `Dataset` without results of earlier `map`s."""
+    """Return the files in a directory; for a saved `Dataset`, omit the cached results of `map`."""
     try:
         content = json.loads(Path(directory, "state.json").read_text(encoding="utf-8"))
         listed = {each["filename"] for each in content["_data_files"]}
@@ -384,7 +386,7 @@ def _without_caches(directory: str, names: list[str]) -> list[str]:
 
 
 def _stages_problem(argument: str, stages: Sequence[str]) -> str:
-    """Return the problem of a directory or glob that contains stages, which share documents."""
+    """Return the problem with a directory or glob that contains stages, which share documents."""
     shown = ", ".join(sorted(stages)[:5]) + (", ..." if len(stages) > 5 else "")
     return (
         f"--input {argument}: matches files of {len(stages):,} stages of a pipeline: {shown}. "
@@ -396,7 +398,7 @@ def _stages_problem(argument: str, stages: Sequence[str]) -> str:
 def _file_input(argument: str, path: str, suffix: str) -> Input:
     """Return the input of a file, with its `problem` if it cannot be read."""
     printable = _printable(path)
-    if printable != path:  # manifests and records could not name it, or it forges lines of output
+    if printable != path:  # the name is invalid in manifests, or would forge output lines
         fact = (
             "a line break in its name" if {"\n", "\r"} & set(path) else "a name that is not UTF-8"
         )
@@ -418,13 +420,13 @@ def _file_input(argument: str, path: str, suffix: str) -> Input:
 
 
 def _printable(path: str) -> str:
-    """Return a path with line breaks, and its bytes that are not UTF-8, escaped as `\\xe9`."""
+    """Return a path in which line breaks, and bytes that are not UTF-8, are escaped (`\\xe9`)."""
     text = os.fsencode(path).decode(errors="backslashreplace")
     return text.replace("\n", "\\n").replace("\r", "\\r")
 
 
 def _kinds(paths: Sequence[str]) -> str:
-    """Return the most frequent endings of file names, with their numbers."""
+    """Return the most frequent file name extensions with their counts."""
     counts = Counter(Path(path).suffix or "no suffix" for path in paths)
     more = ", ..." if len(counts) > SHOWN_KINDS else ""
     return ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common(SHOWN_KINDS)) + more
@@ -440,7 +442,7 @@ def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Itera
         hub = replace(hub, revision=HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
         open_hub(hub)
         yield Input(argument, argument, "hub", None, hub=hub)
-    except Exception as error:  # datasets, huggingface_hub and the network raise many types
+    except Exception as error:  # datasets, huggingface_hub and network errors have many types
         problems.append(
             f"--input {argument}: no such file, and it cannot be opened as a hub dataset "
             f"({reason(error)}). Check the path, or the id (namespace/name[:config][@split]) and "

@@ -1,6 +1,6 @@
-"""What reading passes on: `Chunk`s of inputs, `Document`s, `Problem`s, and the rules for them.
+"""The types that reading produces, `Chunk`, `Document` and `Problem`, and the rules for input.
 
-`data_prep.read.parse` makes documents and problems of chunks.
+`data_prep.read.parse` turns chunks into documents and problems.
 """
 
 from collections import Counter
@@ -10,26 +10,27 @@ from typing import Any, NamedTuple
 
 
 class Position(NamedTuple):
-    """A place between two documents of a work unit where reading can resume; JSON-serializable."""
+    """A point between two documents of a work unit where reading can resume; JSON-serializable."""
 
-    range_index: int  # of the unit's ranges
-    offset: int  # as Chunk.start
+    range_index: int  # index in the unit's ranges
+    offset: int  # like Chunk.start
 
 
 class Chunk(NamedTuple):
-    """A part of an input with complete documents, or a problem of the input itself."""
+    """A part of an input with complete documents, or a problem with the input itself."""
 
-    name: str  # of the file or hub dataset, for messages
-    # "text": one document; "lines": JSON lines; "rows": of a table; "bad": a Problem; "skipped": a
-    # key of SKIP_REASONS; "pages" and "fields": see pages.read_pages and csv_rows.read_fields
+    name: str  # name of the file or hub dataset, for messages
+    # Says what `data` contains. "text": one document; "lines": JSON lines; "rows": table rows;
+    # "bad": a Problem; "skipped": a key of SKIP_REASONS; "pages" and "fields": see
+    # pages.read_pages and csv_rows.read_fields
     kind: str
-    start: int  # of `data`: a byte of the (decompressed) file, or a row, from 0
+    start: int  # where `data` starts: a byte of the (decompressed) file, or a row, from 0
     data: Any  # bytes; for "rows" a list of texts (str or None) or of entire rows (dict)
-    input_bytes: int  # read from the stored (compressed) input since the last chunk
+    input_bytes: int  # bytes read from the stored (compressed) input since the last chunk
     input: int = 0  # index in the list of inputs
     next: Position = Position(0, 0)  # where the next chunk starts
-    keys: tuple[tuple[str, str], ...] = ()  # of the document, for "text"
-    encoding: str = ""  # from which the data was decoded, if it was not UTF-8
+    keys: tuple[tuple[str, str], ...] = ()  # further keys of the document, for "text"
+    encoding: str = ""  # the original encoding of the data, if it was not UTF-8
 
 
 class Document(NamedTuple):
@@ -42,7 +43,7 @@ class Document(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something in an input that is not a document, or a part of an input that cannot be read.
+    """An invalid document in an input, or a part of an input that cannot be read.
 
     Task records store it as a list, in this order.
     """
@@ -50,15 +51,15 @@ class Problem(NamedTuple):
     reason: str  # a key of BAD_REASONS
     name: str  # of the file or hub dataset
     input: int  # index in the list of inputs
-    start: int  # as Chunk.start, or the exact byte that is wrong
+    start: int  # like Chunk.start, or the exact byte that is wrong
     is_row: bool  # whether `start` is a row rather than a byte
     detail: str
-    num_documents: int = 1  # lost, as far as is known
-    lost_bytes: int = 0  # of the stored file that could not be read
+    num_documents: int = 1  # documents lost, as far as known
+    lost_bytes: int = 0  # bytes of the stored file that could not be read
 
     @property
     def place(self) -> str:
-        """The file, with the row (from 1) or the byte (from 0) in it."""
+        """The name of the file, with the row (from 1) or the byte (from 0)."""
         return f"{self.name}{f':{self.start + 1}' if self.is_row else f' (byte {self.start:,})'}"
 
 
@@ -74,13 +75,13 @@ BAD_REASONS = {
     "damaged": "damaged files, records or row groups",
     "expands": "files that expand more than --max_expansion times",
     "unreadable": "files that cannot be opened",
-    "encoding": "documents or files whose encoding is not the named one",
+    "encoding": "documents or files that are not in the given encoding",
     "fields": "CSV rows that do not fit the header, or are not CSV",
     "slow_page": "pages whose extraction took more than --max_page_seconds",
     "failed_page": "pages whose text cannot be extracted",
 }
 SKIP_REASONS = {  # harmless, always skipped
-    "no_bytes": "files of no bytes",
+    "no_bytes": "empty files",
     "empty": "empty documents",
     "null": "documents whose text is null",
     "blank_lines": "blank lines",
@@ -89,11 +90,11 @@ SKIP_REASONS = {  # harmless, always skipped
     "http_error": "pages with an HTTP status other than 2xx",
     "binary": "binary files in code trees",
 }
-SHOWN_TYPES = 6  # of content that is not a page
+SHOWN_TYPES = 6  # types of WARC content that are listed
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> dict[str, int]:
-    """Return counts by what was skipped; a key `REASON.TYPE` is counted and shown by type."""
+    """Return counts by description; keys `REASON.TYPE` are merged, and their types are listed."""
     counts: Counter[str] = Counter()
     types: dict[str, Counter[str]] = {}
     for key, count in skipped.items():
@@ -117,21 +118,22 @@ class InputRules:
     invalidates existing stages.
     """
 
-    text_field: str = "text"  # key or column; with dots also a path into nested objects
+    text_field: str = "text"  # key or column; with dots, also a path into nested objects
     on_bad_input: str = "fail"  # or "skip": count it and continue
-    max_bad_fraction: float = 0.01  # of the documents, and of the bytes, under "skip"
-    max_document_bytes: int = 1 << 26  # of a line, a text file, or the text of a row
-    max_expansion: int = 200  # decompressed / compressed size, beyond the first 64 MiB
-    keep_records: bool = False  # whether documents carry all of their keys
-    encoding: str = "utf-8"  # of files that do not declare their own; or "auto"
-    code: bool = False  # whether each file is source code, a document
-    repairs: tuple[str, ...] = ()  # of texts; see encodings.REPAIRS
+    max_bad_fraction: float = 0.01  # fraction of the documents, and of the bytes, with "skip"
+    max_document_bytes: int = 1 << 26  # size of a line, a text file, or the text of a row
+    max_expansion: int = 200  # ratio of decompressed to compressed size, beyond the first 64 MiB
+    keep_records: bool = False  # whether documents keep all their keys
+    encoding: str = "utf-8"  # for files that do not declare their own; or "auto"
+    code: bool = False  # whether to read each file as source code, one document each
+    repairs: tuple[str, ...] = ()  # applied to texts; see encodings.REPAIRS
     max_page_seconds: float = 10.0  # CPU time to extract the text of a page
 
     def content(self) -> dict[str, Any]:
-        """Return the rules that are not defaults of this release only, for fingerprints.
+        """Return the rules for fingerprints.
 
-        A default that was added later is left out, so that it does not invalidate older work.
+        Rules that later releases added are left out at their defaults, so that they do not
+        invalidate older work.
         """
         default = InputRules()
         added = ("encoding", "code", "repairs", "max_page_seconds")

@@ -1,4 +1,4 @@
-"""Finds out how text is encoded, decodes it, and repairs it. Opens no files."""
+"""Detects how text is encoded, decodes it, and repairs it. Opens no files."""
 
 import codecs
 import itertools
@@ -15,15 +15,15 @@ from data_prep.read.streams import Failure, Stream
 UTF8, AUTO, UNKNOWN = "utf-8", "auto", "unknown"
 UNCLEAR = Failure(
     "encoding",
-    "is not UTF-8, and its content does not tell its encoding. Name it with --encoding, or remove "
-    "the file.",
+    "is not UTF-8, and its encoding cannot be detected from its content. Name it with --encoding, "
+    "or remove the file.",
 )
 REPAIRS = ("ftfy", "entities", "nfc")  # in this order
-MARK_INVALID = "zerolm.mark_invalid"  # a handler of errors of codecs
+MARK_INVALID = "zerolm.mark_invalid"  # name of a codec error handler
 SAMPLE_BYTES = 1 << 16
-WORDS_BYTES = 1 << 13  # of them; chardet reads 60 kB/s
+WORDS_BYTES = 1 << 13  # passed to chardet, which reads 60 kB/s
 ISO_2022 = b"\x1b$"  # an escape sequence in ASCII, so the text is valid UTF-8 as well
-MARKS = {  # of the encodings that begin with one
+MARKS = {  # byte order marks of encodings
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
@@ -32,7 +32,7 @@ MARKS = {  # of the encodings that begin with one
 
 
 def canonical(encoding: str) -> str:
-    """Return `utf-8` for every name of that codec, and another encoding as it is."""
+    """Return `utf-8` for every name of that codec, and any other encoding unchanged."""
     try:
         is_utf8 = codecs.lookup(encoding).name in (UTF8, "utf-8-sig")
     except (LookupError, ValueError):  # auto, or unknown
@@ -41,7 +41,7 @@ def canonical(encoding: str) -> str:
 
 
 def _mark_invalid(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Handle an error of a codec: a byte that is not UTF-8 makes its line bad, and no other."""
+    """Handle a codec error so that an invalid byte makes only its own line bad."""
     if isinstance(error, UnicodeDecodeError):
         return "\udc80", error.end
     assert isinstance(error, UnicodeEncodeError)
@@ -52,7 +52,7 @@ codecs.register_error(MARK_INVALID, _mark_invalid)
 
 
 def reading_problems(encoding: str, repairs: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (option, message) for each invalid value of these options of an input."""
+    """Yield (option, message) for each of these input options with an invalid value."""
     try:
         is_known = encoding == AUTO or "a".encode(encoding).decode(encoding) == "a"
     except (LookupError, ValueError):
@@ -71,11 +71,11 @@ def reading_problems(encoding: str, repairs: Sequence[str]) -> Iterator[tuple[st
 
 
 def detect_encoding(sample: bytes) -> str | None:
-    """Return the encoding of text that is not UTF-8, or None if it is not clear.
+    """Return the encoding of text that is not UTF-8, or None if it is unclear.
 
-    Only words that are not ASCII are examined, because English words around them would bias the
-    result. chardet 6 named 13 of 14 legacy encodings and none wrongly, even with four words only;
-    charset-normalizer 3.5 mistook French, Spanish and Turkish.
+    Only non-ASCII words are examined, because English words around them would bias the result.
+    chardet 6 identified 13 of 14 legacy encodings and none wrongly, even from only four words;
+    charset-normalizer 3.5 misidentified French, Spanish and Turkish.
     """
     import chardet
 
@@ -85,13 +85,13 @@ def detect_encoding(sample: bytes) -> str | None:
 
 
 def find_encoding(stream: Stream) -> str | None:
-    """Return the encoding of a file by its byte order mark, as UTF-8, or by its content.
+    """Return the encoding of a file: from its byte order mark, UTF-8 if valid, or by detection.
 
-    Reads the file up to the first bytes that are not UTF-8, and a sample around them. If more of
-    the sample's words that are not ASCII are UTF-8 than are not, the file is UTF-8 with bad lines.
+    Reads the file up to the first bytes that are not UTF-8, and a sample around them. If most of
+    the sample's non-ASCII words are valid UTF-8, the file is UTF-8 with bad lines.
 
     Returns:
-        None if it is not clear.
+        None if the encoding is unclear.
     """
     decoder = codecs.getincrementaldecoder(UTF8)()
     before = b""
@@ -122,9 +122,9 @@ def _is_mostly_utf8(sample: bytes) -> bool:
 
 
 def decode_page(content: bytes, content_type: str) -> str:
-    """Return an HTML page as text: as UTF-8 if it is, otherwise as a browser decides.
+    """Decode an HTML page: as UTF-8 if it is valid, otherwise as a browser does.
 
-    That is by the byte order mark, the header of the server, the page's own declaration, or its
+    A browser uses the byte order mark, the server's header, the page's own declaration, or the
     content.
     """
     from w3lib.encoding import html_to_unicode
@@ -142,7 +142,7 @@ def _detect_page(content: bytes) -> str | None:
 
 
 def open_stream(path: str, suffix: str, start: int, max_expansion: int, encoding: str) -> Stream:
-    """Return the content of a file from a byte of it, as UTF-8."""
+    """Return the content of a file from byte `start` of its UTF-8 form."""
     if encoding == AUTO:
         found = find_encoding(Stream(path, suffix, 0, max_expansion))
         encoding = UTF8 if found == UTF8 else (found or UNKNOWN)
@@ -152,7 +152,7 @@ def open_stream(path: str, suffix: str, start: int, max_expansion: int, encoding
 
 
 class DecodedStream(Stream):
-    """A `Stream` of a file in another encoding, as UTF-8; positions count its UTF-8 bytes."""
+    """A `Stream` that converts a file in another encoding to UTF-8; positions count UTF-8 bytes."""
 
     def __init__(self, path: str, suffix: str, start: int, max_expansion: int, encoding: str):
         super().__init__(path, suffix, 0, max_expansion)
@@ -172,19 +172,22 @@ class DecodedStream(Stream):
                 else:
                     yield data[skip:]
                     skip = 0
-        except (LookupError, UnicodeError) as error:  # unknown, or without handlers of errors
+        except (
+            LookupError,
+            UnicodeError,
+        ) as error:  # unknown, or without support for error handlers
             self.failure = Failure("encoding", f"is not {self.encoding} ({error}).")
 
     def _stored_blocks(self) -> Iterator[bytes]:
         yield from super().__iter__()
         if self.failure is None:
-            yield b""  # the end, at which no character may be incomplete
+            yield b""  # marks the end, where no character may be incomplete
 
 
 def repair(
     documents: Sequence[Document], text_field: str, repairs: Sequence[str]
 ) -> tuple[list[Document], Counter[str]]:
-    """Return documents with repaired text, and how many each repair has changed."""
+    """Return the documents with repaired texts, and how many texts each repair changed."""
     counts: Counter[str] = Counter()
     repaired = []
     for document in documents:
@@ -202,9 +205,9 @@ def repair(
 
 
 def _ftfy(text: str) -> str:
-    """Undo text that was decoded wrongly, and remove control characters.
+    """Repair text that was decoded wrongly, and remove control characters.
 
-    Quotes, ligatures and wide characters stay: they are not damage.
+    Quotes, ligatures and wide characters are not damage, so they are kept.
     """
     import ftfy
 

@@ -1,6 +1,6 @@
-"""`Input`: one file or hub dataset, its formats, and what every reader of inputs needs.
+"""`Input`, one file or hub dataset; the formats of inputs; and functions that all readers use.
 
-Independent of how a format is read.
+Independent of how each format is read.
 """
 
 import codecs
@@ -27,33 +27,33 @@ from zerolm.common.provenance import installed_version
 from zerolm.common.records import open_regular
 from zerolm.common.url import is_url
 
-TEXT_FORMATS = (".txt", ".md")  # a document each; also compressed: streams.COMPRESSIONS
-PAGE_FORMATS = (".html", ".htm", ".xhtml")  # a document each; also compressed
-CODE = ".code"  # a document each: any file of a code tree
+TEXT_FORMATS = (".txt", ".md")  # a document per file; also compressed: streams.COMPRESSIONS
+PAGE_FORMATS = (".html", ".htm", ".xhtml")  # a document per file; also compressed
+CODE = ".code"  # a document per file: any file of a code tree
 LINE_FORMATS = (".jsonl", ".ndjson")  # a document per line; also compressed
 TABLE_FORMATS = (".csv", ".tsv")  # a document per row; also compressed
 ARCHIVE_FORMATS = (".warc", ".wet")  # a document per record; also with .gz
-ROW_FORMATS = (".parquet", ".arrow", "hub")  # a document per row, by number
+ROW_FORMATS = (".parquet", ".arrow", "hub")  # a document per row, addressed by number
 PLAIN_FORMATS = (*TEXT_FORMATS, *LINE_FORMATS, *PAGE_FORMATS, *TABLE_FORMATS)
 SUFFIXES = tuple(
     [each + end for each in PLAIN_FORMATS for end in ("", *COMPRESSIONS)]
     + [each + end for each in ARCHIVE_FORMATS for end in ("", ".gz")]
-    + [".json" + end for end in COMPRESSIONS]  # JSON lines; see `lines_suffix` of a plain .json
+    + [".json" + end for end in COMPRESSIONS]  # JSON lines; for plain .json see `lines_suffix`
     + [".parquet", ".arrow"]
 )
 SHOWN_SUFFIXES = (
     ".txt, .md, .html, .csv, .tsv, .jsonl, .ndjson (also .gz, .zst, .bz2, .xz), JSON lines in "
     ".json (.gz, .zst, .bz2, .xz), .warc, .wet (also .gz), .parquet, .arrow"
 )
-DATASET_CARD = "README.md"  # describes the files beside it
-# Of desktops, archives and network disks.
+DATASET_CARD = "README.md"  # describes the files next to it
+# Files created by desktops, archives and network disks.
 JUNK = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "$recycle.bin", "lost+found"}
 SNIFFED_BYTES = 1 << 20
-END = -1  # in place of the start of the next chunk: there is none
+END = -1  # replaces the start of the next chunk if there is none
 
 
 def suffix_of(path: str) -> str | None:
-    """Return the one of `SUFFIXES` that a path ends with, or None."""
+    """Return the entry of `SUFFIXES` that a path ends with, or None."""
     name = path.lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
 
@@ -63,9 +63,10 @@ def _code_suffix(path: str) -> str | None:
 
 
 def lines_suffix(path: str, text_field: str) -> str | None:
-    """Return the suffix of JSON lines for a `.json` file that has them, else None.
+    """Return the suffix of JSON lines for a `.json` file that contains them, else None.
 
-    It has two lines with an object each, or a single one with the text, which is a string.
+    Such a file starts with two lines that are objects, or its first line is an object whose text
+    is a string.
     """
     key = text_field.rpartition(".")[2].encode()
     try:
@@ -76,7 +77,7 @@ def lines_suffix(path: str, text_field: str) -> str | None:
         return None
     try:
         record = json.loads(first)
-    except (ValueError, RecursionError):  # a long document is cut
+    except (ValueError, RecursionError):  # a long document is truncated
         is_text = len(first) > SNIFFED_BYTES // 2 and first.startswith(b'{"')
         pattern = rb'"' + re.escape(key) + rb'"\s*:\s*"'
         return LINE_FORMATS[0] if is_text and re.search(pattern, first) else None
@@ -87,7 +88,7 @@ def lines_suffix(path: str, text_field: str) -> str | None:
 
 
 def _sniffed(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the first lines of a file, `SNIFFED_BYTES` of them; the last one may be cut."""
+    """Yield the lines in the first `SNIFFED_BYTES` of a file; the last line may be truncated."""
     left = SNIFFED_BYTES
     while left > 0 and (line := file.readline(left)):
         left -= len(line)
@@ -95,25 +96,25 @@ def _sniffed(file: BinaryIO) -> Iterator[bytes]:
 
 
 def pointer_failure(name: str, size_bytes: int | None) -> Failure | None:
-    """Return why a file is a pointer to one that is not here, None if it is not."""
+    """Return the problem if a file is only a pointer to a file stored elsewhere, else None."""
     if not 0 < (size_bytes or 0) <= MAX_POINTER_BYTES:
         return None
     try:
         with open_stored(name) as file:
             detail = pointer_problem(file.read(MAX_POINTER_BYTES))
     except OSError:
-        return None  # named when it is read
+        return None  # reported when the file is read
     return Failure("unreadable", detail) if detail else None
 
 
 class FileKinds(NamedTuple):
-    """The files that are read, by their names.
+    """Which files are read, judged by name.
 
     Attributes:
-        suffix: returns the suffix of an input, given its path; None if it is not read.
-        shown: the names, for messages.
-        hidden: what names of files and directories start with that are left out.
-        card: name of files that describe those beside them, and are not read.
+        suffix: returns the suffix of an input, given its path; None if the file is not read.
+        shown: description of these names, for messages.
+        hidden: prefixes of the names of files and directories that are left out.
+        card: name of files that describe the files next to them, and are not read.
     """
 
     suffix: Callable[[str], str | None]
@@ -122,17 +123,17 @@ class FileKinds(NamedTuple):
     card: str = ""
 
     def hides(self, name: str) -> bool:
-        """Return whether a file or directory below an --input is left out.
+        """Return whether to leave out a file or directory below an --input, by its name.
 
-        Spark, Hive and pyarrow hide the same names, but for a partition of a column (`_day=1`).
+        Spark, Hive and pyarrow hide the same names, except column partitions (`_day=1`).
         """
         is_hidden = name.startswith(self.hidden) and not (name[0] == "_" and "=" in name)
         return is_hidden or name == self.card or name.lower() in JUNK
 
     def hides_below(self, argument: str, name: str) -> bool:
-        """Return whether a file that an --input contains or matches is left out.
+        """Return whether to leave out a file that an --input contains or matches.
 
-        Not if the argument itself names it, as the globs `_*/a.txt` and `*.md` do.
+        A file is kept if the argument itself names it, as the globs `_*/a.txt` and `*.md` do.
         """
         path = argument if is_url(argument) else os.path.normpath(argument)  # without `//`, `./`
         name = name if is_url(name) else os.path.normpath(name)
@@ -160,9 +161,9 @@ CODE_FILES = FileKinds(
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A dataset of the Hugging Face hub."""
+    """A dataset on the Hugging Face hub."""
 
-    name: str  # what `datasets.load_dataset` takes
+    name: str  # as passed to `datasets.load_dataset`
     config: str | None
     split: str
     revision: str | None = None  # the commit that every task reads
@@ -170,38 +171,38 @@ class HubDataset:
 
 @dataclass(frozen=True)
 class Input:
-    """One file or hub dataset; sent to worker processes, so it holds nothing open."""
+    """One file or hub dataset; sent to worker processes, so it contains no open files."""
 
     argument: str  # the --input that named it
     name: str  # a path or a hub id
     suffix: str  # one of SUFFIXES, `CODE` or "hub"
     size_bytes: int | None
     modified_ns: int | None = None
-    state: tuple[int, int, str] | None = None  # time of change, inode, and the host that saw it
+    state: tuple[int, int, str] | None = None  # change time, inode, and the host that read them
     hub: HubDataset | None = None
-    problem: Failure | None = None  # why it cannot be read, where bad input is skipped
-    num_rows: int = 0  # documents lost with the file, where known
+    problem: Failure | None = None  # why it cannot be read, if bad input is skipped
+    num_rows: int = 0  # documents lost with the file, if known
     of_stage: bool = False  # written by a stage, so the limits for raw input do not apply
     encoding: str = UTF8  # the user's --encoding; pages declare their own
-    keys: tuple[tuple[str, str], ...] = ()  # of its document
-    version: str = ""  # of a file in a store
-    packages: tuple[str, ...] = ()  # that read it, with versions
-    text_field: str | None = None  # in place of that of the rules
+    keys: tuple[tuple[str, str], ...] = ()  # further keys of its document
+    version: str = ""  # version of a file in a store
+    packages: tuple[str, ...] = ()  # packages that read it, with versions
+    text_field: str | None = None  # overrides the text field of the rules
 
     def identity(self) -> list[Any]:
-        """Return what determines the content, besides name, suffix, size and time."""
+        """Return everything that determines the content besides name, suffix, size and time."""
         if self.encoding == UTF8 and not (self.keys or self.version or self.packages):
-            return []  # so that fingerprints of earlier releases stay valid
+            return []  # keeps fingerprints of earlier releases valid
         return [self.encoding, self.keys, self.version, self.packages]
 
 
 def state_of(status: os.stat_result) -> tuple[int, int, str]:
-    """Return what changes if a file of the same size and time of modification is another one."""
+    """Return values that differ if a file is replaced by another with the same size and mtime."""
     return status.st_ctime_ns, status.st_ino, host_name()
 
 
 def total_bytes(inputs: Iterable[Input]) -> int | None:
-    """Return the size of inputs; None if one is of unknown size."""
+    """Return the total size of the inputs; None if any size is unknown."""
     sizes = [each.size_bytes for each in inputs]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
@@ -217,7 +218,7 @@ class InputRange(NamedTuple):
 def problem_chunk(
     source: Input, part: InputRange, start: int, failure: Failure, num_lost: int, lost_bytes: int
 ) -> Chunk:
-    """Return a chunk for `num_lost` documents that cannot be read."""
+    """Return a chunk that reports `num_lost` documents as unreadable."""
     is_row = source.suffix in ROW_FORMATS
     name, reason, detail = source.name, failure.reason, failure.detail
     problem = Problem(reason, name, part.input, start, is_row, detail, num_lost, lost_bytes)
@@ -225,21 +226,21 @@ def problem_chunk(
 
 
 def stored_in(source: Input) -> Any:
-    """Return the path of a local file, or a file in a store, opened."""
+    """Return the path of a local file, or an open file for a URL."""
     return open_stored(source.name) if is_url(source.name) else source.name
 
 
 def stream_of(source: Input, start: int, rules: InputRules) -> Stream:
-    """Return the content of a file from a byte offset on, as UTF-8."""
+    """Return the content of a file as UTF-8, from a byte offset."""
     encoding = UTF8 if source.suffix.startswith(PAGE_FORMATS) else source.encoding
     return open_stream(source.name, source.suffix, start, rules.max_expansion, encoding)
 
 
 def packages_of(suffix: str, encoding: str) -> tuple[str, ...]:
-    """Return the optional packages that read a file, with their versions.
+    """Return the optional packages needed to read a file, with their versions.
 
     Raises:
-        ConfigError: one is not installed.
+        ConfigError: a package is not installed.
     """
     names: tuple[str, ...] = ()
     if suffix.startswith((*PAGE_FORMATS, *ARCHIVE_FORMATS)):
@@ -254,10 +255,10 @@ def packages_of(suffix: str, encoding: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def package_versions(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return each name with its version, which decides what is read.
+    """Return each name with its version, which affects the documents.
 
     Raises:
-        ConfigError: one is not installed.
+        ConfigError: a package is not installed.
     """
     versions = {name: installed_version(name) for name in names}
     for name, version in versions.items():

@@ -1,8 +1,8 @@
 """Extracts the main text of web pages with trafilatura, in a child process of each worker.
 
-The child bounds what a page can do: one that takes too much CPU time, or crashes the parser, ends
-the child and becomes bad input. CPU time is counted rather than time by the clock, so that the
-result does not depend on what else the machine does. Independent of where pages come from.
+A page that takes too much CPU time, or crashes the parser, ends only the child process and is
+counted as bad input. The limit is CPU time rather than wall-clock time, so the result does not
+depend on the load of the machine. Independent of where pages come from.
 """
 
 import os
@@ -25,18 +25,18 @@ CHILD = "import sys; sys.path[:] = {path!r}; from data_prep.read.pages import se
 
 
 class Page(NamedTuple):
-    """A web page, or another part of an archive, which is skipped."""
+    """A web page, or another record of an archive that is skipped."""
 
-    start: int  # as Chunk.start
+    start: int  # like Chunk.start
     content: bytes
-    content_type: str = ""  # as the server sent it
+    content_type: str = ""  # as sent by the server
     keys: Mapping[str, str] = {}  # for the document
     is_html: bool = True  # otherwise plain text
-    skipped: str = ""  # a key of SKIP_REASONS, of other content with its type
+    skipped: str = ""  # a key of SKIP_REASONS, for other content followed by its type
 
 
 def read_pages(chunk: Chunk, rules: InputRules) -> Parsed:
-    """Return the documents of a chunk of pages; see `documents.read_documents`."""
+    """Return the documents of a chunk of pages; see `parse.read_documents`."""
     documents: list[Document] = []
     skipped: Counter[str] = Counter()
     problems: list[Problem] = []
@@ -51,7 +51,7 @@ def read_pages(chunk: Chunk, rules: InputRules) -> Parsed:
             try:
                 answer = {"text": page.content.decode()}
             except UnicodeDecodeError as error:
-                detail = f"a record of text that is not UTF-8 ({error.reason}). Remove it."
+                detail = f"the record's text is not UTF-8 ({error.reason}). Remove the record."
                 answer = {"reason": "not_utf8", "detail": detail}
         if "reason" in answer:
             problems.append(Problem(answer["reason"], *where, False, answer["detail"]))
@@ -67,7 +67,7 @@ def read_pages(chunk: Chunk, rules: InputRules) -> Parsed:
 
 
 class _Extractor:
-    """The child process, started when it is first needed and again after it ended."""
+    """The child process, started on first use and restarted after it has ended."""
 
     def __init__(self) -> None:
         self.pid = -1
@@ -115,12 +115,12 @@ _extractor = _Extractor()
 
 
 def serve(descriptor: int) -> None:
-    """Answer requests for extraction until the parent closes the connection or ends."""
+    """Answer extraction requests until the parent closes the connection or exits."""
     import logging
 
     import trafilatura
 
-    assert trafilatura  # imported here, so that no page's time includes it
+    assert trafilatura  # imported before the first page, so that no page's time includes the import
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     connection = Connection(descriptor)
@@ -133,7 +133,7 @@ def serve(descriptor: int) -> None:
         answer: dict[str, Any]
         try:
             answer = extract_text(content, content_type)
-        except Exception as error:  # the parser was not made for this page
+        except Exception as error:  # the parser may raise anything on odd pages
             detail = f"its text cannot be extracted ({reason(error)}). Remove the page."
             answer = {"reason": "failed_page", "detail": detail}
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -144,9 +144,9 @@ def serve(descriptor: int) -> None:
 
 
 def extract_text(content: bytes, content_type: str = "") -> dict[str, str]:
-    """Return `text`, the main text of an HTML page ("" if it has none), and its `title`.
+    """Return `text`, the main text of an HTML page ("" if there is none), and its `title`.
 
-    trafilatura's `deduplicate` stays off: its memory of earlier pages would make the text of a page
+    trafilatura's `deduplicate` is off: it remembers earlier pages, so the text of a page would
     depend on where a stopped task resumed.
     """
     import trafilatura

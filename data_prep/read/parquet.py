@@ -11,11 +11,11 @@ from data_prep.read.streams import MIN_CHECKED_BYTES, Failure
 from zerolm.common.errors import reason
 
 MAX_ROWS = 8192  # in a list
-NANOSECONDS = "time64[ns]"  # Python's times have microseconds, and pyarrow drops the rest
+NANOSECONDS = "time64[ns]"  # Python's times end at microseconds, and pyarrow drops the rest
 
 
 class RowGroupRefused(ValueError):
-    """A row group that expands too much to be read."""
+    """A row group is refused because it expands too much."""
 
     def __init__(self, failure: Failure):
         super().__init__(failure.detail)
@@ -23,7 +23,7 @@ class RowGroupRefused(ValueError):
 
 
 def check_parquet(stored: Any, text_field: str) -> tuple[Failure | None, int]:
-    """Return why a Parquet file has no column of text, and its number of rows.
+    """Return why a Parquet file has no text column (None if it has one), and its number of rows.
 
     Args:
         stored: the file, or its path.
@@ -41,13 +41,13 @@ def check_parquet(stored: Any, text_field: str) -> tuple[Failure | None, int]:
 
 
 def _column_problem(schema: Any, text_field: str) -> Failure | None:
-    """Return why a table has no column of text."""
+    """Return why a table has no text column, or None if it has one."""
     column_type = _column_type(schema, text_field)
     if column_type is None:
         return Failure(
             "no_text_field",
-            f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose one with "
-            f"--text_field.",
+            f"no column {text_field!r}; it has {', '.join(schema.names)[:500]}. Choose a column "
+            "with --text_field.",
         )
     if schema.names.count(text_field) > 1:
         return Failure("no_text_field", f"has several columns {text_field!r}. Rename all but one.")
@@ -61,7 +61,7 @@ def _column_problem(schema: Any, text_field: str) -> Failure | None:
 
 
 def check_arrow(stored: Any, text_field: str) -> Failure | None:
-    """Return why an Arrow file has no column of text; see `open_arrow`."""
+    """Return why an Arrow file has no text column, or None if it has one; see `open_arrow`."""
     try:
         return _column_problem(open_arrow(stored)[0], text_field)
     except parquet_errors() as error:
@@ -69,13 +69,13 @@ def check_arrow(stored: Any, text_field: str) -> Failure | None:
 
 
 def arrow_failure(error: BaseException) -> Failure:
-    """Return the failure of a damaged Arrow file."""
+    """Return the failure for a damaged Arrow file."""
     problem = f"cannot be read as Arrow ({reason(error, named=False)})"
     return Failure("damaged", f"{problem}. Restore the file, or remove it.")
 
 
 def open_arrow(stored: Any) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the batches of an Arrow file, a stream as of `datasets` or Feather.
+    """Return the schema and batches of an Arrow file: a stream, as from `datasets`, or Feather.
 
     Args:
         stored: the file, or its path.
@@ -96,7 +96,7 @@ def read_batch(batch: Any, skip: int, rules: InputRules, chunk_bytes: int) -> It
     """Yield the rows of a batch after the first `skip`; see `read_row_group`.
 
     Raises:
-        ArrowInvalid: the batch is damaged; pyarrow would read outside of it.
+        ArrowInvalid: the batch is damaged, and pyarrow would read outside its memory.
     """
     for column in batch.columns:
         _validate(column)
@@ -111,7 +111,7 @@ def read_batch(batch: Any, skip: int, rules: InputRules, chunk_bytes: int) -> It
 
 
 def _validate(column: Any) -> None:
-    """Check that no value is outside of the memory of a column; its content may be odd."""
+    """Check that no value lies outside the column's memory; values may be invalid."""
     import pyarrow as pa
 
     column.validate()
@@ -138,7 +138,7 @@ def _validate(column: Any) -> None:
 
 
 def _column_type(schema: object, text_field: str) -> object | None:
-    """Return the type of a column, or of a field in a column of objects; as `find_text` does."""
+    """Return the type of a column or nested field, with the lookup rules of `find_text`."""
     import pyarrow as pa
 
     assert isinstance(schema, pa.Schema | pa.StructType)
@@ -163,7 +163,7 @@ def read_row_group(
 ) -> Iterator[list]:
     """Yield the rows of a row group after the first `skip`, in lists of about `chunk_bytes`.
 
-    A row is its text or, with `keep_records` or a field that is a path into objects, a dict.
+    A row is its text, or a dict with `keep_records` or if the field is a path into objects.
 
     Raises:
         RowGroupRefused: the row group expands more than `max_expansion` times.
@@ -203,10 +203,10 @@ def read_row_group(
 
 
 def entire_rows(batch: Any, field: str) -> list:
-    """Return rows with all of their columns, in JSON types.
+    """Return rows with all their columns, in JSON types.
 
-    What Python has no value for, such as a date after the year 9999 or text that is not UTF-8,
-    affects only its own value.
+    A value that Python cannot represent, such as a date after the year 9999 or text that is not
+    UTF-8, affects no other value.
     """
     is_exact = not any(NANOSECONDS in str(column.type) for column in batch.columns)
     try:
@@ -223,10 +223,10 @@ def entire_rows(batch: Any, field: str) -> list:
 
 
 def _exact_values(column: Any, has_text: bool) -> list:
-    """Return the values of a column, one by one where Python cannot convert all of them.
+    """Return the values of a column, converted one by one if pyarrow cannot convert them together.
 
     Args:
-        has_text: it is the column of the text, whose values stay bytes if they are not UTF-8.
+        has_text: whether this is the text column, whose values stay bytes if they are not UTF-8.
     """
     if NANOSECONDS not in str(column.type):
         with contextlib.suppress(*value_errors()):
@@ -267,7 +267,7 @@ def _exact_value(value: Any, has_text: bool) -> Any:
 
 
 def _time_text(value: Any) -> str:
-    """Return a date, a time (UTC if it has a zone) or a duration as text."""
+    """Return a date, a time (in UTC if it has a time zone) or a duration as text."""
     import pyarrow as pa
 
     if pa.types.is_duration(value.type):
@@ -276,16 +276,16 @@ def _time_text(value: Any) -> str:
     if pa.types.is_timestamp(value.type) and value.type.tz:
         value, zone = value.cast(pa.timestamp(value.type.unit)), "Z"
     text = value.cast(pa.string()).as_py()
-    if text.startswith("<"):  # beyond the years that Arrow writes
+    if text.startswith("<"):  # beyond the range of years that Arrow formats
         unit = "ms" if pa.types.is_date64(value.type) else getattr(value.type, "unit", "days")
         return f"{value.value} {unit} since 1970"
     return text.replace(" ", "T", 1) + zone
 
 
 def json_rows(rows: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
-    """Return rows in JSON types, with the text decoded if it is bytes in UTF-8.
+    """Return rows in JSON types, with the text decoded if it is stored as UTF-8 bytes.
 
-    Text that is not UTF-8 stays bytes, so that it is counted as bad.
+    Text that is not UTF-8 stays bytes, so it is counted as bad later.
     """
     converted = []
     for row in rows:
@@ -325,14 +325,14 @@ def _column_values(column: Any) -> list:
 
     try:
         return column.to_pylist()
-    except UnicodeDecodeError:  # one value is not UTF-8: return all of them as bytes
+    except UnicodeDecodeError:  # a value is not UTF-8: return all values as bytes
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
         return _as_bytes(column).to_pylist()
 
 
 def _as_bytes(column: Any) -> Any:
-    """Return a column of text as one of bytes, which may be other than UTF-8."""
+    """Return a text column as bytes, which need not be UTF-8."""
     import pyarrow as pa
 
     binary = pa.binary()
@@ -344,7 +344,7 @@ def _as_bytes(column: Any) -> Any:
 
 
 def is_text_type(column_type: Any) -> bool:
-    """Whether an Arrow type is one of the types of strings."""
+    """Return whether an Arrow type is a string type."""
     import pyarrow as pa
 
     kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
@@ -352,7 +352,7 @@ def is_text_type(column_type: Any) -> bool:
 
 
 def is_untyped(column_type: Any) -> bool:
-    """Whether a type may hold text without saying so: bytes, which may be UTF-8, or only nulls.
+    """Return whether a type may hold undeclared text: bytes, or only nulls.
 
     Spark, Impala and DuckDB have written strings as bytes without a logical type.
     """
@@ -363,14 +363,14 @@ def is_untyped(column_type: Any) -> bool:
 
 
 def value_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions for a value that Python has no type for; KeyError: unknown zones."""
+    """Return the exceptions for values that Python cannot represent; KeyError: unknown zones."""
     import pyarrow as pa
 
     return (pa.ArrowException, ValueError, OverflowError, KeyError)
 
 
 def parquet_errors() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that pyarrow raises for a damaged file; some are not its own."""
+    """Return the exceptions that pyarrow raises for damaged files, some of them Python's."""
     import pyarrow as pa
 
     return (pa.ArrowException, OSError, ValueError, NotImplementedError, OverflowError)

@@ -1,8 +1,8 @@
 """Parses text files, JSON lines and table rows into documents. Opens no files.
 
-Readers and work units pass on unparsed `Chunk`s. Here a chunk becomes `Document`s, and anything
-else in it a `Problem` with its position. `work_units.read_batches` decides whether a problem ends
-the command or is counted and skipped.
+Readers and work units pass on unparsed `Chunk`s. This module turns a chunk into `Document`s, and
+anything invalid into a `Problem` with its position. `work_units.read_batches` decides whether a
+problem ends the command or is counted and skipped.
 """
 
 import json
@@ -15,7 +15,7 @@ from data_prep.read.documents import Chunk, Document, InputRules, Problem
 SHOWN_CHARACTERS = 60
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF16 = "it is UTF-16. Read it with --encoding utf-16, or auto."
-CONTENTS = {  # what begins so is not text, or not UTF-8
+CONTENTS = {  # files that begin with these bytes are not text, or not UTF-8
     b"\xff\xfe": UTF16,
     b"\xfe\xff": UTF16,
     b"\x1f\x8b": "it is compressed with gzip. Rename the file to end in .gz.",
@@ -25,17 +25,17 @@ CONTENTS = {  # what begins so is not text, or not UTF-8
     b"PAR1": "it is Parquet. Rename the file to end in .parquet.",
     b"PK\x03\x04": "it is a zip archive. Unpack it.",
 }
-JSON_HINT = "A JSON array becomes JSON lines with: jq -c '.[]' a.json > a.jsonl"
-PARQUET_TEXT = "not UTF-8, as the text of a table must be. Write the file again, or remove the row."
+JSON_HINT = "Convert a JSON array to JSON lines with: jq -c '.[]' a.json > a.jsonl"
+PARQUET_TEXT = "not UTF-8, which table text must be. Write the file again, or remove the row."
 BEYOND_64_BITS = float(1 << 63)
 
-Parsed = tuple[list[Document], Counter[str], list[Problem]]  # skipped are counted by SKIP_REASONS
+Parsed = tuple[list[Document], Counter[str], list[Problem]]  # counts by SKIP_REASONS
 
 
 def read_documents(chunk: Chunk, rules: InputRules) -> Parsed:
     """Return the documents of a chunk in order, counts of what was skipped, and the problems.
 
-    A line is valid if Python's `json` accepts it: NaN and infinities too.
+    A line is valid if Python's `json` accepts it, including NaN and infinities.
     """
     if chunk.kind == "bad":
         return [], Counter(), [chunk.data]
@@ -98,7 +98,7 @@ def _parse_lines(chunk: Chunk, rules: InputRules) -> Parsed:
 
 
 def _exact_integers(record: dict[str, Any], line: memoryview) -> dict[str, Any]:
-    """Return a record with exact integers: orjson rounds those beyond 64 bits to floats."""
+    """Return a record with exact integers; orjson converts integers beyond 64 bits to floats."""
     for value in record.values():
         if type(value) is float and abs(value) >= BEYOND_64_BITS:
             return json.loads(bytes(line))
@@ -106,10 +106,11 @@ def _exact_integers(record: dict[str, Any], line: memoryview) -> dict[str, Any]:
 
 
 def _parse_unusual_line(chunk: Chunk, place: int, line: bytes, field: str) -> tuple[Any, Any, Any]:
-    """Return (record, text, problem) of a line that orjson refuses or that lacks the text field.
+    """Return (record, text, problem) for a line that orjson refuses or that lacks the text field.
 
     orjson refuses some lines that `json` accepts: NaN, infinities, lone surrogates, deep nesting.
-    Files written by Python contain them, mostly in keys other than the text, so `json` decides.
+    Files written by Python contain such values, mostly in keys other than the text, so `json`
+    decides.
     """
 
     def problem(reason: str, detail: str, at: int = 0) -> tuple[None, None, Problem]:
@@ -157,7 +158,7 @@ def find_text(record: dict[str, Any], field: str) -> tuple[bool, Any]:
 
 
 def replace_text(record: dict[str, Any], field: str, text: str) -> dict[str, Any]:
-    """Return a record with another text; a field with dots may be a path into objects."""
+    """Return a record with its text replaced; a field with dots may be a path into objects."""
     if field in record or "." not in field:
         return {**record, field: text}
     first, _, rest = field.partition(".")
@@ -175,7 +176,7 @@ def _row_values(chunk: Chunk, rules: InputRules) -> Iterator[tuple[int, Any, Any
 def _parse_values(
     chunk: Chunk, rules: InputRules, values: Iterator[tuple[int, Any, Any]]
 ) -> Parsed:
-    """Return the documents among (start, value, record) tuples; a value may be UTF-8 bytes."""
+    """Return the documents from (start, value, record) tuples; a value may be UTF-8 bytes."""
     documents: list[Document] = []
     skipped: Counter[str] = Counter()
     problems: list[Problem] = []
@@ -217,7 +218,7 @@ def _not_a_string(chunk: Chunk, start: int, value: object) -> Problem:
 
 
 def too_long_problem(chunk: Chunk, start: int, size: int, limit: int) -> Problem:
-    """Return the problem of a document of `size` bytes."""
+    """Return the problem for a document of `size` bytes."""
     detail = (
         f"{size:,} bytes are more than --max_document_bytes {limit:,}. Split the document, or "
         f"raise the limit."
@@ -240,7 +241,7 @@ def _lone_surrogate(text: str) -> str | None:
 
 
 def encoding_problem(chunk: Chunk, content: bytes, at: int) -> tuple[str, str]:
-    """Return reason and detail of a byte that is not of the encoding of its file."""
+    """Return reason and detail for a byte that is invalid in the file's encoding."""
     if chunk.encoding:
         return "encoding", f"not {chunk.encoding}. Name its encoding with --encoding, or auto."
     for magic, advice in CONTENTS.items():

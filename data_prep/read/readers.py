@@ -1,6 +1,6 @@
-"""Reads one input from a given position as chunks: files of all formats, and hub datasets.
+"""Reads one input, a file of any format or a hub dataset, in chunks from a given position.
 
-An unreadable part becomes a chunk of kind "bad", and reading continues after it where possible.
+An unreadable part becomes a chunk of kind "bad", and reading continues after it if possible.
 """
 
 import stat
@@ -51,8 +51,8 @@ from data_prep.read.warc import read_archive
 from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.url import is_url
 
-HUB_ROWS = 64  # a batch of the streaming iterator
-BINARY_BYTES = 8192  # of a source file, in which git looks for a zero byte too
+HUB_ROWS = 64  # rows per batch of the streaming iterator
+BINARY_BYTES = 8192  # a zero byte in these first bytes marks a source file as binary, as in git
 
 
 def read_input(
@@ -99,12 +99,12 @@ def _read_input(
 
 
 def _remote_pointer(source: Input) -> Failure | None:
-    """Return the failure of a pointer in a store; discovery looks into local files."""
+    """Return the failure if a file in a store is only a pointer; discovery checks local files."""
     return pointer_failure(source.name, source.size_bytes) if is_url(source.name) else None
 
 
 def require_unchanged(inputs: Iterable[Input]) -> None:
-    """Check that no local file was written to after it was read, before anything is published.
+    """Check before publishing that no local file has changed since it was read.
 
     Raises:
         ConfigError: one was.
@@ -117,7 +117,7 @@ def require_unchanged(inputs: Iterable[Input]) -> None:
 
 
 def _check_unchanged(source: Input) -> Failure | None:
-    """Return why a file can no longer be opened, or None if it can."""
+    """Return why a file can no longer be opened, or None if it can be."""
     again = "Run the command again when no process writes to the input."
     if is_url(source.name):
         if stat_file(source.name)[1:] != (source.size_bytes, source.version):
@@ -131,12 +131,13 @@ def _check_unchanged(source: Input) -> Failure | None:
         return Failure("unreadable", "is no longer a file.")
     if source.size_bytes is not None and status.st_size != source.size_bytes:
         raise ConfigError(
-            f"{source.name}: had {source.size_bytes:,} bytes when the command started, and has "
+            f"{source.name}: had {source.size_bytes:,} bytes when the command started, but has "
             f"{status.st_size:,} now. {again}"
         )
     state = state_of(status)
     seen = state if source.state is None else source.state
-    is_other = state[2] == seen[2] and state[1] != seen[1]  # some file systems number for a host
+    # Some file systems assign inodes per host.
+    is_other = state[2] == seen[2] and state[1] != seen[1]
     if source.modified_ns not in (None, status.st_mtime_ns) or state[0] != seen[0] or is_other:
         raise ConfigError(
             f"{source.name}: was written to or replaced since the command started, with the same "
@@ -146,7 +147,7 @@ def _check_unchanged(source: Input) -> Failure | None:
 
 
 def checked_table(source: Input, text_field: str) -> Input:
-    """Return a Parquet, Arrow or CSV file with its `problem` if it has no column of text."""
+    """Return a Parquet, Arrow or CSV file with its `problem` if it has no text column."""
     if source.suffix.startswith(TABLE_FORMATS):
         return replace(source, problem=header_of(source, InputRules(text_field))[1])
     stored = stored_in(source)
@@ -157,7 +158,7 @@ def checked_table(source: Input, text_field: str) -> Input:
 
 
 def _read_text(source: Input, part: InputRange, rules: InputRules) -> Iterator[tuple[Chunk, int]]:
-    """Read a file that is one document."""
+    """Read a file as one document."""
     size = source.size_bytes or 0
     is_page = source.suffix.startswith(PAGE_FORMATS)
     limit = min(rules.max_document_bytes, MAX_PAGE_BYTES) if is_page else rules.max_document_bytes
@@ -193,7 +194,7 @@ def _read_lines(
     stream = stream_of(source, max(0, part.start - 1), rules)
     limit = rules.max_document_bytes
     is_compressed = source.encoding != UTF8 or source.suffix.endswith(COMPRESSIONS)
-    counted, next_start = None, part.start  # `counted`: stored bytes that chunks account for so far
+    counted, next_start = None, part.start  # `counted`: stored bytes in earlier chunks
     is_plain = not is_compressed and not is_url(source.name)
     blocks = read_plain_line_blocks if is_plain else read_line_blocks
     for block in blocks(stream, part.start, part.stop, chunk_bytes, limit):
@@ -215,7 +216,7 @@ def _read_lines(
 def _read_parquet(
     source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
 ) -> Iterator[tuple[Chunk, int]]:
-    """Read row group by row group: a damaged one does not affect those after it."""
+    """Read row group by row group, so a damaged row group does not affect later ones."""
     import pyarrow.parquet as pq
 
     stored_bytes = source.size_bytes or 0
@@ -255,7 +256,7 @@ def _read_parquet(
 def _read_arrow(
     source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
 ) -> Iterator[tuple[Chunk, int]]:
-    """Read batch by batch; after a damaged one the rest of the file is lost."""
+    """Read batch by batch; after a damaged batch the rest of the file is lost."""
     stored_bytes, row, done = source.size_bytes or 0, 0, part.start
     try:
         stored = stored_in(source)
@@ -276,8 +277,11 @@ def _parquet_failure(error: BaseException) -> Failure:
     if isinstance(error, RowGroupRefused):
         return error.failure
     problem = f"cannot be read as Parquet ({reason(error, named=False)})"
-    if "Invalid UTF8" in str(error):  # pyarrow converts the indices of categories, and checks them
-        fix = "A column of categories has text that is not UTF-8: write it as strings, or remove it"
+    if "Invalid UTF8" in str(error):  # pyarrow checks the values of categorical columns
+        fix = (
+            "A categorical column contains text that is not UTF-8: write it as strings, or remove "
+            "it"
+        )
         return Failure("damaged", f"{problem}. {fix}.")
     return Failure("damaged", f"{problem}. Restore the file, or remove it.")
 
@@ -314,7 +318,7 @@ def _read_hub(source: Input, part: InputRange, rules: InputRules) -> Iterator[tu
         if rules.text_field not in batch and head not in batch:
             raise ConfigError(
                 f"{source.name}:{row + 1}: no column {rules.text_field!r}; it has "
-                f"{', '.join(batch)}. Choose one with --text_field."
+                f"{', '.join(batch)}. Choose a column with --text_field."
             )
         if rules.keep_records:
             rows = json_rows(rows, rules.text_field)

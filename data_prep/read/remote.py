@@ -1,7 +1,7 @@
 """Lists and opens files in object stores and on web servers, through fsspec.
 
-A read that fails is retried; one that keeps failing ends the command, because a store that is down
-is no reason to skip documents. Local paths are opened as usual.
+A failed read is retried; if it keeps failing, the command ends, because documents must not be
+skipped just because a store is down. Local paths are opened as usual.
 """
 
 import io
@@ -17,8 +17,8 @@ from zerolm.shards.range_reader import RangeReader
 
 READ_AHEAD_BYTES = 4 << 20  # per request
 LIST_SECONDS = 300.0
-MISSING_SECONDS = 5.0  # fsspec calls a file missing when its server is too busy to answer
-VERSION_KEYS = ("ETag", "etag", "generation", "LastModified", "mtime")  # of an entry, by preference
+MISSING_SECONDS = 5.0  # fsspec reports a file as missing if its server is too busy to answer
+VERSION_KEYS = ("ETag", "etag", "generation", "LastModified", "mtime")  # in order of preference
 
 
 class Entry(NamedTuple):
@@ -26,16 +26,17 @@ class Entry(NamedTuple):
 
     url: str
     size_bytes: int
-    version: str  # changes with the content, if the store tells
+    version: str  # changes with the content; empty if the store has no versions
 
 
 def list_files(url: str) -> list[Entry]:
-    """Return the files of a URL, sorted.
+    """Return the files that a URL names, sorted.
 
-    The URL names a file, a "directory" or a glob; on a web server, which lists nothing, a file.
+    The URL names a file, a "directory" or a glob; on a web server, which cannot list files, only a
+    file.
 
     Raises:
-        ConfigError: it cannot be listed, or nothing is there.
+        ConfigError: the URL cannot be listed, or matches no file.
     """
     problem = url_problem(url)
     if problem is not None:
@@ -72,7 +73,7 @@ def _list(url: str) -> Iterator[Entry]:
         if info["type"] != "file":
             continue
         if info.get("size") is None:
-            raise StoreError("the server does not tell the size of the file")
+            raise StoreError("the server does not report the size of the file")
         full = name if is_url(name) else fs.unstrip_protocol(name)
         yield Entry(full, int(info["size"]), _version(info))
 
@@ -82,7 +83,7 @@ def _version(info: Mapping[str, Any]) -> str:
 
 
 def stat_file(url: str) -> Entry:
-    """Return the present state of a file."""
+    """Return the current state of a file."""
 
     def entry() -> Entry:
         return call_within(LIST_SECONDS, lambda: next(iter(_list(url))))
@@ -92,11 +93,11 @@ def stat_file(url: str) -> Entry:
             f"{url}: cannot be read", entry, seconds=RETRY_SECONDS, missing_seconds=MISSING_SECONDS
         )
     except StoreError as error:
-        raise ZerolmError(f"{error}. Run the command again when it can.") from None
+        raise ZerolmError(f"{error}. Run the command again when the file can be read.") from None
 
 
 def open_stored(name: str) -> BinaryIO:
-    """Open a local file, or one in a store, for reading.
+    """Open a local file or a URL for reading.
 
     Raises:
         OSError: the local file cannot be opened.
@@ -112,7 +113,7 @@ def _reader(directory: str) -> RangeReader:
 
 
 class _RemoteFile(io.RawIOBase):
-    """The bytes of a file in a store, in requests of READ_AHEAD_BYTES, with retries."""
+    """A file in a store, read by requests of READ_AHEAD_BYTES, with retries."""
 
     def __init__(self, url: str):
         super().__init__()

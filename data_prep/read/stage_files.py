@@ -1,9 +1,10 @@
 """Reads and writes the files that stages exchange: clean -> dedup -> decontaminate -> tokenize.
 
 A stage is a directory of files `00000.jsonl.zst`, ..., one per task and with the same names in
-every stage; each line is an object with the text, an `id` and the other keys of the input.
-`stage.json` is published last: counts, options, files with sizes and checksums, and the previous
-stage. A directory without it is not a stage. Independent of what a stage does.
+every stage. Each line is an object with the text, an `id` and the other keys of the input.
+`stage.json` is published last, with counts, options, the sizes and checksums of the files, and the
+record of the previous stage. A directory without `stage.json` is not a stage. Independent of what
+each stage does.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ Json = dict[str, Any]
 
 
 def stage_file(task: int, piece: int = 0) -> str:
-    """Return the name of a task's file; `piece` numbers the files of a task that writes several."""
+    """Return the name of a task's file; `piece` numbers the files if a task writes several."""
     return f"{task:05d}{f'_{piece:05d}' if piece else ''}{STAGE_SUFFIX}"
 
 
@@ -51,9 +52,9 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 class StageWriter:
-    """Writes one file of a stage, completely or not at all; equal lines give equal bytes.
+    """Writes one file of a stage, completely or not at all; equal lines produce equal bytes.
 
-    As a context manager it removes the file unless `close` was called.
+    As a context manager, it removes the file unless `close` was called.
     """
 
     def __init__(self, path: Path):
@@ -107,7 +108,7 @@ class StageWriter:
         """Remove the unfinished file, unless it is already published."""
         self.lines = []
         self.temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a full disk: buffered data cannot be flushed
+        with contextlib.suppress(OSError):  # buffered data cannot be flushed to a full disk
             if not self.file.closed:
                 self.stream.close()
 
@@ -125,7 +126,7 @@ class _StageFile(TypedDict):
 
 
 class StageManifest(TypedDict):
-    """What every `stage.json` has; the counts and options depend on the stage."""
+    """The keys that every `stage.json` contains; counts and options depend on the stage."""
 
     stage: str
     inputs: str
@@ -139,11 +140,11 @@ class Stage:
 
     directory: Path
     manifest: Json
-    paths: list[Path] = field(default_factory=list)  # of its files, in order
+    paths: list[Path] = field(default_factory=list)  # its files, in order
 
     @property
     def text_field(self) -> str:
-        """The key of the text."""
+        """The key that contains the text."""
         return self.manifest["text_field"]
 
 
@@ -153,7 +154,7 @@ def is_stage(directory: str | Path) -> bool:
 
 
 def is_unfinished(directory: str | Path) -> bool:
-    """Return whether a directory has records of tasks but no `stage.json`, so is no stage yet."""
+    """Return whether a directory contains task records but no `stage.json` yet."""
     if is_stage(directory):
         return False
     patterns = ("records/*/[0-9][0-9][0-9][0-9][0-9]*", "work/records/*/[0-9][0-9][0-9][0-9][0-9]*")
@@ -164,7 +165,8 @@ def read_stage(directory: str | Path) -> Stage:
     """Open a published stage, and check the sizes of its files.
 
     Raises:
-        ConfigError: it is not published, has another version, or files are missing or truncated.
+        ConfigError: the stage is not published or has another version, or files are missing or
+            truncated.
     """
     directory = Path(directory)
     path, fix = directory / STAGE_MANIFEST, "Run the stage again."
@@ -174,19 +176,21 @@ def read_stage(directory: str | Path) -> Stage:
 
 
 def read_listing(path: Path, kind: Any, expected: tuple[str, int], fix: str) -> Json:
-    """Read a JSON file that lists other files, `stage.json` for example.
+    """Read a JSON file that lists other files, such as `stage.json`.
 
     Args:
-        kind: type of its content.
-        expected: its format and version.
-        fix: what the user can do if there is none, or a wrong one.
+        kind: type of the file's content.
+        expected: required format and version.
+        fix: what the user can do if the file is missing or wrong.
 
     Raises:
-        ConfigError: it is missing, has another version, or is damaged.
+        ConfigError: the file is missing, has another version, or is damaged.
     """
     content = read_record(path, dict, fix)
     if content is None:
-        raise ConfigError(f"{path}: is missing, so what it would list is unfinished. {fix}")
+        raise ConfigError(
+            f"{path}: is missing, so the files that it would list are unfinished. {fix}"
+        )
     found = content.get("format"), content.get("version")
     if found != expected:
         raise ConfigError(
@@ -199,7 +203,7 @@ def read_listing(path: Path, kind: Any, expected: tuple[str, int], fix: str) -> 
 
 
 def check_listed_files(path: Path, entries: Iterable[Mapping[str, Any]], fix: str) -> None:
-    """Compare the sizes of the files that a JSON file lists; they lie beside it or below.
+    """Check the sizes of the files that a JSON file lists, relative to its directory.
 
     Raises:
         ConfigError: files are missing or have another size.
@@ -218,7 +222,7 @@ def check_listed_files(path: Path, entries: Iterable[Mapping[str, Any]], fix: st
 
 
 def stage_of(argument: str) -> Stage | None:
-    """Return the stage whose directory or file an --input names; None if it names no stage.
+    """Return the stage if an --input names its directory or one of its files, else None.
 
     Raises:
         ConfigError: the stage is damaged.
@@ -233,7 +237,7 @@ def stage_of(argument: str) -> Stage | None:
 
 
 def check_text_field(stage: Stage, text_field: str) -> None:
-    """Compare the key of the text with the one that a stage has written.
+    """Check that the text field is the one that a stage has written.
 
     Raises:
         ConfigError: they differ.
@@ -241,16 +245,17 @@ def check_text_field(stage: Stage, text_field: str) -> None:
     if stage.text_field != text_field:
         raise ConfigError(
             f"{stage.directory}: is a stage with its text in the key {stage.text_field!r}, not "
-            f"{text_field!r}. Set text_field to {stage.text_field} (--text_field), and give inputs "
-            f"with another key to a command or a source of their own."
+            f"{text_field!r}. Set text_field to {stage.text_field} (--text_field), and give "
+            "inputs with a different key to a separate command or source."
         )
 
 
 def check_stage_file(path: Path) -> None:
-    """Compare a file of a published stage with its checksum; other files are not checked.
+    """Verify the checksum of a file in a published stage; other files are not checked.
 
     Raises:
-        ConfigError: it is damaged. Most changed bits decompress to another text without an error.
+        ConfigError: the file is damaged. Without this check most flipped bits would only change
+            the text.
     """
     manifest = path.parent / STAGE_MANIFEST
     if not manifest.is_file():
@@ -270,7 +275,7 @@ def _checksums(manifest: Path, modified_ns: int) -> dict[str, str]:
 
 
 def read_stage_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a stage's file, without their newlines."""
+    """Yield the lines of a stage's file without newlines."""
     import pyarrow as pa
 
     try:
@@ -290,7 +295,7 @@ def read_stage_lines(path: Path) -> Iterator[bytes]:
 
 def read_records(path: Path) -> Iterator[Json]:
     """Yield the documents of a stage's file, as objects."""
-    for line in read_stage_lines(path):  # with `json`, which keeps integers beyond 64 bits exact
+    for line in read_stage_lines(path):  # `json` keeps integers beyond 64 bits exact
         yield json.loads(line)
 
 
@@ -311,7 +316,7 @@ def publish_stage(
     Args:
         files: the results of `StageWriter.close`, in order.
         inputs: fingerprint of the stage's inputs and options.
-        counts: sum over all tasks; see `merge_counts`.
+        counts: sums over all tasks; see `merge_counts`.
         provenance: `provenance_of` the previous stage, or the inputs of the first stage.
     """
     content = {
@@ -333,14 +338,14 @@ def publish_stage(
 
 
 def remove_unlisted_files(directory: Path, listed: Set[str]) -> None:
-    """Remove the files left by killed tasks, or by tasks with other options."""
+    """Remove files left by killed tasks or by tasks with other options."""
     for path in directory.iterdir():
         if _TASK_FILE.fullmatch(path.name) and path.name not in listed:
             path.unlink(missing_ok=True)
 
 
 def provenance_of(stage: Stage) -> Json:
-    """Return what later stages and manifests record of a stage: its manifest without the files."""
+    """Return what later stages and manifests record about a stage: its manifest without files."""
     omitted = ("files", "digest", "examples", "lengths_in", "lengths_out")
     kept = {key: value for key, value in stage.manifest.items() if key not in omitted}
     return {

@@ -1,7 +1,7 @@
-"""`Stream`: the bytes of a file, decompressed, in bounded memory.
+"""`Stream`: the decompressed bytes of a file, read in bounded memory.
 
-Bad content does not raise: the stream ends, and `failure` has the reason. Independent of the format
-of documents.
+Bad content does not raise an error: the stream ends, and `failure` contains the reason.
+Independent of the format of documents.
 """
 
 import bz2
@@ -15,13 +15,13 @@ from typing import Any, BinaryIO, NamedTuple
 from data_prep.read.remote import open_stored
 from zerolm.common.errors import reason
 
-READ_BYTES = 1 << 16  # of the file at a time; larger blocks do not stay in the CPU cache
+READ_BYTES = 1 << 16  # read from the file at a time; larger blocks do not stay in the CPU cache
 BLOCK_BYTES = 1 << 18  # decompressed at a time
 MIN_CHECKED_BYTES = 64 << 20  # decompressed; below this, the expansion is not limited
 SALVAGE_BYTES = 256  # step size for reading the data before a damaged place
 MEMBERS = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
 COMPRESSIONS = (".gz", ".zst", *MEMBERS)
-LONG_WINDOW_BYTES = 1 << 10  # of zstd at a time: pieces, which expand to 32 MiB at most
+LONG_WINDOW_BYTES = 1 << 10  # zstd data read at a time; each piece expands to at most 32 MiB
 GZIP = 16 + zlib.MAX_WBITS
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -44,16 +44,16 @@ TRUNCATED = Failure(
 
 
 class Stream:
-    """The content of a file from a given byte; iterating yields blocks of at most 256 KiB.
+    """The content of a file from a given byte; iteration yields blocks of at most 256 KiB.
 
     Args:
-        path: a regular file, or the URL of one.
-        suffix: end of the file's name; if it is one of COMPRESSIONS, the file is decompressed.
-        start: first byte to yield, of the decompressed content.
-        max_expansion: ratio of decompressed to compressed size at which the stream ends.
+        path: a regular file or a URL.
+        suffix: end of the file's name; with a suffix in COMPRESSIONS, the file is decompressed.
+        start: first byte of the decompressed content to yield.
+        max_expansion: ratio of decompressed to compressed size above which the stream ends.
     """
 
-    encoding = ""  # from which it is decoded, if that is not UTF-8
+    encoding = ""  # the file's encoding, if not UTF-8
 
     def __init__(self, path: str, suffix: str, start: int, max_expansion: int):
         self.path, self.start, self.max_expansion = path, start, max_expansion
@@ -81,7 +81,7 @@ class Stream:
             yield from self._blocks(raw)
 
     def _plain(self, raw: BinaryIO) -> Iterator[bytes]:
-        skip = self.start % READ_BYTES  # so that block boundaries do not depend on the start
+        skip = self.start % READ_BYTES  # block boundaries must not depend on the start
         raw.seek(self.start - skip)
         self.read_bytes, self.skipped_bytes = self.start - skip, self.start
         while block := self._read(raw):
@@ -98,7 +98,7 @@ class Stream:
         return block
 
     def _from_start(self, decompress: Blocks) -> Blocks:
-        """Wrap a decompressor: drop the bytes before `start`, and end if it expands too much."""
+        """Wrap a decompressor: drop bytes before `start`, and stop if a file expands too much."""
 
         def blocks(raw: BinaryIO) -> Iterator[bytes]:
             decompressed = 0
@@ -119,7 +119,7 @@ class Stream:
         return blocks
 
     def _gzip(self, raw: BinaryIO) -> Iterator[bytes]:
-        with contextlib.suppress(OSError):  # the next read reports it
+        with contextlib.suppress(OSError):  # the next read reports the error
             start = raw.peek(len(GZIP_MAGIC))[: len(GZIP_MAGIC)]  # type: ignore[attr-defined]
             if start and start != GZIP_MAGIC:
                 detail = "is not a gzip file: rename it, or restore it."
@@ -165,15 +165,15 @@ class Stream:
                     pass
 
     def _long_zstd(self, raw: BinaryIO, skip: int) -> Iterator[bytes]:
-        """Read a file again with `zstandard`, whose windows may be larger than pyarrow's 128 MiB.
+        """Reread a file with `zstandard`, which supports windows larger than pyarrow's 128 MiB.
 
         Args:
-            skip: bytes of the content that have been yielded already.
+            skip: number of content bytes that have already been yielded.
         """
         try:
             from zstandard import ZstdDecompressor
         except ImportError:
-            detail = "has a zstd window of more than 128 MiB, which needs: pip install zstandard."
+            detail = "uses a zstd window larger than 128 MiB. Run: pip install zstandard"
             self.failure = Failure("damaged", detail)
             return
         raw.seek(0)
@@ -191,11 +191,13 @@ class Stream:
         limit: tuple[int, ...] = (BLOCK_BYTES,),
         again: Callable[[], Any] | None = None,
     ) -> Iterator[bytes]:
-        """Decompress a file of one or more members, and up to the last byte before damage.
+        """Decompress a file with one or more members, up to the last byte before any damage.
 
         Args:
-            limit: further arguments of a member's `decompress`: the most bytes to return.
-            again: opens a member where a failed file is read again, also one that is truncated.
+            limit: further arguments for a member's `decompress`: the maximum number of bytes to
+                return.
+            again: opens members for rereading a damaged or truncated file; without it, a truncated
+                file is not reread.
         """
         done = 0
         for block in self._decompress(raw, open_member, lambda: piece_bytes, limit):
@@ -203,7 +205,7 @@ class Stream:
             yield block
         if self.failure is None or (again is None and self.failure.reason != "damaged"):
             return
-        damaged_at = self.read_bytes - piece_bytes  # read again, there byte by byte
+        damaged_at = self.read_bytes - piece_bytes  # reread the file, from here byte by byte
         self.failure, self.read_bytes = None, 0
         raw.seek(0)
         pieces = lambda: piece_bytes if self.read_bytes < damaged_at else 1  # noqa: E731
@@ -233,7 +235,7 @@ class Stream:
                 member, first = open_member(), False
             try:
                 block = member.decompress(data, *limit)
-            except Exception as error:  # each library has its own
+            except Exception as error:  # each library raises its own exceptions
                 self.failure = Failure("damaged", f"{reason(error, named=False)}. {RESTORE_HINT}")
                 return
             data = b""
@@ -244,16 +246,16 @@ class Stream:
 
 
 def _fast_zlib() -> Any:
-    """Return Intel's isa-l if it is installed: it is faster and gives the same bytes."""
+    """Return Intel's isa-l if it is installed; it is faster, with identical output."""
     try:
         from isal import isal_zlib
-    except ImportError:  # there are no wheels for every machine
+    except ImportError:  # wheels do not exist for every platform
         return zlib
     return isal_zlib
 
 
 class _Gzip:
-    """A decompressor of a gzip member with the methods of those of bz2 and lzma."""
+    """A decompressor for a gzip member, with the same interface as in bz2 and lzma."""
 
     def __init__(self, library: Any):
         self.inflate = library.decompressobj(GZIP)

@@ -1,8 +1,8 @@
 """Reads WARC and WET files record by record: web pages with their URL and date.
 
-In a compressed file each record is a gzip member of its own, so a reader can start at any of them,
-and after a damaged one continue with the next. warcio parses a record; it is not used to decompress
-because it ends a damaged record early, without an error.
+In a compressed file each record is its own gzip member, so a reader can start at any record, and
+continue with the next record after a damaged one. warcio only parses records; it is not used for
+decompression because it silently truncates damaged records.
 """
 
 import re
@@ -21,7 +21,7 @@ from zerolm.common.errors import reason
 
 VERSION_LINE = b"WARC/"
 SEARCH_BYTES = 1 << 20
-PROBE_BYTES = 1 << 12  # of a member, to see whether it is a record
+PROBE_BYTES = 1 << 12  # of a member, to check whether it is a record
 MAX_HEADER_BYTES = 1 << 16
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 PAGE_RECORDS = ("response", "resource", "conversion")  # the others describe these
@@ -86,12 +86,12 @@ def read_archive(
 def read_records(
     raw: BinaryIO, size: int, is_gzip: bool, start: int, stop: int | None, max_bytes: int
 ) -> Iterator[Record]:
-    """Yield the records that start in [start, stop); damaged places in between as failures.
+    """Yield the records that start in [start, stop); damaged parts are yielded as failures.
 
     Args:
         raw: the stored file, of `size` bytes.
-        start: a byte of a compressed file; the start of a record if it is not compressed.
-        max_bytes: largest record; a larger one is a failure.
+        start: any byte of a compressed file; in an uncompressed file, the start of a record.
+        max_bytes: maximum size of a record; a larger record is a failure.
     """
     find, read = (_find_member, _read_member) if is_gzip else (_find_plain, _read_plain)
     place = find(raw, start) if start else 0
@@ -105,7 +105,7 @@ def read_records(
         if failure is not None and failure.reason != "too_long":
             found = find(raw, place + 1)
             following = size if found is None else found
-        following = min(following, size)  # the line ends after the last record may be missing
+        following = min(following, size)  # the newlines after the last record may be missing
         yield Record(place, following, data, failure)
         place = following
 
@@ -132,7 +132,7 @@ def _find_member(raw: BinaryIO, start: int) -> int | None:
 
 
 def _read_member(raw: BinaryIO, start: int, max_bytes: int) -> tuple[bytes, int, Failure | None]:
-    """Return (data, stop, failure) of the member at `start`."""
+    """Return (data, stop, failure) for the member at `start`."""
     raw.seek(start)
     inflate = zlib.decompressobj(GZIP)
     blocks, size, read = [], 0, 0
@@ -161,7 +161,7 @@ def _read_member(raw: BinaryIO, start: int, max_bytes: int) -> tuple[bytes, int,
 
 
 def _find_plain(raw: BinaryIO, start: int) -> int | None:
-    """Return the first byte from `start` at which a record starts in a file without compression."""
+    """Return the first byte from `start` at which a record starts in an uncompressed file."""
     start = max(0, start - 4)
     pattern = b"\r\n\r\n" + VERSION_LINE
     while True:
@@ -176,7 +176,7 @@ def _find_plain(raw: BinaryIO, start: int) -> int | None:
 
 
 def _read_plain(raw: BinaryIO, start: int, max_bytes: int) -> tuple[bytes, int, Failure | None]:
-    """Return (data, stop, failure) of the record at `start`, without compression."""
+    """Return (data, stop, failure) for the record at `start` in an uncompressed file."""
     raw.seek(start)
     head = b""
     while line := raw.readline(MAX_HEADER_BYTES):
@@ -205,7 +205,7 @@ def _too_long(size: int, max_bytes: int) -> Failure:
 
 
 def page_of(record: Record, max_bytes: int) -> Page | Failure | None:
-    """Return the page in a record, a page to skip, or None for a record that describes others."""
+    """Return the page in a record, a page to skip, or None if the record only describes others."""
     from warcio.recordloader import ArcWarcRecordLoader
 
     stream = BytesIO(_TYPE_LINE.sub(lambda line: line[0].lower(), record.data, count=1))
@@ -223,7 +223,7 @@ def page_of(record: Record, max_bytes: int) -> Page | Failure | None:
                 content = decode_content(content, http.headers, max_bytes, is_truncated)
             except ValueError as error:
                 undecodable = str(error)
-    except Exception as error:  # warcio has its own, and fails in other ways on missing headers
+    except Exception as error:  # warcio's own errors, and others if headers are missing
         return Failure("damaged", f"cannot be read as a WARC record ({reason(error)}).")
     if any("block digest failed" in each for each in parsed.digest_checker.problems):
         detail = "differs from its WARC-Block-Digest. Restore the file, or remove it."
@@ -257,5 +257,5 @@ def page_of(record: Record, max_bytes: int) -> Page | Failure | None:
 
 
 def _media_type(header: str) -> str:
-    """Return the type in a header, without parameters and in lower case."""
+    """Return the media type in a header, in lower case and without parameters."""
     return header.partition(";")[0].partition(",")[0].strip(" \t\"'").lower()

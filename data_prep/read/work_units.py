@@ -1,7 +1,7 @@
 """Work units: slices of the inputs, one for each task.
 
-Units depend only on the inputs and their sizes. Together they yield every document once, in reading
-order, for any number of units. A stopped task resumes inside its unit, at a `Position`.
+Units depend only on the inputs and their sizes. Together, they yield every document once, in
+reading order. A stopped task resumes within its unit, at a `Position`.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from data_prep.read.parse import read_documents
 from data_prep.read.readers import read_input
 from zerolm.common.errors import ConfigError
 
-CHUNK_BYTES = 1 << 16  # of text, to parse and encode at a time; see streams.READ_BYTES
+CHUNK_BYTES = 1 << 16  # of text, parsed and encoded at a time; see streams.READ_BYTES
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 22, 1 << 28
-UNITS_PER_CORPUS = 128  # of a small corpus: many workers finish at about the same time
+UNITS_PER_CORPUS = 128  # for a small corpus, so that many workers finish at about the same time
 LAST_PIECES = 4
 UNLIMITED_BYTES = 1 << 40
 SPLIT_ARCHIVES = (".warc.gz", ".wet.gz")
@@ -33,7 +33,7 @@ FILE_OVERHEAD_BYTES = 1 << 12  # added per file, so that a million empty files b
 
 
 class WorkUnit(NamedTuple):
-    """The input of one task: ranges of inputs, one after the other."""
+    """The input of one task: consecutive ranges of inputs."""
 
     ranges: tuple[InputRange, ...]
     size_bytes: int  # as stored; 0 for the hub
@@ -48,7 +48,7 @@ def default_unit_bytes(inputs: Sequence[Input]) -> int:
 def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[WorkUnit]:
     """Divide the inputs into units of about `unit_bytes` of stored data.
 
-    JSON lines in UTF-8 and compressed WARC files are split at bytes, Parquet between row groups.
+    UTF-8 JSON lines and compressed WARC files are split at any byte, Parquet between row groups.
     Other files and hub datasets are not split. Small files share a unit.
     """
     limit = unit_bytes or default_unit_bytes(inputs)
@@ -76,7 +76,7 @@ def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[W
 
 
 def divide_last_units(units: list[WorkUnit], inputs: Sequence[Input]) -> list[WorkUnit]:
-    """Divide the last two units, if they are bytes of JSON lines, so that no worker waits long."""
+    """Divide the last two units further if they are JSON lines, so that no worker waits long."""
     divided = units[:-2]
     for unit in units[-2:]:
         part = unit.ranges[0]
@@ -94,7 +94,7 @@ def divide_last_units(units: list[WorkUnit], inputs: Sequence[Input]) -> list[Wo
 
 
 def _split(index: int, source: Input, limit: int) -> list[tuple[InputRange, int]]:
-    """Return the ranges of an input of at most about `limit` bytes, and their sizes."""
+    """Divide an input into ranges of about `limit` bytes or less; return them with their sizes."""
     size = source.size_bytes or 0
     is_split = source.suffix in LINE_FORMATS and source.encoding == UTF8
     is_split = is_split or source.suffix in SPLIT_ARCHIVES
@@ -136,7 +136,7 @@ def inputs_fingerprint(inputs: Sequence[Input], rules: InputRules) -> str:
         + each.identity()
         for each in inputs
     ]
-    # The fraction does not change what is read.
+    # The fraction does not affect the documents.
     rules = replace(rules, max_bad_fraction=0, encoding=canonical(rules.encoding))
     shown = ", ".join(f"{name}={value!r}" for name, value in rules.content().items())
     content = json.dumps([listed, f"InputRules({shown})"], separators=(",", ":"))
@@ -144,7 +144,7 @@ def inputs_fingerprint(inputs: Sequence[Input], rules: InputRules) -> str:
 
 
 class Batch(NamedTuple):
-    """Documents to process, and the position after them."""
+    """Documents to process, and the position after the last one."""
 
     documents: list[Document]
     next: Position
@@ -159,13 +159,13 @@ def read_batches(
     chunk_bytes: int = CHUNK_BYTES,
     start: Sequence[int] | None = None,
 ) -> Iterator[Batch]:
-    """Yield the documents of a unit in order, and count them and all other input in `tally`.
+    """Yield the documents of a unit in order, and count documents and all other input in `tally`.
 
     After each batch, the tally covers all input before `batch.next`: a task that saves both can
     resume there. A batch may be empty.
 
     Args:
-        chunk_bytes: approximate size of a batch; a larger document makes a larger batch.
+        chunk_bytes: approximate size of a batch; a larger document forms a larger batch.
         start: `next` of a batch, or its two numbers as a list, to resume after that batch.
     """
     fatal: list[Problem] = []
@@ -215,10 +215,10 @@ def _read_chunks(
 
 
 def _rules_for(source: Input, rules: InputRules) -> InputRules:
-    """Return the rules for an input: it may have its own text field.
+    """Return the rules for an input, which may have its own text field.
 
-    Files of a stage have no size limits: lines are longer than the texts that passed the limits,
-    and the files compress well. Their texts are repaired already.
+    Size limits do not apply to files of a stage: their lines are longer than the texts that passed
+    the limits, and the files compress well. Their texts have already been repaired.
     """
     if source.text_field is not None:
         rules = replace(rules, text_field=source.text_field)

@@ -1,12 +1,12 @@
-"""Counts of a stage's tasks: documents and bytes in and out, drops by reason, and examples.
+"""Counts for a stage's tasks: documents and bytes in and out, drops by reason, and examples.
 
-They are part of each task's record, and their sum is part of `stage.json` and the report.
+Each task's record contains its counts; `stage.json` and the report contain the totals.
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MAX_EXAMPLES = 3  # of each reason, in a record and in stage.json
+MAX_EXAMPLES = 3  # per reason, in each record and in stage.json
 SHOWN_CHARACTERS = 200
 SUMMED = ("documents_in", "documents_out", "text_bytes_in", "text_bytes_out")
 SUMMED_BY_KEY = ("dropped", "dropped_bytes", "changed", "lengths_in", "lengths_out")
@@ -23,7 +23,7 @@ class Counts:
         self.examples: dict[str, list[Json]] = {}
 
     def add_input(self, text_bytes: int) -> None:
-        """Count a document that was read; `text_bytes` in UTF-8."""
+        """Count a document that was read; `text_bytes` is its size in UTF-8."""
         self.sums["documents_in"] += 1
         self.sums["text_bytes_in"] += text_bytes
         self._add("lengths_in", _length_bin(text_bytes))
@@ -37,10 +37,10 @@ class Counts:
     def add_dropped(
         self, reason: str, text_bytes: int, document_id: Any = None, text: str = ""
     ) -> None:
-        """Count a document that was dropped, and keep the first ones of each reason as examples.
+        """Count a document that was dropped, and keep the first few for each reason as examples.
 
         Args:
-            text: its text, or the part that decided.
+            text: the document's text, or the part that caused the drop.
         """
         self._add("dropped", reason)
         self._add("dropped_bytes", reason, text_bytes)
@@ -53,7 +53,7 @@ class Counts:
         self._add("changed", name)
 
     def record(self) -> Json:
-        """Return the counts as a part of a task's record."""
+        """Return the counts for a task's record."""
         return {**self.sums, **self.by_key, "examples": self.examples}
 
     def _add(self, name: str, key: str, number: int = 1) -> None:
@@ -61,12 +61,12 @@ class Counts:
 
 
 def _length_bin(text_bytes: int) -> str:
-    """Return the histogram bin of a length: the largest power of two that is not above it."""
+    """Return the histogram bin of a length: the largest power of two that does not exceed it."""
     return str(1 << (text_bytes.bit_length() - 1) if text_bytes else 0)
 
 
 def merge_counts(records: Iterable[Mapping[str, Any]]) -> Json:
-    """Return the sum of the counts of tasks, with the first examples of each reason."""
+    """Return the sum of the tasks' counts, with the first examples for each reason."""
     merged: Json = {
         **dict.fromkeys(SUMMED, 0),
         **{name: {} for name in SUMMED_BY_KEY},

@@ -23,22 +23,22 @@ from data_prep.tasks.phases import Executor, fingerprint
 from zerolm.common.errors import ConfigError
 
 BATCH_CHARACTERS = 1 << 20
-LARGE_BYTES = MAX_UNIT_BYTES  # as stored: a larger unit is a file that cannot be split
+LARGE_BYTES = MAX_UNIT_BYTES  # stored size; a larger unit is a file that cannot be split
 
 Json = dict[str, Any]
 
 
 class DocumentRow(NamedTuple):
-    """A document, with the line to write if a stage keeps it."""
+    """A document, with the line that a stage writes to keep it."""
 
     text: str
     id: Any
-    line: bytes  # the JSON object, unchanged, without its newline
+    line: bytes  # the unchanged JSON object, without a newline
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents divided into tasks, which together read the entire input in order."""
+    """Documents divided into tasks that together read the entire input in order."""
 
     text_field: str  # key of the text
     labels: tuple[str, ...]  # what each task reads, for messages
@@ -49,22 +49,22 @@ class Documents:
         return len(self.labels)
 
     def read(self, task: int, tally: Tally | None = None) -> Iterator[DocumentRow]:
-        """Yield the documents of a task, in order: the same ones at each call.
+        """Yield the documents of a task in order; each call yields the same documents.
 
         Args:
-            tally: counts what was skipped.
+            tally: collects counts of what was skipped.
         """
         raise NotImplementedError
 
     def total_tally(self, records: Sequence[Json]) -> Tally:
-        """Return the tally of all tasks, each of whose records has a `tally`."""
+        """Return the sum of all tasks' tallies, from the `tally` in each record."""
         raise NotImplementedError
 
     def bounded(self, directory: Path, executor: Executor) -> "Documents":
         """Return the same documents in tasks of bounded size.
 
-        Inputs that are too large for a task, and cannot be split, are read into a stage in
-        `directory` first.
+        Inputs that are too large for a task and cannot be split are first read into a stage in
+        `directory`.
         """
         return self
 
@@ -74,7 +74,7 @@ class StageDocuments(Documents):
     """The documents of a published stage: each task reads one of its files."""
 
     paths: tuple[Path, ...]
-    tallies: tuple[Json, ...] = ()  # of the raw input that was read into this stage
+    tallies: tuple[Json, ...] = ()  # tally of the raw input that was read into this stage
 
     @classmethod
     def of(cls, stage: Stage, *tallies: Json) -> "StageDocuments":
@@ -83,7 +83,7 @@ class StageDocuments(Documents):
         return cls(stage.text_field, names, tuple(stage.paths), tallies)
 
     def total_tally(self, records: Sequence[Json]) -> Tally:
-        """Return the tally of the raw input: nothing in a stage is skipped."""
+        """Return the tally of the raw input, since nothing in a stage is skipped."""
         return Tally.from_records(self.tallies)
 
     def read(self, task: int, tally: Tally | None = None) -> Iterator[DocumentRow]:
@@ -95,7 +95,7 @@ class StageDocuments(Documents):
             try:
                 try:
                     record = orjson.loads(line)
-                except ValueError:  # NaN or a lone surrogate, in a key other than the text
+                except ValueError:  # NaN or a lone surrogate in a key other than the text
                     record = json.loads(line)
                 text, document_id = find_text(record, self.text_field)[1], record["id"]
                 if not isinstance(text, str):
@@ -115,7 +115,7 @@ class InputDocuments(Documents):
     inputs: tuple[Input, ...]
     units: tuple[WorkUnit, ...]
     rules: InputRules
-    write_stage: Callable[[Path, Executor], Stage] | None = None  # if a unit is large
+    write_stage: Callable[[Path, Executor], Stage] | None = None  # needed if a unit is large
 
     def total_tally(self, records: Sequence[Json]) -> Tally:
         """Return the tally of all units; see `Documents`."""
@@ -125,14 +125,14 @@ class InputDocuments(Documents):
         return tally
 
     def bounded(self, directory: Path, executor: Executor) -> Documents:
-        """Return these documents, or a stage of them if a unit is large."""
+        """Return these documents, or a stage that contains them if a unit is large."""
         if self.write_stage is None:
             return self
         stage = self.write_stage(directory, executor)
         return StageDocuments.of(stage, stage.manifest["reading"])
 
     def read(self, task: int, tally: Tally | None = None) -> Iterator[DocumentRow]:
-        """Yield the documents of a unit, in order; one without an `id` gets `file:position`."""
+        """Yield the documents of a unit in order; a missing `id` is set to `file:position`."""
         tally = tally or Tally()
         for batch in read_batches(self.inputs, self.units[task], self.rules, tally):
             for document in batch.documents:
@@ -160,7 +160,7 @@ class StageInput(NamedTuple):
 
 
 def stage_documents(stage: Stage) -> StageInput:
-    """Return the documents of a stage, as the input of the next one."""
+    """Return the documents of a stage, as the input for the next stage."""
     files = [(entry["file"], entry["sha256"]) for entry in stage.manifest["files"]]
     key = fingerprint([stage.text_field, files])
     return StageInput(StageDocuments.of(stage), key, provenance_of(stage))
@@ -171,11 +171,11 @@ def input_documents(
     rules: InputRules,
     write_stage: Callable[[InputRules, Path, Executor], Stage] | None = None,
 ) -> StageInput:
-    """Return the documents of inputs, as the input of a stage.
+    """Return the documents of inputs, as the input for a stage.
 
     Args:
-        write_stage: reads the inputs into a stage; called if one of them is large and cannot be
-            split.
+        write_stage: function that reads the inputs into a stage; called if an input is large and
+            cannot be split.
     """
     rules = replace(rules, keep_records=True)
     units = tuple(plan_units(inputs))
@@ -193,7 +193,7 @@ def input_documents(
 def chosen_batches(
     documents: Documents, task: int, numbers: Collection[int] | None = None
 ) -> Iterator[tuple[list[int], list[DocumentRow]]]:
-    """Yield the numbers and the documents of a task in batches, those in `numbers` if given."""
+    """Yield batches of a task's documents and their numbers, only those in `numbers` if given."""
     places: list[int] = []
 
     def read() -> Iterator[DocumentRow]:

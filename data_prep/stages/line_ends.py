@@ -1,7 +1,7 @@
-"""Where lines and paragraphs end, for every filter and stage that splits a text.
+"""Defines where lines and paragraphs end, for all filters and stages that split text.
 
-A text means the same with the line ends of Windows (CRLF), of old Macs (CR), of Unicode (U+0085,
-U+2028, U+2029), and with form feeds between its pages.
+Line ends of Windows (CRLF), old Macs (CR) and Unicode (U+0085, U+2028, U+2029), and form feeds
+between pages, are all equivalent.
 """
 
 import re
@@ -12,7 +12,7 @@ LINE_END = re.compile(f"({_LINE}|\u2029)")
 PARAGRAPH_END = re.compile(f"((?:{_LINE}{_BLANK}(?:{_LINE}|\u2029)|\u2029)\\s*)")
 _OTHER = re.compile("\r\n?|[\v\f\x85\u2028\u2029]")
 _MARKS = "\r\v\f\x85\u2028\u2029"
-# The same in a text whose lines end in LF alone, much faster.
+# The equivalent for text with only LF line ends, which is much faster.
 _LF = re.compile("(\n)")
 _LF_PARAGRAPH_END = re.compile("(\n[^\\S\n]*\n\\s*)")
 
@@ -22,17 +22,17 @@ def _has_other_ends(text: str) -> bool:
 
 
 def split_lines(text: str) -> list[str]:
-    """Return the lines of a text, and between each two what separates them."""
+    """Split a text into lines, alternating with the separators between them."""
     return (LINE_END if _has_other_ends(text) else _LF).split(text)
 
 
 def split_paragraphs(text: str) -> list[str]:
-    """Return the paragraphs of a text, and between each two what separates them."""
+    """Split a text into paragraphs, alternating with the separators between them."""
     return (PARAGRAPH_END if _has_other_ends(text) else _LF_PARAGRAPH_END).split(text)
 
 
 def with_line_feeds(text: str) -> str:
-    """Return a text whose lines end in LF alone."""
+    """Convert all line ends in a text to LF."""
     if not _has_other_ends(text):
         return text
     return _OTHER.sub(lambda end: "\n\n" if end[0] == "\u2029" else "\n", text)

@@ -1,6 +1,6 @@
 """Options of stages, each declared once: as a key of a recipe, and as a flag of a command.
 
-Standard library only, so that `--help` is instant.
+Imports only the standard library, so `--help` is instant.
 """
 
 import argparse
@@ -29,13 +29,15 @@ KINDS: dict[Any, str] = {
 
 
 def option(default: Any = MISSING, help: str = "", shows: str | None = "N", **more: Any) -> Any:
-    """Describe a field of a dataclass of options.
+    """Declare a field in a dataclass of options.
 
     Args:
-        help: help of the flag, without the default, which is added; "": no command has the flag.
-        shows: placeholder of the value; `SWITCH` for a switch that takes one.
-        more: `low`, `high`, `above`, `below`: inclusive and exclusive limits; `choices`; `flag`:
-            its name, if it differs from the key; `shown`: text of the default in the help.
+        help: help for the flag, without the default, which is appended; "" if no command has the
+            flag.
+        shows: placeholder for the value; `SWITCH` for a switch that takes a value.
+        more: `low`, `high` (inclusive limits), `above`, `below` (exclusive limits), `choices`,
+            `flag` (its name, if it differs from the key), `shown` (the default as shown in the
+            help).
     """
     return field(default=default, metadata={"help": help, "shows": shows, **more})
 
@@ -50,7 +52,7 @@ def _flag(one: Field) -> str:
 
 
 def add_option_flags(parser: argparse.ArgumentParser, options_class: Any) -> None:
-    """Add the flags of a dataclass of options."""
+    """Add the flags defined by a dataclass of options."""
     for one in fields(options_class):
         if not (text := one.metadata.get("help")):
             continue
@@ -78,7 +80,7 @@ def _shown(one: Field) -> str:
 
 
 def options_of_flags(options_class: Any, given: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Return the options that flags set, and a line for each problem."""
+    """Return the options set by flags, and a line for each problem."""
     values = {
         one.name: content == "on" if one.metadata["shows"] == SWITCH else content
         for one in fields(options_class)
@@ -90,14 +92,14 @@ def options_of_flags(options_class: Any, given: argparse.Namespace) -> tuple[Any
 def parse_options(options_class: type[Options], value: Any, where: str) -> Options:
     """Return a frozen dataclass of options from a JSON object; missing keys keep their defaults.
 
-    A method `problems()` of the class yields (key, problem) for values that are not allowed
-    together.
+    The class may define a method `problems()`, which yields (key, problem) for values that are
+    invalid together.
 
     Args:
         where: file and key for messages, as in `recipe.json: stages.dedup`.
 
     Raises:
-        ConfigError: all problems.
+        ConfigError: lists all problems.
     """
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: {value!r} is not an object of options.")
@@ -115,7 +117,7 @@ def parse_options(options_class: type[Options], value: Any, where: str) -> Optio
 def _read_all(
     options_class: Any, given: Mapping[str, Any], place: Callable[[Field], str], message: str
 ) -> tuple[Any, list[str]]:
-    """Return options, and a line for each problem; a wrong value counts as not given."""
+    """Return options, and a line for each problem; a wrong value is treated as missing."""
     by_name = {one.name: one for one in fields(options_class)}
     values, problems, missing = {}, [], []
     for name, one in by_name.items():
@@ -134,9 +136,9 @@ def _read_all(
 
 
 def _read(one: Field, content: Any) -> Any:
-    """Return a JSON value in the type of its field: 1e9 becomes an int, a list a tuple.
+    """Convert a JSON value to the type of its field: 1e9 becomes an int, a list becomes a tuple.
 
-    A number may be a string such as "15M", or "500MB" for a key that ends in `_bytes`.
+    A number may be a string such as "15M", or "500MB" if the key ends with `_bytes`.
     """
     if one.type in NUMBERS:
         if isinstance(content, str):
@@ -149,7 +151,7 @@ def _read(one: Field, content: Any) -> Any:
 
 
 def _rule_against(one: Field, content: Any) -> str:
-    """Return the rule that a JSON value breaks, empty if there is none."""
+    """Return the rule that a JSON value violates, or an empty string."""
     value, kind, about = _read(one, content), one.type, one.metadata
     if choices := about.get("choices"):
         return "" if value in choices else f"{', '.join(choices[:-1])} or {choices[-1]}"

@@ -1,6 +1,6 @@
 """Checks output directories: a stage never overwrites other files, and is never inside its input.
 
-A later command would read an output below an input directory as input.
+Otherwise a later command would read the output as input.
 """
 
 import os
@@ -13,7 +13,7 @@ from zerolm.common.url import is_url
 
 
 def output_problems(output: Path, where: str = "--output") -> list[str]:
-    """Return why a stage cannot be written to a directory, which must be new, empty or a stage."""
+    """Return why a stage cannot be written to a directory; it must be new, empty or a stage."""
     existing = output
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -32,12 +32,12 @@ def output_problems(output: Path, where: str = "--output") -> list[str]:
 def overlap_problems(
     directory: Path, arguments: Iterable[str], inputs: Sequence[Input] = (), where: str = "--output"
 ) -> list[str]:
-    """Return why a directory cannot be written while these inputs are read; see `Outputs`."""
+    """Return why a directory cannot be written while reading these inputs; see `Outputs`."""
     return Outputs([directory]).problems(arguments, inputs, where)
 
 
 class Outputs:
-    """Directories that a command will write."""
+    """The directories that a command will write."""
 
     def __init__(self, directories: Iterable[Path]):
         self.targets = {each.resolve(): each for each in directories}
@@ -46,10 +46,11 @@ class Outputs:
     def problems(
         self, arguments: Iterable[str], inputs: Sequence[Input] = (), where: str = "--output"
     ) -> list[str]:
-        """Return why the directories cannot be written while these inputs are read.
+        """Return why the directories cannot be written while reading these inputs.
 
         Args:
-            arguments: values of --input; a directory that is not a stage includes all files below.
+            arguments: values of --input; a directory that is not a stage includes all files below
+                it.
         """
         for argument in arguments:
             path = Path(argument).resolve()
@@ -58,7 +59,7 @@ class Outputs:
             if path in self.inside and path.is_dir() and not is_stage(path):
                 return [
                     f"{where} {self.inside[path]}: is inside --input {argument}, so its files "
-                    f"would be read as input. Give a directory outside of it."
+                    "would be read as input. Give a directory outside the input."
                 ]
         local = [each for each in inputs if each.suffix != "hub" and not is_url(each.name)]
         by_directory = {Path(each.name).parent: each for each in local}
@@ -66,8 +67,8 @@ class Outputs:
             for path in ((real := parent.resolve()), *real.parents):
                 if path in self.targets:
                     return [
-                        f"{where} {self.targets[path]}: contains {each.name}, which is read by "
-                        f"--input {each.argument}. Give another directory, or a narrower --input."
+                        f"{where} {self.targets[path]}: contains {each.name}, which --input "
+                        f"{each.argument} reads. Give another directory, or a narrower --input."
                     ]
         return []
 

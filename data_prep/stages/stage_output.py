@@ -1,7 +1,7 @@
-"""Output of a stage's tasks: kept documents, notes on the dropped ones, and counts of both.
+"""Output of a stage's tasks: kept documents, notes on dropped documents, and counts of both.
 
-`clean`, `dedup` and `decontaminate` each decide on documents one after the other; this is what they
-share, from a task's first file to `stage.json`.
+`clean`, `dedup` and `decontaminate` each decide on one document at a time; this module is what
+they share, from a task's first file to `stage.json`.
 """
 
 import os
@@ -25,19 +25,19 @@ from data_prep.stages.documents import Documents, StageInput
 from data_prep.tasks.phases import RECORDS, Executor, Phase, Record, fingerprint, run_phase
 from zerolm.common.errors import ConfigError
 
-WORK = "work"  # of an unfinished stage; removed when the stage is published
+WORK = "work"  # directory in an unfinished stage, removed when the stage is published
 DROPPED_NOTES = "left-out"  # in WORK
 
 Json = dict[str, Any]
 
 
 class StageOutput:
-    """One file of a stage, and one of notes on dropped documents; both complete or absent.
+    """A file of a stage and a file of notes on dropped documents, both complete or absent.
 
-    As a context manager it removes both unless `close` was called.
+    As a context manager, it removes both unless `close` was called.
 
     Args:
-        kept, notes: the files; `notes` is None where dropped documents are only counted.
+        kept, notes: the files; `notes` is None if dropped documents are only counted.
     """
 
     def __init__(self, output: Path, kept: Path, notes: Path | None):
@@ -68,7 +68,7 @@ class StageOutput:
             self.notes.write(note, 0)
 
     def close(self) -> Json:
-        """Publish the files, and return counts, `entry` of the stage's file, and all `files`."""
+        """Publish the files; return counts, the `entry` of the stage's file, and all `files`."""
         files = {}
         if self.notes is not None:
             size = self.notes.close()["size_bytes"]
@@ -87,17 +87,17 @@ class StageOutput:
 
 
 def task_output(output: Path, task: int) -> StageOutput:
-    """Return the output of a task; `StageRun.write` takes the records of all tasks."""
+    """Return the output for a task; `StageRun.write` receives the records of all tasks."""
     name = stage_file(task)
     return StageOutput(output, output / name, output / WORK / DROPPED_NOTES / name)
 
 
 class StageRun:
-    """A run of a stage that reads documents in tasks; resumes an interrupted one.
+    """A run of a stage that reads documents in tasks; an interrupted run is resumed.
 
     Attributes:
-        published: `stage.json`, if the stage is published already. A stage of the same name from
-            other inputs or options is no longer published from here on.
+        published: `stage.json`, if the stage is already published. Starting a run unpublishes a
+            stage of the same name from other inputs or options.
     """
 
     def __init__(
@@ -136,13 +136,13 @@ class StageRun:
         return None
 
     def withdraw(self) -> None:
-        """Make the output an unfinished stage."""
+        """Turn the output into an unfinished stage."""
         (self.output / STAGE_MANIFEST).unlink()
 
     def phase(
         self, name: str, num_tasks: int, task: Callable[[int], Record], is_last: bool = False
     ) -> list[Record]:
-        """Run a phase; only the last one, which writes the documents, has its files in `output`."""
+        """Run a phase; only the last phase, which writes documents, stores files in `output`."""
         labels = self.documents.labels if num_tasks == self.documents.num_tasks else ()
         inputs = fingerprint([self.key, num_tasks, getattr(task, "num_partitions", 0)])
         directory = self.output if is_last else self.work
@@ -153,8 +153,8 @@ class StageRun:
         """Run the last phase, join the notes on dropped documents, and publish the stage.
 
         Args:
-            task: returns what `StageOutput.close` returned, and a `tally`.
-            more: further keys of `stage.json`; a function gets the records of the tasks.
+            task: function that returns the result of `StageOutput.close` and a `tally`.
+            more: additional keys of `stage.json`; a value may be a function of the task records.
         """
         records = self.phase(name, self.documents.num_tasks, task, is_last=True)
         tally = self.documents.total_tally(records)
@@ -181,7 +181,7 @@ class StageRun:
 
 
 def _join_files(paths: Iterable[Path], target: Path) -> Json:
-    """Write the lines of tasks' files into one, and return its entry for `stage.json`."""
+    """Join the lines of the tasks' files into one file; return its entry for `stage.json`."""
     with StageWriter(target) as writer:
         for path in paths:
             for line in read_stage_lines(path):
@@ -190,7 +190,7 @@ def _join_files(paths: Iterable[Path], target: Path) -> Json:
 
 
 def _keep_records(output: Path) -> None:
-    """Move the task records out of WORK: the report shows their times."""
+    """Move the task records out of WORK, because the report shows their times."""
     for phase in (output / WORK / RECORDS).glob("*"):
         kept = output / RECORDS / phase.name
         shutil.rmtree(kept, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""Executors of tasks: local processes, or Slurm through datatrove's executor.
+"""Executors for tasks: local processes, or Slurm through datatrove's executor.
 
-datatrove schedules, requeues and logs. Only task records decide whether a task is done: a preempted
-or lost task runs again, a task with a valid record does not.
+datatrove schedules, requeues and logs. Only task records determine whether a task is done: a
+preempted or lost task runs again, but a task with a valid record does not.
 """
 
 import os
@@ -27,7 +27,7 @@ def make_executor(name: str, num_workers: int, options: Json, where: str) -> Exe
     """Return an executor.
 
     Args:
-        options: `executor` of the recipe: `{"slurm": {...}}`.
+        options: the recipe's key `executor`: `{"slurm": {...}}`.
     """
     problems = unknown_keys(f"{where}: executor", options, EXECUTORS[1:])
     slurm = options.get("slurm", {})
@@ -55,14 +55,16 @@ def _option_problems(options: Any, where: str) -> list[str]:
 
 def _slurm_problems(options: Json, where: str) -> list[str]:
     problems = [
-        f"{where}: executor.slurm.{key}: is missing, and sbatch needs it."
+        f"{where}: executor.slurm.{key}: is missing, but sbatch needs it."
         for key in ("time", "partition")
         if key not in options
     ]
     if shutil.which("sbatch") is None:
-        problems.append("--executor slurm: there is no sbatch on PATH. Run it on a login node.")
+        problems.append("--executor slurm: sbatch is not on PATH. Run the command on a login node.")
     if "SLURM_ARRAY_TASK_ID" in os.environ:  # datatrove would run one task here, and exit
-        problems.append("--executor slurm: this is a job of a Slurm array. Run it outside of one.")
+        problems.append(
+            "--executor slurm: this is a job of a Slurm array. Run the command outside the array."
+        )
     try:
         import datatrove  # noqa: F401
     except ImportError as error:
@@ -73,7 +75,7 @@ def _slurm_problems(options: Json, where: str) -> list[str]:
 
 
 def print_progress(phase: Phase, record: Record) -> None:
-    """Print the number of finished tasks: after each if there are few, else about 20 times."""
+    """Print the number of finished tasks, after each task if there are few, else about 20 times."""
     done = record["task"] + 1
     if done == phase.num_tasks or done % max(1, phase.num_tasks // 20) == 0:
         print(f"{phase.name}: {done:,} of {phase.num_tasks:,} tasks", file=sys.stderr, flush=True)

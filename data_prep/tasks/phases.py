@@ -1,13 +1,13 @@
 """A phase: many independent tasks, each with a record of its completion.
 
 Every stage of data preparation is a sequence of phases. A task writes its outputs atomically, and
-its record after them, so a killed run resumes with the tasks that have no record, on any executor.
-Independent of what the tasks do.
+then its record, so a killed run resumes with the tasks that have no record, on any executor.
+Independent of what tasks do.
 
 `DIRECTORY/records/NAME/00003.json` is the record of task 3, `00003.running` names the process that
-works on it, and `00003.failed` has the reason of its failure. A record is valid only for the same
-`inputs`, and only while the files it lists (`"files": {"parts/00003.bin": size in bytes}`, relative
-to DIRECTORY) have their sizes.
+runs it, and `00003.failed` contains the reason why it failed. A record is valid only for the same
+`inputs`, and only while the files that it lists (`"files": {"parts/00003.bin": size in bytes}`,
+relative to DIRECTORY) have the listed sizes.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class _Record(TypedDict):
 
 
 class TaskRecord(_Record, total=False):
-    """What all records of tasks have in common; `files` are names and sizes of outputs."""
+    """The keys common to all task records; `files` contains names and sizes of outputs."""
 
     files: dict[str, Count]
 
@@ -57,7 +57,7 @@ class _Running(TypedDict):
 
 
 class RunningNote(_Running, total=False):
-    """The note of a task that is running. `TaskProgress` adds what it has processed."""
+    """The note on a running task. `TaskProgress` adds how much the task has processed."""
 
     input_bytes: Count
     total_bytes: Count
@@ -66,7 +66,7 @@ class RunningNote(_Running, total=False):
 
 
 class FailedNote(TypedDict):
-    """The note of a task that has failed."""
+    """The note on a failed task."""
 
     host: str
     refused: list[str] | None
@@ -75,22 +75,22 @@ class FailedNote(TypedDict):
 
 @dataclass(frozen=True)
 class Phase:
-    """Several tasks, numbered from 0.
+    """A set of tasks, numbered from 0.
 
     `run` is a module-level function, a `functools.partial` of one, or a frozen dataclass with
-    `__call__`, because other processes and machines unpickle it. It is idempotent, and returns a
-    JSON object: the `files` that it wrote and, where it makes sense, `documents_in`,
-    `documents_out` and `dropped` ({reason: count}). `run_task` adds `seconds`, `host`, `pid`,
-    `started`, `inputs` and `task`.
+    `__call__`, because other processes and machines unpickle it. It must be idempotent, and return
+    a JSON object: the `files` that it wrote and, if applicable, `documents_in`, `documents_out`
+    and `dropped` ({reason: count}). `run_task` adds `seconds`, `host`, `pid`, `started`, `inputs`
+    and `task`.
     """
 
     name: str  # "tokenize.encode"; also the directory of its records
     directory: Path
     num_tasks: int
     run: Callable[[int], Record]
-    inputs: str  # fingerprint of what determines the outputs; excludes the number of workers
+    inputs: str  # fingerprint of everything that determines the outputs
     labels: Sequence[str] = ()  # the input of each task, for messages
-    sync: bool = True  # the records; without it a power cut can leave records of incomplete files
+    sync: bool = True  # sync records; otherwise a power cut can leave records of incomplete files
 
     @property
     def records(self) -> Path:
@@ -98,7 +98,7 @@ class Phase:
         return self.directory / RECORDS / self.name
 
     def path(self, task: int, suffix: str = ".json") -> Path:
-        """Return the path of a task's record, or of its note with another suffix."""
+        """Return the path of a task's record, or of a note, depending on the suffix."""
         return self.records / f"{task:05d}{suffix}"
 
     def label(self, task: int) -> str:
@@ -108,29 +108,29 @@ class Phase:
 
 
 class Executor(Protocol):
-    """Runs tasks: in processes of this machine or on Slurm."""
+    """Runs tasks, either in processes on this machine or on Slurm."""
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Call `run_task` for each of the tasks, in any order; return when all have ended.
+        """Call `run_task` for each task, in any order; return when all tasks have ended.
 
         Raises:
-            ConfigError: a task has raised it.
+            ConfigError: raised by a task.
             ZerolmError: a task was lost.
         """
 
 
 def fingerprint(value: Any) -> str:
-    """Return a hash, as 32 hex digits, of a JSON value; independent of the order of keys."""
+    """Return a hash of a JSON value as 32 hex digits, independent of the order of keys."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def run_phase(phase: Phase, executor: Executor) -> list[Record]:
-    """Run the tasks that have no valid record, and return the records of all tasks, in order."""
+    """Run the tasks without a valid record, and return the records of all tasks in order."""
     missing = [task for task, record in enumerate(valid_records(phase)) if record is None]
     if missing:
         phase.records.mkdir(parents=True, exist_ok=True)
-        for task in missing:  # so that executors can wait for a new record to appear
+        for task in missing:  # executors wait for new records to appear
             phase.path(task).unlink(missing_ok=True)
             phase.path(task, ".running").unlink(missing_ok=True)
         executor.run(phase, missing)
@@ -142,14 +142,14 @@ def run_phase(phase: Phase, executor: Executor) -> list[Record]:
 
 
 def valid_records(phase: Phase) -> list[Record | None]:
-    """Return the valid records of all tasks, in order; None for each task without one."""
+    """Return the valid records of all tasks in order, with None for each task without one."""
     if not phase.records.is_dir():
         return [None] * phase.num_tasks
     return [valid_record(phase, task) for task in range(phase.num_tasks)]
 
 
 def valid_record(phase: Phase, task: int) -> Record | None:
-    """Return the record of a task if it has the phase's inputs and its outputs exist."""
+    """Return a task's record if it matches the phase's inputs and the task's outputs exist."""
     try:
         record = read_record(phase.path(task), TaskRecord)
         if record is None or record["inputs"] != phase.inputs or record["task"] != task:
@@ -163,10 +163,10 @@ def valid_record(phase: Phase, task: int) -> Record | None:
 
 
 def run_task(phase: Phase, task: int) -> Record:
-    """Run one task and write its record; called on the machine that the executor chose.
+    """Run one task and write its record; called on the machine that the executor has chosen.
 
     Raises:
-        ConfigError: the task refused its input; the `.failed` note has the problems too.
+        ConfigError: the task refused its input; the `.failed` note also lists the problems.
     """
     process = {"host": _host(), "pid": os.getpid()}
     start, started = time.monotonic(), time.time()
@@ -205,12 +205,12 @@ def _write_note(path: Path, value: Any) -> None:
 
 @dataclass(frozen=True)
 class LocalExecutor:
-    """Runs tasks in processes of this machine; with one worker, in this process.
+    """Runs tasks in processes on this machine; with one worker, in this process.
 
     Args:
-        on_record: called with the phase and the record of each task, in the order of the tasks.
-        on_start: called when all worker processes have started. Start threads there and not
-            earlier: `data_prep.tasks.workers` explains why.
+        on_record: called with the phase and each task's record, in task order.
+        on_start: called when all worker processes have started. Threads must not be started
+            earlier; `data_prep.tasks.workers` explains why.
     """
 
     num_workers: int
@@ -218,7 +218,7 @@ class LocalExecutor:
     on_start: Callable[[], object] | None = None
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Run the tasks; raises what `Executor.run` raises."""
+        """Run the tasks; raises the same errors as `Executor.run`."""
         num_workers = min(self.num_workers, len(tasks))
         if num_workers == 1:
             if self.on_start is not None:
@@ -242,7 +242,7 @@ class LocalExecutor:
 
 
 def _raise_failure(phase: Phase, unfinished: Sequence[int]) -> None:
-    """Raise the reason why tasks that ran have no record."""
+    """Raise an error with the reason why tasks have no record after running."""
     notes = _failed_notes(phase, unfinished)
     problems = [line for note in notes for line in note["refused"] or ()]
     if problems:
@@ -252,12 +252,12 @@ def _raise_failure(phase: Phase, unfinished: Sequence[int]) -> None:
     reason = next((f":\n{note['traceback']}" for note in notes), ".")
     raise ZerolmError(
         f"{phase.directory}: {len(unfinished):,} of {phase.num_tasks:,} tasks did not finish: "
-        f"{shown}. The same command runs only these again{reason}"
+        f"{shown}. The same command runs only these tasks again{reason}"
     )
 
 
 def _failed_notes(phase: Phase, tasks: Sequence[int]) -> list[FailedNote]:
-    """Return the `.failed` notes of those tasks that have one."""
+    """Return the existing `.failed` notes of the given tasks."""
     notes = []
     for task in tasks:
         with contextlib.suppress(RecordError):

@@ -1,7 +1,7 @@
 """Progress of a command: a bar on a terminal, otherwise one plain line per interval.
 
-Tasks on any machine write their progress to small files (`TaskProgress`); the process that waits
-for them sums these (`ProgressWatcher`).
+Tasks on any machine write their progress to small files (`TaskProgress`), which the waiting
+process sums up (`ProgressWatcher`).
 """
 
 import contextlib
@@ -21,28 +21,30 @@ from zerolm.common.records import Count, read_record
 LINE_SECONDS = 10
 BAR_SECONDS = 0.5
 NOTE_SECONDS = 1.0
-STRAGGLER_RATIO = 3  # times the median of the finished tasks
-STRAGGLER_SECONDS = 30  # and at least this long
+STRAGGLER_RATIO = 3  # times the median duration of finished tasks
+STRAGGLER_SECONDS = 30  # minimum duration of a slow task
 
 
 class Progress:
-    """Counts the input processed so far, and shows the counts on standard error.
+    """Counts the input processed so far, and prints the counts to standard error.
 
     Args:
-        total_bytes: size of all inputs; None if it is unknown, as for a hub dataset.
+        total_bytes: total size of the inputs; None if unknown, as for a hub dataset.
     """
 
     def __init__(self, command: str, total_bytes: int | None):
         self.command, self.total_bytes = command, total_bytes
         self.input_bytes = self.num_documents = self.num_tokens = 0
-        self.resumed_bytes = 0  # done by an earlier run; excluded from the rate
+        self.resumed_bytes = 0  # processed by an earlier run; excluded from the rate
         self.note = ""
         self.start = self.shown = time.monotonic()
         self.bar = None
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # no monitor thread: workers are forked from one thread only
+            tqdm.monitor_interval = (
+                0  # no monitor thread, because workers can be forked only from a single thread
+            )
             self.bar = tqdm(total=total_bytes, desc=command, unit="B", unit_scale=True)
 
     def add(self, input_bytes: int, num_documents: int, num_tokens: int = 0) -> None:
@@ -87,7 +89,7 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """Whether the counts would be shown now."""
+        """Return whether the counts would be shown now."""
         return self.bar is not None or time.monotonic() - self.shown >= LINE_SECONDS
 
     @property
@@ -96,13 +98,13 @@ class Progress:
         return time.monotonic() - self.start
 
     def close(self) -> None:
-        """End the bar, and leave it on the terminal."""
+        """Close the bar, and leave it on the terminal."""
         if self.bar is not None:
             self.bar.close()
 
 
 class TaskProgress:
-    """Counts the input a task has processed, and writes it to its `.running` note every second.
+    """Counts the input that a task has processed, and updates its `.running` note every second.
 
     Args:
         path: the note, which `phases.run_task` creates and removes; its other keys are kept.
@@ -130,7 +132,7 @@ class TaskProgress:
                 "tokens": self.num_tokens,
             }
             content = json.dumps({**self.note, **counts}).encode()
-            with contextlib.suppress(OSError):  # only for display: must not fail the task
+            with contextlib.suppress(OSError):  # only for display, so errors must not fail the task
                 write_atomically(self.path, content, many_writers=True, durable=False)
 
 
@@ -143,7 +145,7 @@ class _Tally(TypedDict):
 
 
 class _Encoded(TypedDict):
-    """The part of an encoding task's record that is shown."""
+    """The part of an encoding task's record that is shown as progress."""
 
     splits: list[_Split]
     tally: _Tally
@@ -161,7 +163,7 @@ class _TaskState(NamedTuple):
 
     @classmethod
     def of_record(cls, path: Path) -> "_TaskState | None":
-        """Read the record of a task that is done, None if it has been removed."""
+        """Read the record of a finished task; return None if the record has been removed."""
         record = read_record(path, _Encoded)
         if record is None:
             return None
@@ -171,7 +173,7 @@ class _TaskState(NamedTuple):
 
     @classmethod
     def of_note(cls, path: Path) -> "_TaskState | None":
-        """Read the note of a task that is running, None if it has ended."""
+        """Read the note on a running task; return None if the task has ended."""
         note = read_record(path, RunningNote)
         if note is None:
             return None
@@ -181,10 +183,10 @@ class _TaskState(NamedTuple):
 
 
 class ProgressWatcher:
-    """Shows the progress of a phase's tasks from a thread; a context manager.
+    """Context manager that shows the progress of a phase's tasks from a thread.
 
     Args:
-        is_started: whether to start the thread at once, rather than when `start` is called.
+        is_started: whether to start the thread immediately rather than when `start` is called.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class ProgressWatcher:
         return self
 
     def start(self) -> None:
-        """Start the thread, inside the `with` statement."""
+        """Start the thread; call it inside the `with` statement."""
         self.is_started = True
         self._thread.start()
 

@@ -1,13 +1,13 @@
 """An ordered map over worker processes that cannot hang and leaves no process behind.
 
-Each worker has its own pipe, and only that worker holds the other end. So the kernel reports its
-death at once, even in the middle of a message, and a parent's death to its workers likewise.
-(`ProcessPoolExecutor` shares one pipe, and waits forever for the rest of a message whose sender was
-killed.)
+Each worker has its own pipe, and only that worker holds the other end. Therefore the kernel
+immediately reports a worker's death, even in the middle of a message, and a parent's death to its
+workers. (`ProcessPoolExecutor` shares one pipe, and waits forever for the rest of a message whose
+sender was killed.)
 
-A process with one thread is forked, so workers inherit all it has imported and loaded. A process
-with several threads cannot be forked safely, because locks held by other threads would stay locked
-in the copy: its workers are spawned.
+A single-threaded process is forked, so workers inherit everything that it has imported and loaded.
+A process with several threads cannot be forked safely, because locks held by other threads would
+stay locked in the copy, so its workers are spawned.
 """
 
 import contextlib
@@ -27,9 +27,11 @@ from typing import Any, TypeVar
 
 from zerolm.common.errors import ConfigError, ZerolmError
 
-MAX_AHEAD_PER_WORKER = 6  # items between reading and yielding: a slow item blocks no other worker
+MAX_AHEAD_PER_WORKER = (
+    6  # items between reading and yielding, so that a slow item blocks no other worker
+)
 STOP_SECONDS = 5
-JOINED_THREAD_SECONDS = 0.005  # a joined thread may still be listed for this long
+JOINED_THREAD_SECONDS = 0.005  # how long a joined thread may still be listed
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -47,9 +49,9 @@ def ordered_map(
 
     Args:
         prepare: sent to every worker and called once there.
-        ahead_per_worker: limit of items and results in flight, per worker.
-        on_start: called when all workers have started. Threads that are started there do not
-            prevent forking.
+        ahead_per_worker: maximum number of items and results in flight, per worker.
+        on_start: called when all workers have started. Threads started by it do not prevent
+            forking.
 
     Raises:
         ConfigError, ZerolmError, OSError: as raised in a worker.
@@ -74,7 +76,7 @@ def _schedule(
     workers: list["_Worker"], items: Iterator[tuple[int, Any]], max_ahead: int
 ) -> Iterator[Any]:
     idle, busy = deque(workers), dict[Any, _Worker]()
-    ready: deque[tuple[int, Any]] = deque()  # read, and not given to a worker yet
+    ready: deque[tuple[int, Any]] = deque()  # read, but not yet given to a worker
     results: dict[int, Any] = {}
     num_read = next_result = 0
     has_more = True
@@ -92,7 +94,7 @@ def _schedule(
                 ready.append(item)
                 num_read += 1
         if not has_more and not ready:
-            while idle:  # these exit, and release their memory, while others still work
+            while idle:  # idle workers exit and release their memory while others still work
                 idle.popleft().connection.close()
         if not busy and not ready and not has_more:
             return
@@ -120,7 +122,7 @@ class _Worker:
         )
         self.process.start()
         child_connection.close()
-        self.number = -1  # of the item that it has
+        self.number = -1  # number of the item that it processes
 
     def send(self, number: int, item: Any) -> None:
         self.number = number
@@ -168,7 +170,7 @@ class _Worker:
 
 
 def _has_one_thread() -> bool:
-    """Return whether this is the only thread of the process, threads of libraries included."""
+    """Return whether the process has only this thread, including threads of libraries."""
     try:
         for _ in range(2):
             if len(list(Path("/proc/self/task").iterdir())) == 1:
@@ -180,15 +182,15 @@ def _has_one_thread() -> bool:
 
 
 def _drop_inherited(connection: Connection) -> None:
-    """Close the files inherited from the parent: its locks, and its ends of workers' pipes.
+    """Close the files inherited from the parent: locks, and the parent's ends of workers' pipes.
 
-    Their descriptors are redirected to /dev/null rather than freed, because inherited objects may
+    The descriptors are redirected to /dev/null rather than freed, because inherited objects may
     still close them.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if number > 2 and number not in (connection.fileno(), null):
-            with contextlib.suppress(OSError):  # that of the directory listing is closed by now
+            with contextlib.suppress(OSError):  # the directory listing's own is already closed
                 os.fstat(number)
                 os.dup2(null, number)
 
@@ -198,9 +200,9 @@ def _work(connection: Connection, prepare: Callable[[], Callable], forked: bool)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if forked:
-        gc.freeze()  # so that garbage collection does not touch, and copy, the parent's memory
+        gc.freeze()  # otherwise garbage collection would copy the parent's memory
         _drop_inherited(connection)
-    # A thread notices the end of the parent, also in the middle of an item.
+    # A thread detects that the parent has ended, even in the middle of an item.
     items: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     function = None
@@ -213,7 +215,7 @@ def _work(connection: Connection, prepare: Callable[[], Callable], forked: bool)
             answer = ("refused", error.problems)
         except ZerolmError as error:
             answer = ("failed", str(error))
-        except OSError as error:  # a full disk, for example
+        except OSError as error:  # for example, a full disk
             answer = ("system", (error.errno, error.strerror, error.filename))
         except Exception:
             answer = ("bug", traceback.format_exc())
@@ -227,5 +229,5 @@ def _receive(connection: Connection, items: queue.SimpleQueue) -> None:
     try:
         while True:
             items.put(connection.recv())
-    except (EOFError, OSError):  # the parent has ended: exit even in the middle of an item
+    except (EOFError, OSError):  # the parent has ended, so exit even in the middle of an item
         os._exit(0)

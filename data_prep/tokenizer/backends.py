@@ -1,10 +1,10 @@
-"""Encoding libraries ("backends") behind one call, each loaded from a tokenizer's saved copy.
+"""Encoding libraries ("backends") behind one function, each loaded from a tokenizer's saved copy.
 
-Only `open_backend(name, directory)` knows how each library is loaded and called. The function it
-returns encodes texts as ordinary text: no special tokens are added, special tokens spelled out in a
-text are encoded as text (a document that spells the EOS token does not end there), and nothing is
-truncated or padded. It runs in the calling thread, or in one thread that the caller waits for.
-`data_prep.tokenizer.equivalence` checks whether two backends give the same ids.
+Only `open_backend(name, directory)` loads the libraries. The function it returns encodes ordinary
+text: it adds no special tokens, encodes special tokens spelled out in a text as text (so a
+document that spells the EOS token does not end there), and does not truncate or pad. It runs in
+the calling thread, or in one thread that the caller waits for. `data_prep.tokenizer.equivalence`
+checks whether two backends produce the same ids.
 
 gigatoken is young, so it is optional (`bash launch/setup.sh fast-tokenizers`) and another backend
 is always available.
@@ -34,14 +34,15 @@ from zerolm.shards.tokenizer import (
 
 FAST_BACKEND = "gigatoken"
 BACKENDS = (FAST_BACKEND, "tiktoken", "tokenizers", "transformers")
-ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # of a copy: they determine the ids
+ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # they determine the ids
 EXTRAS = {FAST_BACKEND: "fast-tokenizers"}
 
-Ids = list[np.ndarray]  # for each text (N,) uint32
-Encode = Callable[[Sequence[Any]], Ids]  # of str; those in UTF8_BACKENDS also of UTF-8 bytes
+Ids = list[np.ndarray]  # (N,) uint32 for each text
+# Takes str; backends in UTF8_BACKENDS also take UTF-8 bytes.
+Encode = Callable[[Sequence[Any]], Ids]
 UTF8_BACKENDS = (FAST_BACKEND,)
 
-# A Rust panic is not an `Exception`, so all errors except these count as failures of the library.
+# A Rust panic is not an `Exception`, so all errors except these count as library failures.
 NOT_BACKEND_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
 
 # gigatoken selects its split patterns by name only.
@@ -56,11 +57,11 @@ GIGATOKEN_SCHEMES = {
 
 
 class BackendUnavailable(Exception):
-    """A backend is not installed or does not support this tokenizer; the message says why."""
+    """A backend is not installed, or does not support this tokenizer; see the message."""
 
 
 class BackendFailed(Exception):
-    """A backend could not encode some text; the message says why."""
+    """A backend failed to encode a text; the message gives the reason."""
 
 
 def reference_backend(directory: Path) -> str:
@@ -120,7 +121,7 @@ def _raise_backend_failed(encode: Encode) -> Encode:
 def load_tokenizer_json(path: Path) -> Any:
     """Load a tokenizer.json with the library `tokenizers`.
 
-    The last one is kept, so that a copy of the same file is not loaded again.
+    The last tokenizer is cached, so a copy of the same file is not loaded again.
     """
     return _load_content(path.read_bytes())
 
@@ -171,7 +172,7 @@ def _open_gigatoken(directory: Path) -> Encode:
     else:
         backend = load_hf_json(orjson.dumps(read_without_special_tokens(directory)))
     # One document per call: the arrays that a batch returns cost 0.5 s of imports in each worker.
-    # It encodes UTF-8, so texts above ASCII are given as UTF-8, which `Encoder` has made already.
+    # It encodes UTF-8, so non-ASCII texts are passed as the UTF-8 that `Encoder` already has.
     return lambda texts: [
         backend.encode(text if type(text) is bytes or text.isascii() else text.encode())
         for text in texts

@@ -1,6 +1,6 @@
-"""Trains a byte-level BPE tokenizer: split patterns, special tokens, and the files it writes.
+"""Trains a byte-level BPE tokenizer: split patterns, special tokens, and output files.
 
-The same texts in the same order give the same files. Independent of where the texts come from.
+The same texts in the same order produce the same files. Independent of where the texts come from.
 """
 
 import re
@@ -32,11 +32,11 @@ _PARTS = {
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
     ],
 }  # fmt: skip
-_DIGITS = {"gpt2": ANY_DIGITS, "llama3": "3", "o200k": "3"}  # the default of each split
+_DIGITS = {"gpt2": ANY_DIGITS, "llama3": "3", "o200k": "3"}  # default digits of each split
 _WHITESPACE_RUNS = r"\s+(?!\S)|\s+"
-_WHITESPACE_RUNS_BY_LINE = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # line ends are pieces of their own
+_WHITESPACE_RUNS_BY_LINE = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # line ends form separate pieces
 WHITESPACE = ("runs", "single")
-MAX_WORD_CHARACTERS = 1000  # of a piece that the trainer gets
+MAX_WORD_CHARACTERS = 1000  # maximum length of a piece passed to the trainer
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS}}}|\s{{{MAX_WORD_CHARACTERS}}}")
 
 
@@ -45,12 +45,12 @@ class BpeOptions:
     """Options of a byte-level BPE tokenizer.
 
     Attributes:
-        vocab_size: number of ids, including special tokens and 256 bytes.
+        vocab_size: number of ids, including special tokens and the 256 bytes.
         split: name of the pattern that splits a text into pieces; merges never cross pieces.
         digits: "1", "3" or "any" digits per piece; None for the split's default.
         whitespace: "runs", or "single" for one white-space character per piece.
-        special_tokens: further special tokens; the EOS token has id 0.
-        min_frequency: how often a pair must occur to be merged.
+        special_tokens: special tokens in addition to the EOS token, which has id 0.
+        min_frequency: minimum number of occurrences for a pair to be merged.
     """
 
     vocab_size: int
@@ -83,7 +83,7 @@ class BpeOptions:
         lines += ["--special_tokens '': is empty. Remove it."] * ("" in names)
         if self.vocab_size < 256 + len(names):
             lines.append(
-                f"--vocab_size {self.vocab_size}: has no room for 256 bytes and {len(names)} "
+                f"--vocab_size {self.vocab_size}: is too small for 256 bytes and {len(names)} "
                 f"special tokens. Give at least {256 + len(names)}."
             )
         return lines
@@ -123,7 +123,7 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=progress,
     )
-    split = _pre_tokenizer(options)  # the backend's own is locked while it trains
+    split = _pre_tokenizer(options)  # the backend's own is locked during training
     parts = chain.from_iterable(cut_long_words(text, split) for text in texts)
     backend.train_from_iterator(parts, trainer)
     output.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": EOS_TOKEN,
-            "add_bos_token": False,  # llama.cpp adds one by default, by the kind of split
+            "add_bos_token": False,  # for some splits, llama.cpp adds one by default
             "clean_up_tokenization_spaces": False,
         },
     )
@@ -143,8 +143,8 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
 def cut_long_words(text: str, pre_tokenizer: Any) -> Iterator[str]:
     """Yield a text in parts, so that no piece is longer than MAX_WORD_CHARACTERS.
 
-    The trainer's time is quadratic in the length of a piece: one of 80,000 characters takes
-    seconds, one of 2 million does not end.
+    The trainer's time is quadratic in the length of a piece: 80,000 characters take seconds, and 2
+    million do not finish.
     """
     done = 0
     if len(text) > MAX_WORD_CHARACTERS and _LONG_WORD.search(text):
@@ -161,7 +161,7 @@ def _pre_tokenizer(options: BpeOptions) -> Any:
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
     if (options.split, options.digits, options.whitespace) == ("gpt2", None, "runs"):
-        return ByteLevel(add_prefix_space=False)  # splits like GPT-2 without a pattern
+        return ByteLevel(add_prefix_space=False)  # without a pattern it splits like GPT-2
     pattern = split_pattern(options.split, options.digits, options.whitespace)
     bytes_of_pieces = ByteLevel(add_prefix_space=False, use_regex=False)
     return Sequence([Split(Regex(pattern), "isolated"), bytes_of_pieces])

@@ -1,4 +1,4 @@
-"""Chooses the backend that encodes: the fastest one whose ids equal the reference's.
+"""Chooses the encoding backend: the fastest one whose ids equal the reference's.
 
 `choose_backend` runs once, in the process that starts the workers. Its equivalence check takes
 seconds (`data_prep.tokenizer.equivalence`), so results are cached in the user's cache directory.
@@ -30,22 +30,22 @@ from zerolm.common.files import write_json
 from zerolm.common.provenance import installed_version
 from zerolm.common.records import read_record
 
-# For smaller inputs, encoding with `tokenizers` takes less time than the check. The check takes 4.3
-# CPU seconds, in which `tokenizers` encodes 10 MB (vocabulary of 32,000, 2 cores of an Intel Xeon,
-# 2026-11-21, `zerolm, first run` of `python -m benchmarks.tokenize_speed`).
+# For smaller inputs, encoding with `tokenizers` takes less time than the check. The check takes
+# 4.3 CPU seconds, the time in which `tokenizers` encodes 10 MB (vocabulary of 32,000, 2 cores of
+# an Intel Xeon, 2026-11-21, `zerolm, first run` of `python -m benchmarks.tokenize_speed`).
 MIN_CHECKED_INPUT_BYTES = 10 << 20
 
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """The backend that encodes; small and picklable, chosen once and sent to the workers.
+    """The chosen encoding backend; small and picklable, chosen once and sent to the workers.
 
     Attributes:
         backend: one of `backends.BACKENDS`.
         reference: the backend whose ids are correct by definition.
         proven: ranges [start, stop) of the code points for which the backend equals the reference;
-            texts with other code points need the reference.
-        note: the reason, shown to the user, why the fast backend is not used.
+            texts with other code points require the reference.
+        note: the reason shown to the user why the fast backend is not used.
     """
 
     backend: str
@@ -105,7 +105,7 @@ def choose_backend(
 def _equivalence(
     directory: Path, name: str, reference: str, only_cached: bool
 ) -> EquivalenceResult | None:
-    """Return the result of a backend's check; None if `only_cached` and it is not cached."""
+    """Return the result of a backend's check; None if `only_cached` and no result is cached."""
     path = _cache_directory() / f"{_cache_key(directory, name, reference)}.json"
     cached = _read_cached(path)
     if cached is None and only_cached:
@@ -134,7 +134,7 @@ def _read_cached(path: Path) -> EquivalenceResult | None:
 
 
 def _cache_key(directory: Path, name: str, reference: str) -> str:
-    """Return a digest of everything that the result of a check depends on."""
+    """Return a digest of everything that affects the result of a check."""
     digest = hashlib.sha256()
     for part in (
         f"proof {CHECK_VERSION}, Unicode {unicodedata.unidata_version}, {platform.machine()}",

@@ -1,7 +1,7 @@
 """`Encoder`: encodes texts with the chosen backend, and with the reference where necessary.
 
 The reference encodes documents with a code point outside the proven set, documents on which the
-backend fails, and a sample of the others to check the backend. `data_prep.tokenizer.encoder_choice`
+backend fails, and a sample of the rest to check the backend. `data_prep.tokenizer.encoder_choice`
 chooses the backend. Independent of input files and shards.
 """
 
@@ -27,14 +27,14 @@ from data_prep.tokenizer.encoder_choice import EncoderChoice
 from data_prep.tokenizer.vocabulary import forget_definition
 from zerolm.common.errors import ZerolmError
 
-CHECK_ONE_IN = 1000  # documents, selected by a hash of their length and beginning
-# Only the beginning of a checked document: checking 8 times as much took 7% of the total time with
-# gigatoken.
+CHECK_ONE_IN = 1000  # checks one document in 1000, selected by a hash of length and beginning
+# Only the beginning of a document is checked: with gigatoken, checking 8 times as much took 7% of
+# the total time.
 MAX_CHECKED_CHARACTERS = 1 << 12
-MAX_FAILED_DOCUMENTS = 20  # per process; after these the backend is no longer used
+MAX_FAILED_DOCUMENTS = 20  # per process; after that, the backend is no longer used
 UNICODE_SIZE = 0x110000
 ASCII = bytes(range(128))
-SCAN_CHARACTERS = 1 << 20  # scanned at a time, so that a giant document needs no giant arrays
+SCAN_CHARACTERS = 1 << 20  # scanned at a time, so a giant document needs no giant arrays
 
 Text = str | bytes  # bytes: in UTF-8
 
@@ -47,11 +47,11 @@ class Encoded(NamedTuple):
 
 
 class EncoderError(ZerolmError):
-    """A document that no backend can encode, or for which a backend's ids are wrong."""
+    """No backend can encode a document, or a backend's ids for it are wrong."""
 
     def __init__(self, message: str, document: int):
         super().__init__(message)
-        self.document = document  # index in the texts passed to `encode`
+        self.document = document  # index among the texts passed to `encode`
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Encoder:
         return Encoded(ids, text_bytes)
 
     def _scan(self, texts: Sequence[str]) -> tuple[np.ndarray, list[Text], list[int]]:
-        """Return UTF-8 sizes, the texts as the backend gets them, and which are not proven."""
+        """Return UTF-8 sizes, the texts as passed to the backend, and which are not proven."""
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))
         above_ascii, given = {}, list[Text](texts)
         for number, text in enumerate(texts):
@@ -120,7 +120,7 @@ class Encoder:
             return [self._encode_one_by_reference(*each) for each in enumerate(texts)]
 
     def _encode_one_by_reference(self, number: int, text: str) -> np.ndarray:
-        """Return the reference's ids of one text."""
+        """Return the reference's ids for one text."""
         try:
             return self._reference([text])[0]
         except BackendFailed as failure:
@@ -153,7 +153,7 @@ class Encoder:
         return ids, []
 
     def _try_backend(self, text: Text) -> np.ndarray | None:
-        """Return the fast backend's ids of one text; None if it fails."""
+        """Return the fast backend's ids for one text, or None if it fails."""
         try:
             return self._fast([text])[0]
         except BackendFailed:
@@ -162,7 +162,7 @@ class Encoder:
     def _encode_by_both(
         self, texts: Sequence[Text], text_bytes: np.ndarray, unproven: list[int]
     ) -> tuple[Ids, list[int]]:
-        """Return as `_encode_by_backend`, with the unproven texts encoded by the reference."""
+        """Encode like `_encode_by_backend`, but unproven texts with the reference."""
         proven = sorted(set(range(len(texts))) - set(unproven))
         by_reference = self._encode_by_reference(
             [texts[each] for each in unproven], text_bytes[unproven]
@@ -182,7 +182,7 @@ class Encoder:
             self.counts[f"{name}.bytes"] += int(text_bytes.sum())
 
     def _check(self, texts: Sequence[str], ids: Ids, by_reference: set[int]) -> None:
-        """Compare a sample of the texts that the fast backend encoded with the reference."""
+        """Check a sample of the fast backend's results against the reference."""
         for number, text in enumerate(texts):
             beginning = text[:64].encode()
             if zlib.crc32(beginning, len(text)) % CHECK_ONE_IN or number in by_reference:
@@ -207,11 +207,11 @@ class Encoder:
         first = int(differ[0]) if len(differ) else common
         choice = self.choice
         return EncoderError(
-            f"encoder {choice.backend} {choice.version}: its ids of a document differ from those "
+            f"encoder {choice.backend} {choice.version}: its ids for a document differ from those "
             f"of {choice.reference}, starting at token {first} "
             f"({actual[first : first + 3].tolist()} instead of "
-            f"{expected[first : first + 3].tolist()}). The document begins {text[:60]!r}. "
-            f"Nothing was published. Start again with --encoder {choice.reference}.",
+            f"{expected[first : first + 3].tolist()}). The document begins {text[:60]!r}. Nothing "
+            f"was published. Start again with --encoder {choice.reference}.",
             number,
         )
 
@@ -236,12 +236,12 @@ def _decoded(text: Text) -> str:
 
 
 def load_encoder(directory: Path, choice: EncoderChoice | None = None) -> Encoder:
-    """Return an encoder for a tokenizer's saved copy; without a choice, only the reference."""
+    """Return an encoder for a tokenizer's saved copy; by default it uses only the reference."""
     if choice is None:
         reference = reference_backend(directory)
         choice = EncoderChoice(reference, reference)
     encoder = Encoder(directory, choice)
-    encoder.encode([""])  # loads the backend, or fails here
+    encoder.encode([""])  # load the backend now, or fail here
     encoder.counts.clear()
     forget_definition()
     return encoder

@@ -1,9 +1,9 @@
-"""Tests an encoder against a reference: are the ids equal, and for which code points?
+"""Tests whether an encoder's ids equal a reference's, and for which code points.
 
 Both encode every likely code point in several contexts, every pair of ASCII characters, the tokens
-of the vocabulary, and random texts of many kinds (`data_prep.tokenizer.fuzz_texts`). A code point
-above ASCII that causes a difference is excluded from the proven code points; after any other
-difference the encoder is refused. Independent of which encoders exist.
+of the vocabulary, and random texts of many kinds (`data_prep.tokenizer.fuzz_texts`). A non-ASCII
+code point that causes a difference is excluded from the proven code points; any other difference
+causes the encoder to be refused. Independent of which encoders exist.
 """
 
 import os
@@ -17,11 +17,13 @@ import numpy as np
 from data_prep.tokenizer import fuzz_texts
 from data_prep.tokenizer.backends import Encode
 
-CHECK_VERSION = 3  # of the texts, rules and calls; cached results of other versions are ignored
+CHECK_VERSION = (
+    3  # version of the texts, rules and calls; cached results of other versions are ignored
+)
 RANDOM_TEXTS = 5000  # per round, about 1 MB
 MAX_VOCABULARY_TEXTS = 20_000
-MAX_ROUNDS = 6  # of random texts; the check ends at the first round without a difference
-MAX_EXCLUDED = 0.5  # share of the code points; beyond it, few documents could use the encoder
+MAX_ROUNDS = 6  # rounds of random texts; the check ends at the first round without a difference
+MAX_EXCLUDED = 0.5  # fraction of the code points; above it, few documents could use the encoder
 MAX_MINIMIZED = 40  # differing texts minimized per round; each takes a few hundred trials
 CODE_POINTS_PER_TEXT = 16  # tried together, because each call has a fixed cost
 CHUNK_CHARACTERS = 1 << 15
@@ -47,7 +49,7 @@ class EquivalenceResult:
 def check_equivalence(
     reference: Encode, candidate: Encode, vocabulary: Sequence[str], seed: int = 0
 ) -> EquivalenceResult:
-    """Compare an encoder with the reference on some MB of text; takes seconds on one core.
+    """Compare an encoder with the reference on several MB of text; takes seconds on one core.
 
     Args:
         vocabulary: the texts of tokens, including special ones.
@@ -87,10 +89,10 @@ def _try_code_points(
 ) -> EquivalenceResult | None:
     """Add the code points that cause a difference to `excluded`.
 
-    Each code point is tried in a text with others, and alone if that text differs.
+    Each code point is tried in a text with others, then alone if that text differs.
 
     Returns:
-        A refusal, if excluding code points does not explain a difference or excludes too many.
+        A refusal if code points do not explain a difference or too many must be excluded.
     """
     for packed in comparison.differing(_packed(tried)):
         inside = sorted(set(map(ord, packed)) - set(range(128)))
@@ -105,7 +107,7 @@ def _try_code_points(
 
 
 class _Comparison:
-    """Compares two encoders, and counts the texts compared."""
+    """Compares two encoders, and counts the compared texts."""
 
     def __init__(self, reference: Encode, candidate: Encode):
         self.reference, self.candidate = reference, candidate
@@ -129,7 +131,7 @@ class _Comparison:
         try:
             with self._candidate_lock:  # gigatoken raises "Already borrowed" in a second thread
                 ids = self.candidate(texts)
-        except Exception:  # failing on a text each time is a difference; find that text
+        except Exception:  # a repeatable failure counts as a difference; find its text
             if len(texts) > 1:
                 return [each for text in texts for each in self._differing([text])[0]], 1, size
             try:
@@ -145,7 +147,7 @@ class _Comparison:
         return different, len(texts), size
 
     def refuse(self, text: str) -> EquivalenceResult:
-        """Return a refusal that shows a minimal text for which the ids differ."""
+        """Return a refusal with a minimal text for which the ids differ."""
         text = self.minimize(text)
         outcomes = []
         for encode in (self.candidate, self.reference):
@@ -157,7 +159,7 @@ class _Comparison:
         return EquivalenceResult(reason, (), 0, self.num_texts, self.num_bytes)
 
     def minimize(self, text: str) -> str:
-        """Remove characters from a text while its ids still differ."""
+        """Remove characters from a text as long as its ids still differ."""
         size = max(1, len(text) // 2)
         while True:
             start = 0
@@ -173,7 +175,7 @@ class _Comparison:
 
 
 def _exclude(comparison: _Comparison, text: str, excluded: set[int]) -> bool:
-    """Exclude the code points above ASCII that cause a difference; return whether there are any."""
+    """Exclude the non-ASCII code points that cause a difference; return whether there are any."""
     numbers = {number for number in map(ord, comparison.minimize(text)) if number >= 128}
     excluded |= numbers
     return bool(numbers)
@@ -199,7 +201,7 @@ def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _ranges(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return ascending numbers as ranges [start, stop)."""
+    """Convert ascending numbers to ranges [start, stop)."""
     values = np.asarray(numbers)
     breaks = np.flatnonzero(np.diff(values) > 1)
     starts = values[np.concatenate([[0], breaks + 1])]

@@ -1,8 +1,8 @@
 """Test texts on which two encoders must agree before one may replace the other.
 
-They cover the cases in which encoders were found to differ: rare and unassigned code points, case
-folding after apostrophes, runs of white space, digits, normalization, and special tokens spelled
-out. The same seed and code points give the same texts. Independent of encoders.
+They cover the cases in which encoders have been found to differ: rare and unassigned code points,
+case folding after apostrophes, runs of white space, digits, normalization, and special tokens
+spelled out. The same seed and code points produce the same texts. Independent of encoders.
 """
 
 import itertools
@@ -10,7 +10,7 @@ import random
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# Not assigned in this Python's Unicode tables, but in use: private code points, and new emoji.
+# Code points in use that this Python's Unicode tables do not assign: private use and new emoji.
 EXTRA_CODE_POINTS = (range(0xE000, 0xF900), range(0x1F000, 0x1FB00))
 PLAIN_LETTERS = (range(0x3400, 0xA000), range(0xAC00, 0xD7A4), range(0x20000, 0x323B0))
 SPACES = (
@@ -59,7 +59,7 @@ Make = Callable[[random.Random, Sequence[int]], str]
 
 
 def likely_code_points() -> list[int]:
-    """Return the code points above ASCII that texts are likely to contain: all assigned ones."""
+    """Return the non-ASCII code points that texts are likely to contain: all assigned ones."""
     likely = {number for numbers in EXTRA_CODE_POINTS for number in numbers}
     likely.update(
         number
@@ -106,7 +106,7 @@ def vocabulary_texts(tokens: Iterable[str]) -> Iterator[str]:
 
 
 def random_texts(seed: int, allowed: Sequence[int], num_texts: int) -> Iterator[str]:
-    """Yield texts of many kinds whose code points above ASCII are all in `allowed`."""
+    """Yield texts of many kinds whose non-ASCII code points are all in `allowed`."""
     rng = random.Random(seed)
     allowed_set = set(allowed)
     for number in range(num_texts):

@@ -1,9 +1,9 @@
-"""Calls llama.cpp's convert_hf_to_gguf.py for a model with a tokenizer of `train-tokenizer`.
+"""Runs llama.cpp's converter to GGUF for a model with a tokenizer from `train-tokenizer`.
 
-llama.cpp splits text by code of its own, chosen by a name in the GGUF file. Its converter knows the
-name by the ids that a published tokenizer gives for one text, and refuses every other tokenizer.
-Here the name follows from the split pattern of tokenizer.json. Must not import the converter before
-it is called: it is the user's.
+llama.cpp splits text with its own code, selected by a name in the GGUF file. Its converter finds
+the name by comparing a text's ids with the ids from published tokenizers, and refuses all other
+tokenizers. This module derives the name from the split pattern in tokenizer.json instead. It must
+not import the converter, which belongs to the user, before it is called.
 """
 
 import json
@@ -16,8 +16,8 @@ from data_prep.tokenizer.bpe import split_pattern
 from zerolm.common.errors import ConfigError, reason
 from zerolm.common.records import read_json
 
-# Names of llama.cpp (src/llama-vocab.cpp) whose code splits as the pattern does. The ids of texts
-# are compared in docs/readers.md: `gpt-4o` differs on some.
+# Names in llama.cpp (src/llama-vocab.cpp) whose code splits like each pattern. docs/readers.md
+# compares the ids: `gpt-4o` differs on some texts.
 PRE_TOKENIZERS = {
     split_pattern("gpt2"): "gpt-2",
     split_pattern("llama3"): "llama-bpe",
@@ -27,10 +27,10 @@ PRE_TOKENIZERS = {
 
 
 def pre_tokenizer(model: Path) -> str:
-    """Return llama.cpp's name for the split of a model directory's tokenizer.
+    """Return llama.cpp's name for the split pattern of a model's tokenizer.
 
     Raises:
-        ConfigError: llama.cpp has no code for it.
+        ConfigError: llama.cpp has no code for this split.
     """
     path = model / "tokenizer.json"
     definition = read_json(path, "the directory of an exported model")
@@ -41,25 +41,26 @@ def pre_tokenizer(model: Path) -> str:
         patterns = [split_pattern("gpt2")]
     if len(patterns) != 1 or patterns[0] not in PRE_TOKENIZERS:
         raise ConfigError(
-            f"{path}: pre_tokenizer: {json.dumps(patterns)}: llama.cpp has no code for this split. "
-            f"Train the tokenizer with --split gpt2, llama3 or o200k and their digits (or llama3 "
-            f"with --digits 1), or call the converter itself for a published tokenizer."
+            f"{path}: pre_tokenizer: {json.dumps(patterns)}: llama.cpp has no code for this "
+            "split. Train the tokenizer with --split gpt2, llama3 or o200k and the default "
+            "--digits (or llama3 with --digits 1), or call the converter directly for a "
+            "published tokenizer."
         )
     return PRE_TOKENIZERS[patterns[0]]
 
 
 def convert(converter: Path, model: Path, arguments: Sequence[str]) -> None:
-    """Run the converter in this process, with the name of the split given."""
+    """Run the converter in this process, with the name of the split replaced."""
     name = pre_tokenizer(model)
     if not converter.is_file():
         raise ConfigError(
-            f"{converter}: no such file. Name convert_hf_to_gguf.py of a checkout of llama.cpp."
+            f"{converter}: no such file. Name convert_hf_to_gguf.py in a llama.cpp checkout."
         )
     sys.path.insert(0, str(converter.parent))
     sys.argv = [str(converter), str(model), *arguments]
     try:
         _run(converter, name)
-    except ImportError as error:  # it imports some packages at its start, and others in main()
+    except ImportError as error:  # it imports some packages when loaded, others in main()
         raise ConfigError(
             f"{converter}: needs the package {error.name}: {reason(error)}. Install it."
         ) from None
@@ -67,13 +68,13 @@ def convert(converter: Path, model: Path, arguments: Sequence[str]) -> None:
 
 def _run(converter: Path, name: str) -> None:
     namespace = runpy.run_path(str(converter))
-    base = sys.modules.get("conversion.base")  # before 2026 the classes were in the script itself
+    base = sys.modules.get("conversion.base")  # before 2026, the script defined the classes
     owner = getattr(base, "TextModel", None) or namespace.get("TextModel")
     owner = owner or namespace.get("Model")
     if owner is None or "main" not in namespace:
         raise ConfigError(
-            f"{converter}: has no class TextModel, so it is not convert_hf_to_gguf.py of "
-            f"llama.cpp. Give that file."
+            f"{converter}: has no class TextModel, so it is not llama.cpp's "
+            "convert_hf_to_gguf.py. Give that file."
         )
     owner.get_vocab_base_pre = lambda *_: name
     namespace["main"]()

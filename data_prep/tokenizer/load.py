@@ -1,9 +1,9 @@
-"""Loads a tokenizer, and saves a copy of it beside the token shards.
+"""Loads a tokenizer, and saves a copy next to the token shards.
 
-A tokenizer is a Hugging Face directory, a Hugging Face hub id, or `tiktoken:<encoding>`. The saved
-copy is `tokenizer.json` (run by the Rust library `tokenizers`), `tiktoken.json` with its ranks, or
-the files that transformers saves for a tokenizer implemented in Python. Documents are encoded only
-with the saved copy, so that shards and copy cannot disagree. Independent of documents.
+A tokenizer is a Hugging Face directory, a Hugging Face hub id, or `tiktoken:<encoding>`. The copy
+is `tokenizer.json` (for the Rust library `tokenizers`), `tiktoken.json` with its ranks, or the
+files that transformers saves for a tokenizer implemented in Python. Documents are encoded only
+with the saved copy, so shards and copy cannot disagree. Independent of documents.
 """
 
 import base64
@@ -35,7 +35,7 @@ from zerolm.shards.tokenizer import (
 TIKTOKEN_EOS = "<|endoftext|>"
 TIKTOKEN_PREFIX = "tiktoken:"
 
-# Keys of tokenizer_config.json that cannot change an id. With any other key, transformers loads it.
+# Keys of tokenizer_config.json that cannot change ids. Any other key requires transformers.
 _SPECIAL_TOKEN_KEYS = {"bos_token", "eos_token", "pad_token", "unk_token"}
 _INERT_KEYS = {
     "add_bos_token",
@@ -47,7 +47,7 @@ _INERT_KEYS = {
     "model_max_length",
     "tokenizer_class",
 }
-MAX_GROWTH = 1000  # Unicode's own normalization makes 18 characters of one
+MAX_GROWTH = 1000  # Unicode's own normalization expands a character to at most 18
 _PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 _PLAIN_FILES = {"tokenizer.json", "tokenizer_config.json"}
 _MAX_PLAIN_VOCAB = 100_000  # above this size transformers may patch Mistral's split pattern
@@ -55,14 +55,14 @@ _MAX_PLAIN_VOCAB = 100_000  # above this size transformers may patch Mistral's s
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The properties of a tokenizer that tokenization needs.
+    """The properties of a tokenizer that tokenization requires.
 
     Attributes:
         name: the value of --tokenizer.
-        vocab_size: every id is below it; `len()` of a transformers tokenizer, or more if its ids
-            have gaps.
+        vocab_size: exceeds every id; `len()` of a transformers tokenizer, or more if its ids have
+            gaps.
         fingerprint: hex SHA-256 of everything that determines the ids.
-        save: writes the copy into an existing directory.
+        save: function that writes the copy into an existing directory.
     """
 
     name: str
@@ -101,10 +101,10 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _load_without_transformers(directory: Path) -> Tokenizer | None:
-    """Load a directory without transformers, whose import takes 2 s; None if it is needed.
+    """Load a directory without transformers, whose import takes 2 s; None if it is required.
 
-    transformers is not needed if it would run tokenizer.json unchanged: the tokenizer class has no
-    code of its own, no configuration key adds or changes tokens, and there are no further files.
+    transformers is not required if it would run tokenizer.json unchanged: the tokenizer class has
+    no code of its own, no configuration key adds or changes tokens, and there are no other files.
     """
     config_path, backend_path = directory / "tokenizer_config.json", directory / "tokenizer.json"
     if not (config_path.is_file() and backend_path.is_file()):
@@ -128,7 +128,7 @@ def _load_without_transformers(directory: Path) -> Tokenizer | None:
         return None
     try:
         backend = load_tokenizer_json(backend_path)
-    except Exception:  # the library raises bare Exception; transformers reports the problem
+    except Exception:  # the library raises a bare Exception; transformers will report the problem
         return None
     eos_id = backend.token_to_id(config["eos_token"])
     if eos_id is None or backend.get_vocab_size() > _MAX_PLAIN_VOCAB:
@@ -196,7 +196,7 @@ def _check_eos_token(directory: Path, eos_token: str) -> None:
 
 
 def _definition_of(backend: Any, directory: Path) -> dict[str, Any]:
-    """Return how `tokenizers` writes a backend: mostly as the file, which is parsed already."""
+    """Return a backend as `tokenizers` would write it; usually this is the parsed file."""
     if backend.to_str(pretty=True).encode() == (directory / "tokenizer.json").read_bytes():
         return read_definition(directory)
     return orjson.loads(backend.to_str())
@@ -212,26 +212,27 @@ def _describe_backend(
 ) -> Tokenizer:
     if dropout := content["model"].get("dropout"):
         raise ConfigError(
-            f"--tokenizer {name}: tokenizer.json: model.dropout is {dropout}, with which equal "
-            f"texts get other ids each time. Set it to null."
+            f"--tokenizer {name}: tokenizer.json: model.dropout is {dropout}, so the same text "
+            "gets different ids each time. Set it to null."
         )
     if (growth := _growth(content["normalizer"])) > MAX_GROWTH:
         raise ConfigError(
             f"--tokenizer {name}: tokenizer.json: normalizer: replaces a character by up to "
-            f"{growth:,}, more than {MAX_GROWTH:,}: one document could take all memory. Correct it."
+            f"{growth:,}, more than {MAX_GROWTH:,}, so one document could fill all memory. "
+            "Correct it."
         )
     keys = ("added_tokens", "normalizer", "pre_tokenizer", "model")
     definition = [*(content[key] for key in keys), eos_id]
-    vocab = content["model"]["vocab"]  # for Unigram a list of (token, score) in the order of ids
+    vocab = content["model"]["vocab"]  # for Unigram, a list of (token, score) in id order
     largest = max(vocab.values(), default=0) if isinstance(vocab, dict) else len(vocab) - 1
     largest = max([largest, *(token["id"] for token in content["added_tokens"])])
-    # If the ids have gaps, the largest id exceeds the length.
+    # If the ids have gaps, the largest id is not less than the length.
     vocab_size = max(length, largest + 1)
     return Tokenizer(name, vocab_size, eos_id, _fingerprint(definition), save, notices)
 
 
 def _growth(normalizer: Any) -> int:
-    """Return how many characters the replacements of a normalizer may make of one."""
+    """Return the maximum number of characters that a normalizer may replace one character with."""
     if not isinstance(normalizer, dict):
         return 1
     own = max((len(normalizer.get(key) or "") for key in ("content", "prepend")), default=0)
@@ -240,7 +241,7 @@ def _growth(normalizer: Any) -> int:
 
 
 def _fingerprint(definition: Any) -> str:
-    """Return the SHA-256 of a definition as sorted JSON in ASCII."""
+    """Return the SHA-256 of a definition as sorted ASCII JSON."""
     canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -253,10 +254,16 @@ def _get_encoding(name: str) -> Any:
             f"--tokenizer {name}: the package tiktoken is not installed. Run: pip install tiktoken"
         ) from error
     encoding = name.removeprefix(TIKTOKEN_PREFIX)
-    print(f"{name}: tiktoken fetches its ranks, unless it has them", file=sys.stderr, flush=True)
+    print(
+        (f"{name}: tiktoken downloads its ranks, unless they are cached"),
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         return tiktoken.get_encoding(encoding)
-    except Exception as error:  # ValueError for unknown names, any error of requests for downloads
+    except (
+        Exception
+    ) as error:  # ValueError for unknown names, any error from requests for downloads
         known = ", ".join(tiktoken.list_encoding_names())
         raise ConfigError(
             f"--tokenizer {name}: cannot be loaded ({reason(error)}). Known encodings: {known}."

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 MAX_SHOWN_TOKENS = 20
-MAX_WORDS_PER_SCRIPT = 5000  # distinct words; enough for two significant digits
-MIN_WORDS = 20  # of a script; with fewer, the script is not reported
+MAX_WORDS_PER_SCRIPT = 5000  # number of distinct words, enough for two significant digits
+MIN_WORDS = 20  # words in a script; with fewer, the script is not reported
 BATCH_TEXTS = 64
-# Scripts without spaces between words: each character counts as a word.
+# Scripts written without spaces between words; each character counts as a word.
 UNSPACED = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"}
 _WORD = re.compile(r"[^\W\d_]+")
 
@@ -34,8 +34,8 @@ def measure_tokenizer(
 
     Args:
         token_texts: {id: text} without special tokens.
-        unknown_id: the id of text that is not in the vocabulary, if there is one.
-        decode: the inverse of `encode`, for one document.
+        unknown_id: id of the unknown token, if there is one.
+        decode: the inverse of `encode` for one document.
     """
     num_restored = 0
     counts = np.zeros(vocab_size, np.int64)
@@ -81,7 +81,7 @@ def fertility(encode: Encode, sources: Mapping[str, list[str]]) -> dict[str, dic
     """Return the number of words and the tokens per word, by script.
 
     Words are encoded with a leading space. In scripts without spaces between words, each character
-    counts as a word and is encoded without a space.
+    counts as a word and is encoded without a leading space.
     """
     words: dict[str, Counter[str]] = defaultdict(Counter)
     for texts in sources.values():
@@ -107,7 +107,7 @@ def fertility(encode: Encode, sources: Mapping[str, list[str]]) -> dict[str, dic
 
 
 def script_of(character: str) -> str:
-    """Return the first word of a character's Unicode name; for letters this is the script."""
+    """Return the first word of a character's Unicode name, which is the script for letters."""
     return unicodedata.name(character, "UNKNOWN").split()[0].split("-")[0]
 
 
@@ -118,8 +118,8 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         f" {each['bytes'] / 1e6:,.1f} MB)"
         for name, each in report["sources"].items()
     ]
-    lines.append(f"unknown     {report['unknown']:.2%} of the tokens")
-    lines.append(f"restored    {report['restored']:.1%} of the documents by decoding")
+    lines.append(f"unknown {report['unknown']:.2%} of the tokens")
+    lines.append(f"restored {report['restored']:.1%} of the documents by decoding")
     text_ids = report["ids_of_text"]
     lines.append(
         f"used        {report['ids_used']:,} of {text_ids:,} text ids "
@@ -133,7 +133,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_rows(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return a table that compares reports: a header row, then one row per figure."""
+    """Return a table that compares reports: a header row, then one row per statistic."""
     columns = list(reports.values())
     rows = [["", *reports], ["vocabulary", *(f"{each['vocab_size']:,}" for each in columns)]]
     rows.append(["bytes/token", *(f"{each['bytes_per_token']:.3f}" for each in columns)])

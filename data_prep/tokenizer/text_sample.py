@@ -1,8 +1,8 @@
 """Samples documents by a hash of their text, independently of their order and files.
 
-The sample is the documents with the smallest hashes, up to a size in bytes, so each source has
-about its share of the text. Memory is bounded by the sample size, copies of a document are sampled
-together, and a larger sample contains a smaller one.
+The sample consists of the documents with the smallest hashes, up to a size in bytes, so each
+source is represented in proportion to its text. The sample size bounds memory, copies of a
+document are sampled together, and a larger sample contains every smaller one.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from data_prep.read.work_units import plan_units, read_batches
 class Sample:
     """The documents of all sources with the smallest hashes, at most `limit_bytes` of UTF-8.
 
-    Copies of a document are all in it or none. It has one document, with its copies, at least.
+    It contains either all copies of a document or none, and at least one document with its copies.
     """
 
     def __init__(self, limit_bytes: int, sources: Sequence[str]):
@@ -29,11 +29,11 @@ class Sample:
         self.num_documents = self.num_bytes = 0  # of all documents added
         self.kept_bytes = 0
         self._limit_hash: float = math.inf  # the smallest hash that was dropped
-        self._largest_first: list[int] = []  # a heap of the negative hashes
+        self._largest_first: list[int] = []  # a heap of negated hashes
         self._copies: dict[int, _Copies] = {}  # by hash
 
     def add(self, source: str, text: str) -> None:
-        """Add a document, and drop those with the largest hashes beyond the limit."""
+        """Add a document; above the limit, drop the documents with the largest hashes."""
         utf8 = text.encode()
         self.num_documents += 1
         self.num_bytes += len(utf8)
@@ -54,7 +54,7 @@ class Sample:
         """Return the documents by source, in the order of their hashes.
 
         Args:
-            limit_bytes: size of a smaller sample to return instead.
+            limit_bytes: maximum size, to return a smaller sample.
         """
         found: dict[str, list[str]] = {name: [] for name in self.sources}
         size = 0
@@ -69,7 +69,7 @@ class Sample:
 
 
 class _Copies(NamedTuple):
-    """The copies of a document, and how many each source has."""
+    """The copies of a document, with their number in each source."""
 
     text: str
     text_bytes: int

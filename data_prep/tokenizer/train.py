@@ -25,17 +25,17 @@ from zerolm.common.files import write_json
 from zerolm.data.window_text import load_decoder
 
 REPORT_FILE = "report.json"
-REPORT_BYTES = 4_000_000  # of text that the report measures
+REPORT_BYTES = 4_000_000  # size of the text sample for the report
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a training, and the text it used.
+    """The result of training a tokenizer, and the text used.
 
     Attributes:
         vocab_size: the size reached.
-        num_documents, num_bytes: documents trained on, and their bytes of UTF-8.
-        read_documents, read_bytes: the same of what was read; more if the text was sampled.
+        num_documents, num_bytes: documents trained on, and their size in UTF-8.
+        read_documents, read_bytes: the same for everything read; more if the text was sampled.
     """
 
     vocab_size: int
@@ -54,7 +54,7 @@ def train_on_inputs(
     sample_bytes: int,
     output: Path,
 ) -> TrainingResult:
-    """Train on all documents of the inputs, or on a sample of `sample_bytes` if that is not 0."""
+    """Train on all documents of the inputs, or on a sample of `sample_bytes` if it is not 0."""
     progress, tally = Progress("train-tokenizer", total_bytes(inputs)), Tally()
     sample = Sample(sample_bytes or REPORT_BYTES, text_sample.source_names(inputs))
     read = text_sample.read_texts(inputs, rules, tally, progress.add)
@@ -103,7 +103,7 @@ def train_on_stages(
 
 
 def write_report(directory: Path, texts: dict[str, list[str]]) -> None:
-    """Write `report.json` beside a tokenizer, measured on documents by source."""
+    """Write `report.json` next to a tokenizer, measured on documents by source."""
     size = max(token_texts(directory)) + 1
     write_json(
         directory / REPORT_FILE, measure_copy(directory, load_encoder(directory), size, texts)

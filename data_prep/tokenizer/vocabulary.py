@@ -1,7 +1,7 @@
 """Reads a saved tokenizer's vocabulary: the text of each token, and which tokens are special.
 
-Reads the files directly, without tokenizer libraries. A tokenizer.json takes 20 ms to parse (32,000
-ids), so the last one is kept for its next use, until `forget_definition`.
+Reads the files directly, without tokenizer libraries. Parsing a tokenizer.json takes 20 ms (32,000
+ids), so the last one is cached until `forget_definition` is called.
 """
 
 import json
@@ -15,7 +15,7 @@ from zerolm.shards.tokenizer import TIKTOKEN_FILE, read_tiktoken
 
 
 def token_texts(directory: Path) -> dict[int, str]:
-    """Return {id: text} of all tokens except special ones; bytes that are not UTF-8 are dropped."""
+    """Return {id: text} for all tokens except special ones, without bytes that are not UTF-8."""
     if (directory / TIKTOKEN_FILE).is_file():
         ranks = read_tiktoken(directory)._mergeable_ranks
         return {rank: token.decode("utf-8", "ignore") for token, rank in ranks.items()}
@@ -37,9 +37,9 @@ def token_texts(directory: Path) -> dict[int, str]:
 
 
 def unknown_id(directory: Path) -> int | None:
-    """Return the id of text that is not in the vocabulary; None if every text can be encoded.
+    """Return the id of the unknown token; None if every text can be encoded.
 
-    Without a tokenizer.json it is not known, and None.
+    Without a tokenizer.json the id is not known, so None is returned.
     """
     if not (directory / "tokenizer.json").is_file():
         return None
@@ -69,18 +69,18 @@ def read_definition(directory: Path) -> dict[str, Any]:
     """Return the content of tokenizer.json, which must not be modified.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is not JSON.
+        OSError, ValueError: the file cannot be read, or is not JSON.
     """
     return _parse((directory / "tokenizer.json").read_bytes())
 
 
 def forget_definition() -> None:
-    """Release the memory of the last tokenizer.json that was read."""
+    """Release the memory of the cached tokenizer.json."""
     _parse.cache_clear()
 
 
 def read_without_special_tokens(directory: Path) -> dict[str, Any]:
-    """Return tokenizer.json without special tokens, so that they are encoded as ordinary text."""
+    """Return tokenizer.json without special tokens, so they are encoded as ordinary text."""
     content = read_definition(directory)
     added = [each for each in content["added_tokens"] if not each["special"]]
     removed = dict.fromkeys(("truncation", "padding", "post_processor"))

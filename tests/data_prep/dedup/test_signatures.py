@@ -170,7 +170,7 @@ def test_signatures_that_cannot_be_compared_are_refused_together(chain, parts, t
         return capsys.readouterr().err
 
     shown = refused("--against", chain[0], tmp_path / "none", "--threshold", "0.7")
-    assert "threshold is 0.8, and 0.7 for the new documents. Use threshold 0.8" in shown
+    assert "threshold is 0.8, but 0.7 for the new documents. Use threshold 0.8" in shown
     assert "none: has no signatures (signatures.json is missing)" in shown
     assert "new2: its documents were compared with those of" in refused("--against", chain[2])
     assert "already given" in refused("--against", chain[0], chain[0] / "signatures")
@@ -178,7 +178,7 @@ def test_signatures_that_cannot_be_compared_are_refused_together(chain, parts, t
     broken = tmp_path / "broken"
     for key, value, reason in (
         ("version", 2, "'zerolm-signatures' version 2, not"),
-        ("settings", {**manifest["settings"], "unicode": "1.0"}, "unicode is '1.0', and"),
+        ("settings", {**manifest["settings"], "unicode": "1.0"}, "unicode is '1.0', but"),
         ("units", 3, "It is damaged"),
     ):
         shutil.rmtree(broken, ignore_errors=True)

@@ -23,7 +23,7 @@ BROKEN = {
         b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xabV*I\xad",
         ":1: the compressed data ends too early",
     ),
-    "empty.jsonl": (b'\n{"text": ""}\n', "would have no documents (0 were read, 2 skipped)"),
+    "empty.jsonl": (b'\n{"text": ""}\n', "would contain no documents (0 were read, 2 skipped)"),
 }
 
 
@@ -59,7 +59,7 @@ def test_every_problem_of_a_command_is_shown_before_any_work(tmp_path, tokenizer
         "--shard_tokens 0: is not a whole number from 1 up",
         "--val_fraction 1.5: is not a number between 0 and 1",
         "is not empty (it holds 'thesis.txt')",
-        "must not be --output, nor inside it",
+        "must not equal, contain or be inside --output",
         "absent.jsonl: no such file",
         "file is not one of .txt",
         "none: no such directory",
@@ -105,7 +105,7 @@ def test_an_output_inside_its_own_input_is_refused(tmp_path, tokenizer_directory
         (["--val_fraction", "0.1"], "--val_fraction: needs --val_output too"),
         (["--val_output", "v"], "--val_output: needs --val_fraction too"),
         (["--worker", "2"], '--worker: no such flag. Did you mean "--workers"?'),
-        (["--val_fraction", "1e-9", "--val_output", "{tmp}/v"], "v: would have no documents"),
+        (["--val_fraction", "1e-9", "--val_output", "{tmp}/v"], "v: would contain no documents"),
     ],
 )
 def test_contradictory_flags_are_refused(tmp_path, tokenizer_directory, words, named):
@@ -178,6 +178,6 @@ def test_a_full_standard_output_is_not_taken_for_a_full_disk(
             timeout=60,
         )
     assert result.returncode == 1 and len(result.stderr.splitlines()) == 1, result.stderr
-    assert "standard output cannot be written (No space left on device)" in result.stderr
+    assert "cannot write to standard output (No space left on device)" in result.stderr
     assert "published and complete" in result.stderr and "othing was pub" not in result.stderr
     assert open_source(tmp_path / "s").num_documents == len(TEXTS)

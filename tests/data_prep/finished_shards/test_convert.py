@@ -106,7 +106,7 @@ def test_documents_may_run_over_items_and_lack_their_last_eos(tmp_path, tokenize
     pq.write_table(table, tmp_path / "a.parquet")
     words = ["--tokenizer", tokenizer_directory, "--from"]
     assert convert(tmp_path / "a.parquet", *words, "parquet", "--output", tmp_path / "a") == 2
-    assert "row 0 ends in id 3, not in the tokenizer's EOS id 0" in capfd.readouterr().err
+    assert "row 0 ends with id 3, not with the tokenizer's EOS id 0" in capfd.readouterr().err
     flags = ["--boundaries", "eos", "--append_eos"]
     assert (
         convert(tmp_path / "a.parquet", *words, "parquet", "--output", tmp_path / "b", *flags) == 0

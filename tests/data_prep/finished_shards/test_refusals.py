@@ -45,21 +45,21 @@ def null_dim(root):
 @pytest.mark.parametrize(
     ("given", "form", "damage", "expected"),
     [
-        ("a", "megatron", cut("a.bin", 2), "a.bin: has 604 bytes, its index says 606"),
-        ("a", "megatron", cut("a.idx", 8), "a.idx: has 126 bytes, 134 for its 5 sequences"),
+        ("a", "megatron", cut("a.bin", 2), "a.bin: has 604 bytes, but its index lists 606"),
+        ("a", "megatron", cut("a.idx", 8), "has 126 bytes, but needs 134 for its 5 sequences"),
         ("a", "megatron", cut("a.idx", 110), "a.idx: ends after 24 bytes"),
         ("a", "megatron", patch("a.idx", 0, b"X"), "a.idx: does not begin with b'MMIDIDX"),
         ("a", "megatron", patch("a.idx", 17, b"\7"), "a.idx: version 1 and dtype code 7"),
-        ("a", "megatron", patch("a.idx", 34 + 4, b"\2"), "a.idx: sequences from 0 on do not"),
-        ("a", "megatron", patch("a.bin", 4, b"\xff\1"), "a.bin: id 511 at place 2 is outside"),
+        ("a", "megatron", patch("a.idx", 34 + 4, b"\2"), "a.idx: sequences from 0 on are not"),
+        ("a", "megatron", patch("a.bin", 4, b"\xff\1"), "a.bin: id 511 at position 2 is outside"),
         ("a", "megatron", lambda root: (root / "a.bin").unlink(), "a.bin: no such file"),
-        ("mds1", "mds", cut("mds1/shard.00000.mds", 1), "bytes, but index.json says"),
-        ("mds1", "mds", patch("mds1/shard.00000.mds", 0, b"\3"), "holds 3 items, but its index"),
-        ("mds1", "mds", patch("mds1/shard.00000.mds", 8, b"\xff"), "to which its offsets do not"),
-        ("mds3", "mds", lambda root: None, "Say what integers its bytes are: --dtype int64"),
+        ("mds1", "mds", cut("mds1/shard.00000.mds", 1), "bytes, but index.json lists"),
+        ("mds1", "mds", patch("mds1/shard.00000.mds", 0, b"\3"), "contains 3 items, but its index"),
+        ("mds1", "mds", patch("mds1/shard.00000.mds", 8, b"\xff"), "not match its offsets"),
+        ("mds3", "mds", lambda root: None, "Name the integer type of its bytes"),
         ("mds0", "mds", patch("mds0/index.json", 0, b"x"), "mds0/index.json"),
         ("lit1", "litdata", cut("lit1/chunk-0-1.bin", 2), "chunk-0-1.bin: has 602 bytes"),
-        ("lit1", "litdata", patch("lit1/chunk-0-0.bin", 8, b"\x19"), "does not hold 7 ids of 2"),
+        ("lit1", "litdata", patch("lit1/chunk-0-0.bin", 8, b"\x19"), "does not contain 7 ids of 2"),
         (
             "lit1", "litdata", null_dim,
             "index.json: chunks[].dim is null and item_loader is PyTreeLoader",
@@ -68,8 +68,8 @@ def null_dim(root):
         ("mds0", "litdata", lambda root: None, "chunks: missing."),
         ("lit1", "mds", lambda root: None, "shards: missing."),
         ("absent", "nanogpt", lambda root: None, "absent: no such file"),
-        ("a.bin", "nanogpt", cut("a.bin", 1), "has 605 bytes, which are not ids of 2 bytes"),
-        ("a.bin", "parquet", lambda root: None, "a.bin: is not Parquet, or damaged"),
+        ("a.bin", "nanogpt", cut("a.bin", 1), "605 bytes, which is not a multiple of 2 bytes"),
+        ("a.bin", "parquet", lambda root: None, "a.bin: is not Parquet, or is damaged"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_named_and_leave_nothing(
@@ -114,7 +114,7 @@ def test_ids_that_end_in_no_eos_are_refused(tmp_path, tokenizer_directory, capfd
     np.full(100, 5, "<u2").tofile(tmp_path / "train.bin")
     words = ["--from", "nanogpt", "--output", tmp_path / "s", "--tokenizer", tokenizer_directory]
     assert convert(tmp_path / "train.bin", *words) == 2
-    assert "document 0 ends in id 5, not in the tokenizer's EOS id" in capfd.readouterr().err
+    assert "document 0 ends with id 5, not with the tokenizer's EOS id" in capfd.readouterr().err
     assert not (tmp_path / "s").exists()
 
 
@@ -126,7 +126,7 @@ def test_every_problem_is_named_before_anything_is_written(corpus, tmp_path, cap
     assert convert(tmp_path / "some.bin", tmp_path / "absent", *words) == 2
     error = capfd.readouterr().err
     for expected in ("already holds token shards", "--tokenizer: is missing", "--column: does not",
-                     "nanogpt files have none", "--shard_tokens 0", "--dtype int8: is not one of",
+                     "files have no items", "--shard_tokens 0", "--dtype int8: is not one of",
                      "absent: no such file"):  # fmt: skip
         assert expected in error, expected
     words = ["--from", "megatron", "--output", tmp_path / "o", "--tokenizer", tokenizer]

@@ -124,13 +124,13 @@ def test_every_problem_is_named_before_anything_is_written(shards, tmp_path, cap
     flags = ["--parts", "a=0.5,b=0.6", "--shard_tokens", 0]
     assert split(shards, "--output", shards / "inside", *flags) == 2
     error = capfd.readouterr().err
-    for expected in ("the shares do not add up to 1", "--shard_tokens 0", "or inside of it"):
+    for expected in ("the fractions do not add up to 1", "--shard_tokens 0", "or inside it"):
         assert expected in error, expected
     assert split(tmp_path / "absent", "--output", tmp_path / "new", "--parts", "a=1,a=0") == 2
     error = capfd.readouterr().err
     assert "absent: no such directory" in error and "'a' is not a new directory name" in error
     assert split(shards, "--output", tmp_path / "new", "--parts", "a=0.999999999,b=1e-9") == 2
-    assert "b: would have no documents" in capfd.readouterr().err
+    assert "b: would contain no documents" in capfd.readouterr().err
     assert not list((tmp_path / "new").rglob("*")) and not (shards / "inside").exists()
 
 
@@ -188,4 +188,4 @@ def test_ids_that_do_not_end_in_eos_are_refused(tmp_path, capfd):
     manifest = manifest_of(tmp_path / "s")
     write_shard_manifest(tmp_path / "s", {**manifest, "eos_id": 2})
     assert split(tmp_path / "s", "--output", tmp_path / "new", *PARTS) == 2
-    assert "document 0 does not end in id 2" in capfd.readouterr().err
+    assert "document 0 does not end with id 2" in capfd.readouterr().err

@@ -101,7 +101,7 @@ def test_a_new_snapshot_is_compared_with_the_signatures_of_an_old_one(texts, tmp
     write_recipe(tmp_path / "new", texts, ["books"], threshold=0.8, across_sources=True, **wrong)
     assert main(["run", str(new), "--check"]) == 2
     shown = capsys.readouterr().err
-    assert "dedup.source_order: ['book'] does not name each of books once" in shown
+    assert "dedup.source_order: ['book'] must name each of books exactly once" in shown
     assert "old/out: has no signatures" in shown
     assert "dedup.against:" in shown and "is in the output of this stage" in shown
 

@@ -45,7 +45,7 @@ def test_all_problems_of_a_recipe_are_reported_before_anything_is_written(recipe
         'Did you mean "length"?',
         'dedup.treshold: is not an option. Did you mean "threshold"?',
         "sources.web.text_feild: is not an option",
-        "sources.b/d: is not a name",
+        "sources.b/d: a name may contain",
         "tokenize.val_fraction: 2 is not a number of at least 0 and below 1",
         "--executor sluurm: is not one of",
     ):

@@ -104,7 +104,7 @@ def test_categories_that_pyarrow_cannot_read_are_no_damage_of_the_file(tmp_path)
     """It reads those with indices of 32 bits, and checks the text where it converts others."""
     column = pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), BAD_TEXT)
     pq.write_table(pa.table({"text": ["a text"], "other": column}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match="A column of categories has text that is not UTF-8"):
+    with pytest.raises(ConfigError, match="A categorical column contains text that is not UTF-8"):
         record_of(tmp_path / "a.parquet")
 
 

@@ -86,7 +86,7 @@ def test_bad_rows_are_named_by_line(tmp_path):
     assert [problem.partition(": ")[0] for problem in caught.value.problems] == [
         f"{path}:3", f"{path}:4", f"{path}:5", f"{path}:10",
     ]  # fmt: skip
-    assert "the row has 3 fields, the header 2" in str(caught.value)
+    assert "the row has 3 fields, but the header has 2" in str(caught.value)
     assert "byte 0xe9. Name its encoding with --encoding" in str(caught.value)
     documents, tally = read(path, on_bad_input="skip", max_document_bytes=400)
     assert [each.text for each in documents] == ["good", "two\nlines", "last"]
@@ -139,5 +139,5 @@ def test_a_header_without_the_text_is_refused_before_anything_is_read(tmp_path):
         find_inputs([str(tmp_path)], "text")
     first, second, third, fourth = caught.value.problems
     assert "d.csv: has a header that is not CSV (new-line character" in fourth
-    assert "no column 'text'; it has id;body. Choose one with --text_field" in first
+    assert "no column 'text'; it has id;body. Choose a column with --text_field" in first
     assert "b.csv: has no header" in second and "several columns 'text'" in third

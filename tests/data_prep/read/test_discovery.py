@@ -211,7 +211,7 @@ def test_a_file_is_read_once_whatever_its_links(tmp_path):
     for argument in (tmp_path, tmp_path / "*.txt"):
         inputs, notes = find_inputs([str(argument)], "text")
         assert [Path(each.name).name for each in inputs] == ["a.txt", "c.txt"]
-        assert "ignored 2 further links to files that are read already" in notes[0]
+        assert "ignored 2 more links to files that are already read" in notes[0]
     for two in ("b.txt", "a.txt"):
         with pytest.raises(ConfigError, match="is already named by --input"):
             find_inputs([str(tmp_path / "a.txt"), str(tmp_path / two)], "text")

@@ -65,7 +65,7 @@ def test_a_named_encoding_is_obeyed_and_its_errors_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"a\.txt:1: not utf-16. Name its encoding"):
         read([path], "utf-16")
     path.write_bytes(bytes(range(128, 256)) * 3 + b"\0\1\2\3" * 99)
-    with pytest.raises(ConfigError, match="its content does not tell its encoding"):
+    with pytest.raises(ConfigError, match="its encoding cannot be detected from its content"):
         read([path])
     with pytest.raises(ConfigError, match="Name its encoding with --encoding"):
         read([path], "utf-8")

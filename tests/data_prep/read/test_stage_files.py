@@ -76,7 +76,7 @@ def test_an_exception_leaves_no_file(tmp_path):
 
 
 def test_an_incomplete_stage_is_refused_with_every_file(tmp_path):
-    with pytest.raises(ConfigError, match="is unfinished"):
+    with pytest.raises(ConfigError, match="are unfinished"):
         read_stage(tmp_path)
     publish(tmp_path)
     assert is_stage(tmp_path)

@@ -83,7 +83,7 @@ def test_a_glob_that_matches_the_output_is_refused(corpus, capsys):
     assert main(words) == 0
     (corpus / "new" / "stage.json").unlink()  # as after a kill
     assert main(words) == 2
-    assert "which is read by --input corpus/**/*.zst" in capsys.readouterr().err
+    assert "which --input corpus/**/*.zst reads" in capsys.readouterr().err
 
 
 def test_a_recipe_whose_output_is_inside_its_input_is_refused(corpus, capsys):

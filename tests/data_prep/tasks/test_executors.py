@@ -198,6 +198,6 @@ def test_all_invalid_options_are_refused_at_once(monkeypatch, tmp_path):
         'executor.slurm.partion: is not an option. Did you mean "partition"?',
         "executor.slurm.qos: 3 is not of type str",
         "executor.slurm.time: is missing",
-        "there is no sbatch on PATH",
+        "sbatch is not on PATH",
     ):
         assert piece in text
