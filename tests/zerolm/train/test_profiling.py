@@ -45,7 +45,7 @@ def test_each_chosen_step_has_a_trace_with_its_operators(tmp_path) -> None:
 def test_a_run_past_the_steps_says_so_and_records_nothing(tmp_path) -> None:
     log, printed = profiled(tmp_path, (2, 3), range(7, 9))
     assert not log and printed == [
-        "note: --profile 2:3: the run is past these steps, none is profiled"
+        "note: --profile 2:3: the run is past these steps; none is profiled"
     ]
     assert not (tmp_path / "profile").exists()
 

@@ -91,12 +91,12 @@ def test_a_run_without_an_older_checkpoint_continues_while_steps_may_be_refused(
         ),
         (
             guard_after(5, STEP, max_skips=2), ROLL_BACK, 0,
-            "train/loss is nan. No checkpoint is from before the spike. The last good checkpoint "
+            "train/loss is nan. No checkpoint predates the spike. The last good checkpoint "
             "is {run_dir}/checkpoints/step-00000033. ",
         ),
         (
             guard_after(5, STEP, applied=True), ROLL_BACK, 0,
-            "train/loss is nan. No checkpoint is from before the spike. The last good checkpoint "
+            "train/loss is nan. No checkpoint predates the spike. The last good checkpoint "
             "is {run_dir}/checkpoints/step-00000033. ",
         ),
     ],
