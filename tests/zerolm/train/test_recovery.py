@@ -112,5 +112,5 @@ def test_a_run_that_cannot_recover_names_the_limit_and_the_last_good_checkpoint(
 def test_a_run_that_loses_its_weights_before_the_first_checkpoint_says_so(
     tmp_path, process_group
 ) -> None:
-    with pytest.raises(GaveUp, match=r"before the spike\. There is no checkpoint\. A lower"):
+    with pytest.raises(GaveUp, match=r"predates the spike\. There is no checkpoint\. A lower"):
         plan(tmp_path, guard_after(STEP, applied=True), ROLL_BACK)
