@@ -32,9 +32,10 @@ def forwarded_environment() -> dict[str, str]:
 
 
 def environment_problems(num_hosts: int) -> list[str]:
-    """Return a problem for each variable that ssh would alter on its way to the ranks, or expose.
+    """Return a problem for each variable that ssh would alter or expose.
 
-    One host gets nothing forwarded; then only the files are checked, for a larger run.
+    With one host nothing is forwarded; then only the files are checked, for later use with more
+    hosts.
     """
     sources: dict[str, dict[str, str]] = {}
     problems = []
@@ -52,7 +53,7 @@ def environment_problems(num_hosts: int) -> list[str]:
         ]
     return problems + [
         f"{source}: {name}: would be visible on ssh's command line on every host. Remove it; "
-        f"wandb login and ~/.aws/credentials on the first host keep such values."
+        f"wandb login and ~/.aws/credentials on the first host store such values."
         for source, variables in sources.items()
         for name in variables
         if is_secret_name(name)

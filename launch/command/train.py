@@ -162,7 +162,7 @@ def _for_mpirun(launcher: Sequence[str]) -> list[str]:
 
 
 def _host_problems(launcher: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return why a launch on the hosts of a hostfile would not follow its arguments."""
+    """Return problems with a launch on a hostfile's hosts."""
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     hostfile, runner = _hostfile(launcher), given.get("launcher", "pdsh").lower()
     if not hostfile:

@@ -2,9 +2,9 @@
 
     python -m launch.demo.corpus OUTPUT
 
-writes two sources that share no sentence. OUTPUT/code.jsonl contains the standard library's source
-files without their docstrings, one document per file. OUTPUT/prose.jsonl contains those docstrings
-and the manual topics that `help()` shows.
+writes two sources without common sentences. OUTPUT/code.jsonl contains the standard library's
+source files without their docstrings, one document per file. OUTPUT/prose.jsonl contains those
+docstrings and the manual topics that `help()` shows.
 """
 
 import argparse

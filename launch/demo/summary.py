@@ -42,7 +42,7 @@ def main() -> None:
         prog="python -m launch.demo.summary",
         description="Print the losses of the demo's run; exit 1 if it did not learn.",
     )
-    parser.add_argument("run_dir", type=Path, help="run directory of the demo")
+    parser.add_argument("run_dir", type=Path, help="the demo's run directory")
     text, learned = summary(RunFiles(parser.parse_args().run_dir).metrics)
     print(text)
     sys.exit(0 if learned else 1)

@@ -256,7 +256,7 @@ class Doctor:
         return network.check(facts, ranks, place, ask_all)
 
     def _num_ranks(self, name: str, fact: dict[str, Any]) -> int:
-        """Return how many ranks of the all-reduce a host runs."""
+        """Return the number of ranks that a host runs in the network check."""
         if fact["devices"]["kind"] == "cpu":
             return 2 if len(self.sessions) == 1 else 1
         return min(self.slots[name], fact["devices"]["count"]) or 1

@@ -18,7 +18,7 @@ SECONDS = 90.0
 GRACE_SECONDS = 30.0  # added for imports and the end of processes
 SLOW_SHARE = 0.6  # share of the others' bandwidth: one of two adapters is missing
 SLOW_SHARE_OF_CPUS = 0.25  # lower: exchanges may wait for a core
-SLOW_LATENCY, MIN_LATENCY = 5.0, 1e-3  # factor over the others'; seconds that are never too long
+SLOW_LATENCY, MIN_LATENCY = 5.0, 1e-3  # factor over the others' latency; never slow below this
 MIN_LATENCY_OF_CPUS = 0.02  # higher: exchanges wait for the scheduler
 MIN_BYTES_PER_SECOND = 60e6  # per host: half of 1 Gbit/s
 MIN_EXPECTED_SHARE = 0.5  # share of the bandwidth that `plan` assumes
@@ -247,7 +247,7 @@ def _speed(
         fix = f"find out which network is used and why (ethtool), or train only on {slowest}"
         return Finding("network", ALL, RED, f"{text}: below half of 1 Gbit/s", fix)
     if assumed is not None and rate < MIN_EXPECTED_SHARE * assumed:
-        fix = "check which network is used (NCCL_DEBUG=INFO), and what that plan estimates"
+        fix = "check which network is used (NCCL_DEBUG=INFO), and run that plan for its cost"
         return Finding("network", ALL, NOTE, text, fix)
     return Finding("network", ALL, OK, text)
 

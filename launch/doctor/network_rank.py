@@ -46,7 +46,7 @@ def measure(
     Args:
         hosts: number of ranks on each host.
         address, port: where rank 0 listens.
-        seconds: time limit of each collective.
+        seconds: time limit for each collective.
 
     Returns:
         `rank`; `correct`: whether a sum of known integers over all ranks was correct;

@@ -140,7 +140,7 @@ def bus_bandwidth(run: PlannedRun, ranks: int | None = None) -> float:
 
 
 def replica_seconds(run: PlannedRun) -> float:
-    """Return the seconds per step of collectives within a tensor- or sequence-parallel group.
+    """Return the seconds per step for collectives within a tensor- or sequence-parallel group.
 
     These collectives occur inside a layer and overlap with nothing. In DeepSpeed 0.19.8 AutoTP
     all-reduces two outputs per layer in the forward pass, all-reduces the input gradients of q, k,
@@ -288,7 +288,7 @@ def _reduction_seconds(run: PlannedRun, each: float) -> tuple[float, bool]:
     """Return the seconds to reduce all gradients, and whether stage 1 can overlap them.
 
     Args:
-        each: seconds to send one byte of every value.
+        each: seconds to send one byte per value.
     """
     profile = run.profile
     sent = profile.communication_bytes * each

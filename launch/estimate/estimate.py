@@ -106,7 +106,7 @@ def estimate(
 
     Args:
         mfu: see `step_time`.
-        memory_ratio: measured over predicted memory, from a probe.
+        memory_ratio: measured divided by predicted memory, from a probe.
     """
     step = step_time(run, mfu)
     settings, hardware, model = run.settings, run.hardware, run.model

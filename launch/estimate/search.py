@@ -45,9 +45,9 @@ class Candidate:
     """One profile with its fastest micro-batch.
 
     Attributes:
-        profile: a profile with "auto" values, whose name is the candidate's.
+        profile: a profile with "auto" values and the candidate's name.
         found: the estimate; None if the profile was refused before it was computed.
-        rejected: why it cannot be used; None if it can.
+        rejected: why the profile cannot be used; None if it can.
     """
 
     profile: Profile

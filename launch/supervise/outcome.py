@@ -1,7 +1,7 @@
 """Classify how a launch ended, from its events, heartbeats, output and exit code. No side effects.
 
 The launcher's exit code alone is not trusted: `deepspeed` exits with 0 when its node launcher is
-killed. The events that the run itself logged during this launch decide.
+killed. The events that the run itself logged during this launch take precedence.
 """
 
 import contextlib

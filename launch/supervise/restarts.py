@@ -80,7 +80,7 @@ class Restarts:
         if repeats and self._failures[outcome.step] >= self.policy.same_step_limit:
             return self._diagnosis(outcome)
         if self.count >= self.policy.max_restarts:
-            fix = "Save more often (--checkpoint_interval), or fix what fails."
+            fix = "Save more often (--checkpoint_interval), or fix the cause of the failures."
             if outcome.exit_code == EXIT_REFUSED:
                 fix = "The last one was refused: correct the problems above, and start it again."
             return f"stopping: {self.count} restarts without a newer checkpoint. {fix}"

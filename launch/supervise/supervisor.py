@@ -249,7 +249,7 @@ class Supervisor:
         self._guarded("write the HTML report", self._start_report)
 
     def _start_report(self) -> None:
-        self._end_report(0.0)  # the previous failure's, in case its process hangs
+        self._end_report(0.0)  # end the previous report, whose process may hang
         self.html_report = report_process.start_for(self.run_dir)
         self.signals_before_report = len(self.signals)
 

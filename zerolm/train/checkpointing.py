@@ -151,7 +151,7 @@ class Checkpointing:
         """Advance the checkpoint being written after a step. Every rank must call this.
 
         Args:
-            sums: sums over ranks of `flags`.
+            sums: `flags`, summed over ranks.
 
         Raises:
             CheckpointWriteError: see `save`.

@@ -88,7 +88,7 @@ class DataFeed:
         return iter(data.prefetch_to_device(loader, self.device))
 
     def take(self, batches: Any, sequences: int) -> list[dict[str, torch.Tensor]]:
-        """Return this rank's micro-batches of the next global batch."""
+        """Return this rank's micro-batches for the next global batch."""
         each = self.settings.micro_batch_size * self.plan.layout.replicas
         with record_function("data"):
             return [next(batches) for _ in range(sequences // each)]

@@ -55,7 +55,7 @@ class Blocks:
 
         Args:
             values: tensors of any shape, dtype and device.
-            block_indices: the block of each tensor.
+            block_indices: index of each tensor's block.
             scales: factor for the squares of each tensor.
         """
         pieces: list[torch.Tensor] = []
@@ -158,13 +158,13 @@ def _masters(engine: Engine, blocks: Blocks, layout: Layout) -> Iterator[tuple[t
 
 
 class UpdateMeter:
-    """Measures the update of an optimizer step: call `before` it, and `squares` after it.
+    """Measures the update in an optimizer step: call `before`, take the step, and call `squares`.
 
     Copies this rank's master weights for one step. If there are more than `SAMPLE_VALUES`, it
     copies evenly spaced windows, and extrapolates from them.
 
     Args:
-        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
+        engine: a DeepSpeed engine at ZeRO stage 1, 2 or 3.
     """
 
     def __init__(self, engine: Engine, blocks: Blocks, layout: Layout):

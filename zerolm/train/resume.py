@@ -26,7 +26,7 @@ from zerolm.watchdog.progress import record_progress
 
 
 class ResumePoint(NamedTuple):
-    """Where a run starts or resumes.
+    """The point at which a run starts or resumes.
 
     Attributes:
         progress: the checkpoint's progress, with the effects of later rollbacks.

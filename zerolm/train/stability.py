@@ -99,7 +99,7 @@ def anomaly_fields(
 
 
 def require_finite_weights(norm: float | None, step: int, checkpoint: str | None) -> None:
-    """Check the weights before they are saved, so that no checkpoint ever holds a NaN.
+    """Check the weights before they are saved, so that no checkpoint ever contains a NaN.
 
     Args:
         norm: 2-norm of the parameters, the same on every rank; None if unknown.

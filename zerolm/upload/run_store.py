@@ -227,7 +227,7 @@ class Store:
             raise Mismatch(f"{where}: {actual}, but the manifest says {checksum.digest}")
 
     def remove(self, step: str) -> None:
-        """Delete a step, its manifest first, so that a partial step never counts as complete."""
+        """Delete a step, starting with its manifest: a partial step never counts as complete."""
         files = self.files(step)
         for name in sorted(files, key=lambda name: name != MANIFEST):
             self.remove_file(f"{step}/{name}")

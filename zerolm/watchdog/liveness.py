@@ -16,7 +16,7 @@ from pathlib import Path
 from zerolm.common import machine, processes
 from zerolm.watchdog.progress import CURRENT, PHASES
 
-START_FACTOR = 3.0  # times the limit until the first step is done (build, compile, load)
+START_FACTOR = 3.0  # multiplies the limit until the first step is done
 SLOW_FACTOR = 5.0  # a phase may take this many times its longest duration so far
 STALL_SHARE = 1 / 3  # share of the limit after which heartbeats contain more details
 LIBRARIES = ("site-packages", "<frozen", sysconfig.get_path("stdlib"), "torch/")

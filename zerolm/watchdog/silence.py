@@ -24,7 +24,7 @@ PEER = (
 NCCL_ERROR = re.compile(r"Last error:\s*(.+)")
 MAX_NAMED = 8
 DIAGNOSIS_SECONDS = 8.0  # time to find the cause of an error in a collective
-FOLLOW_SECONDS = 4.0  # extra time for the rank that looks for this machine
+FOLLOW_SECONDS = 4.0  # extra time for the rank that checks on behalf of this machine
 CEASED_BEATS = 3  # a rank on another host has ceased after missing this many heartbeats
 Peers = Mapping[int, Mapping[str, Any]]  # identities of the other ranks
 
@@ -67,7 +67,7 @@ def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[in
     this process.
 
     Args:
-        leads_machine: whether this rank looks; other ranks on its machine wait meanwhile.
+        leads_machine: whether this rank does the check; the machine's other ranks wait meanwhile.
     """
     beat = heartbeats.seconds
     remote = [
@@ -100,7 +100,7 @@ def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[in
         found[rank] = f"has been silent for {seconds:.0f} s"
         if peer["machine"] != machine and set(others) <= silent.keys():
             found[rank] += (
-                f", as {'all ranks' if len(others) > 1 else 'the only rank'} on {peer['host']}: "
+                f", like {'all ranks' if len(others) > 1 else 'the only rank'} on {peer['host']}: "
                 f"the host has failed or is cut off, or its processes were killed or suspended"
             )
     return found

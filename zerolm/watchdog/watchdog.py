@@ -54,7 +54,7 @@ class Watchdog:
     Args:
         run_dir: must exist on rank 0, which holds its lock.
         hang_timeout: seconds without progress after which a rank counts as hung; 0 disables this.
-        stop: its `reason` is set to ask this rank to save and stop.
+        stop: stop request; setting its `reason` makes this rank save and stop.
     """
 
     def __init__(self, run_dir: Path, rank: int, hang_timeout: float, stop: Any):
@@ -350,7 +350,7 @@ class Watchdog:
                 time.sleep(2 * stacks.RESPONSE_SECONDS if others else 0)
             for process in others:
                 processes.signal_process(process, signal.SIGKILL)
-            self.heartbeats.mark_ended("the run ended, see events.jsonl")
+            self.heartbeats.mark_ended("the run ended; see events.jsonl")
             if self.rank not in blamed:
                 self._let_launcher_see(blamed)
             os._exit(EXIT_BUG)
