@@ -73,7 +73,7 @@ def test_a_killed_rank_of_another_host_is_blamed_and_both_launchers_have_the_sam
     (lost,) = events(run_dir, "rank_lost")
     (blamed,) = lost["ranks"]
     assert (blamed["rank"], blamed["host"]) == (1, "node2")
-    assert "as the only rank on node2: the host has failed" in blamed["reason"]
+    assert "(the only rank on node2): the host has failed" in blamed["reason"]
     output = output_of(cluster, "killed").read_text()
     assert "supervise:   rank 1 on node2" in output and "launcher reported SIGKILL" in output
 

@@ -100,7 +100,7 @@ def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[in
         found[rank] = f"has been silent for {seconds:.0f} s"
         if peer["machine"] != machine and set(others) <= silent.keys():
             found[rank] += (
-                f", like {'all ranks' if len(others) > 1 else 'the only rank'} on {peer['host']}: "
+                f" ({'all ranks' if len(others) > 1 else 'the only rank'} on {peer['host']}): "
                 f"the host has failed or is cut off, or its processes were killed or suspended"
             )
     return found
