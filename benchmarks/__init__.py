@@ -1,4 +1,4 @@
-"""The benchmarks: a module or a package here is a command; README.md says what each measures."""
+"""The benchmarks: each module or package here is a command; README.md says what it measures."""
 
 from pathlib import Path
 

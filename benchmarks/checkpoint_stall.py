@@ -1,11 +1,11 @@
-"""How long a checkpoint stalls training: zerolm's writer compared with DeepSpeed's own.
+"""Measures how long a checkpoint stalls training, with zerolm's writer and with DeepSpeed's own.
 
     python -m benchmarks.checkpoint_stall [--parameters 60e6] [--rounds 5] [--output results.md]
 
-Two ranks train a Llama with ZeRO-2 and with ZeRO-3. In the same process they save the same state in
-turn, with DeepSpeed's `engine.save_checkpoint` (which neither syncs nor hashes) and with zerolm's
-`CheckpointWriter` (which does). The table has the stall of each and their ratio; the time
-of a step while a checkpoint is written, divided by that without; and the host memory that a save
+Two ranks train a Llama with ZeRO-2 and with ZeRO-3. The same process saves the same state in turn
+with DeepSpeed's `engine.save_checkpoint` (which neither syncs nor hashes) and with zerolm's
+`CheckpointWriter` (which does both). The table lists both stalls and their ratio; the step time
+while a checkpoint is written, divided by the step time otherwise; and the host memory that a save
 adds, divided by the size of a rank's state.
 """
 
@@ -139,7 +139,7 @@ def work(arguments: argparse.Namespace, job: dict[str, Any]) -> None:
 def save_with_ours(
     writer: Any, number: int, step: Callable[[], float], times: dict[str, list[float]]
 ) -> None:
-    """Save in the background of steps, and add the seconds of each to `times`."""
+    """Save in the background while steps run, and add the seconds of each phase to `times`."""
     import torch
 
     from zerolm.checkpoint.manifest import Progress
@@ -158,7 +158,7 @@ def save_with_ours(
 
 
 def figures_of(times: dict[str, list[float]]) -> dict[str, str]:
-    """Return {name of a figure: its value} for measured seconds."""
+    """Return {name: value} for the figures computed from measured seconds."""
     ratios = [ours / theirs for ours, theirs in zip(times["ours"], times["theirs"], strict=True)]
     writing, idle = times["writing"], times["idle"]
     return {

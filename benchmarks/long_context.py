@@ -1,12 +1,12 @@
-"""Losses by position and by distance, before and after a stage of longer sequences.
+"""Measures losses by position and by distance, before and after a stage of longer sequences.
 
     python -m benchmarks.long_context --output results.md
 
-Each document repeats one block of random tokens, so only a model that looks a whole block back
-predicts them. Blocks are 8 to 1,500 tokens in the training text, and 300 to 1,500 in the text of
-the tables. A trunk of 512 tokens with `--later_seq_len 2048`, then a branch of 2,048 with
-`rope_theta` x 8. Losses by position are computed as by `zerolm evaluate`, losses by distance by
-transformers alone, both from the exported models.
+Each document repeats one block of random tokens, so only a model that looks back a whole block can
+predict them. Blocks are 8 to 1,500 tokens in the training text, and 300 to 1,500 in the text of the
+tables. Trains a trunk at 512 tokens with `--later_seq_len 2048`, then a branch at 2,048 with
+`rope_theta` x 8. Both losses use the exported models: losses by position are computed as in `zerolm
+evaluate`, losses by distance with transformers alone.
 """
 
 import argparse
@@ -37,7 +37,7 @@ VOCAB_SIZE, EOS_ID = 64, 0
 DOCUMENT_TOKENS, SHORT, LONG = 4096, 512, 2048
 TRAINED, HELD_OUT = (8, 1500), (300, 1500)  # tokens in a block
 DISTANCES = (300, 500, 1000, 1500)
-# A convolution shows attention the token before, so looking back is learned in few tokens.
+# A convolution gives attention the previous token, so looking back is learned within few tokens.
 MODEL = {
     "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "num_hidden_layers": 2,
     "hidden_size": 64, "intermediate_size": 128, "block_auto_adjust_ff_dim": False,
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def train_both(scratch: Path, arguments: argparse.Namespace) -> None:
-    """Train and export the trunk, and the branch of it."""
+    """Train and export the trunk and its branch."""
     tokens, steps = arguments.batch_tokens, arguments.trunk_steps
     total = steps + arguments.steps
     text = write_text(scratch / "text", total * tokens // DOCUMENT_TOKENS + 64, TRAINED, seed=1)
@@ -113,9 +113,9 @@ def write_text(directory: Path, num_documents: int, block: tuple[int, int], seed
 
 
 def document(generator: np.random.Generator, block: tuple[int, int]) -> tuple[np.ndarray, int]:
-    """Return (DOCUMENT_TOKENS,) ids that repeat one block of random ones, and the block's length.
+    """Return (DOCUMENT_TOKENS,) ids that repeat one block of random ids, and the block's length.
 
-    Lengths are uniform in their logarithm: (lowest, highest) of `block`.
+    The length is log-uniform in `block`, (shortest, longest).
     """
     length = round(math.exp(generator.uniform(*np.log(block))))
     ids = generator.integers(1, VOCAB_SIZE, length)
@@ -150,7 +150,7 @@ def measure(scratch: Path) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def load(directory: Path, theta: float) -> Any:
-    """Return the exported model, in float32, with another base of its rotary positions."""
+    """Return the exported model in float32, with another base for its rotary positions."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -165,7 +165,7 @@ def load(directory: Path, theta: float) -> Any:
 
 
 def losses_by_distance(model: Any) -> list[float]:
-    """Return the mean loss of tokens seen for the first time, then of repeated ones by distance."""
+    """Return the mean loss on tokens seen for the first time, then on repeated ones by distance."""
     import torch
 
     generator = np.random.default_rng(3)
@@ -178,7 +178,7 @@ def losses_by_distance(model: Any) -> list[float]:
         losses = torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="none").numpy()
         found[0].append(losses[: length - 1])
         found[int(np.searchsorted(DISTANCES, length, side="right")) or 1].append(
-            losses[length:]  # the first token of the second time cannot be predicted
+            losses[length:]  # the first token of the repetition cannot be predicted
         )
     return [float(np.concatenate(each).mean()) for each in found]
 

@@ -1,4 +1,4 @@
-"""Descriptions of this machine, for the head of a table."""
+"""Descriptions of this machine, to print above a table."""
 
 import os
 import platform
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def hardware() -> str:
-    """Return the GPUs, or else the cores, and the versions of Python and torch."""
+    """Return the GPUs or else the cores, and the versions of Python and torch."""
     import torch
 
     if torch.cuda.is_available():
@@ -18,7 +18,7 @@ def hardware() -> str:
 
 
 def storage() -> str:
-    """Return the cores, their load, the read-ahead of the disks, and versions; without torch."""
+    """Return the cores, their load, the disks' read-ahead, and versions. Does not import torch."""
     import numpy as np
 
     read_ahead = sorted(

@@ -1,15 +1,15 @@
-"""Which senseless values of model configs are answered: 0, -1, huge and fractions for each key.
+"""Tests how `--check` answers senseless values in model configs: 0, -1, huge values and fractions.
 
     python -m benchmarks.perturbed_configs --log perturbed.jsonl              # resumes
     python -m benchmarks.perturbed_configs --log perturbed.jsonl --only model_configs/gpt2.json
 
-Each numeric key of the shipped configs and of the toy configs of 40 families gets these values,
-one at a time, and `--check` answers. Independent of that, transformers alone builds a small model
-of each accepted config. It is right if no logit moves when a later token changes, and some move
-with the token before; if it learns a text in which each token follows from the one before it, at
-least a third as well as with the original config; and if no more of its parameters lack a
-gradient. An answer is silent if the model is not right, and neither problem nor notice says so.
-The process of the trials has limits on its time and memory.
+Each numeric key of the shipped configs and of toy configs for 40 families is set to these values,
+one at a time, and passed to `--check`. Independently, transformers alone builds a small model from
+each accepted config. The model is right if no logit changes with a later token, and some change
+with the previous token; if it learns a text in which each token follows from the previous one, at
+least a third as well as with the original config; and if no additional parameters lack a gradient.
+An answer is silent if the model is not right, but no problem or notice reports it. The process that
+runs the trials has limits on time and memory.
 """
 
 import argparse
@@ -56,7 +56,7 @@ Key = tuple[str, ...]
 
 
 def configs() -> dict[str, dict[str, Any]]:
-    """Return {name: config.json} of the shipped configs and the families."""
+    """Return {name: config.json} for the shipped configs and the families."""
     shipped = sorted((ROOT / "model_configs").glob("*.json"))
     found = {f"model_configs/{path.name}": json.loads(path.read_text()) for path in shipped}
     families = {}
@@ -69,7 +69,7 @@ def configs() -> dict[str, dict[str, Any]]:
 
 
 def trials(every: dict[str, dict[str, Any]]) -> list[tuple[str, Key, str]]:
-    """Return name, key and kind of value of each trial, shuffled, so that some are a sample."""
+    """Return each trial's name, key and kind of value, shuffled so that a prefix is a sample."""
     found = [(name, key, kind) for name in every for key in keys(every[name]) for kind in VALUES]
     random.Random(0).shuffle(found)
     return found
@@ -97,7 +97,7 @@ def perturbed(config: dict[str, Any], key: Key, kind: str) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------
-# The answer of the product, and the independent judgement
+# The answer of `--check`, and the independent judgement
 
 
 def answer(config: dict[str, Any], inputs: Path) -> tuple[list[str], list[str]]:
@@ -112,7 +112,7 @@ def answer(config: dict[str, Any], inputs: Path) -> tuple[list[str], list[str]]:
 
 
 def small_model(config: dict[str, Any], kept: Key | None) -> Any:
-    """Build a model by transformers alone; sizes but that of the perturbed key are reduced."""
+    """Build a model with transformers alone; sizes are reduced, except for the perturbed key."""
     values = {key: value for key, value in config.items() if key != "architectures"}
     is_toy = config.get("hidden_size", config.get("n_embd", 0)) <= 64
     for key, size in SIZES.items():
@@ -122,14 +122,14 @@ def small_model(config: dict[str, Any], kept: Key | None) -> Any:
     for width, heads in (("hidden_size", "num_attention_heads"), ("n_embd", "n_head")):
         if not is_toy and {width, heads} <= values.keys() and not {width, heads} & set(kept or ()):
             values[width] = 16 * values[heads]
-    groups = "num_key_value_heads"  # two, but for an odd number of heads
+    groups = "num_key_value_heads"  # two, except with an odd number of heads
     if not is_toy and groups not in (kept or ()) and values.get("num_attention_heads", 0) % 2:
         values[groups] = 1
     values = json.loads(json.dumps(values), object_hook=_infinity)
     made = CONFIG_MAPPING[values.pop("model_type")](**values)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, trust_remote_code=False)
-    for module in model.modules():  # transformers leaves the row of the padding token empty
+    for module in model.modules():  # transformers zeroes the padding token's row
         if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
             with torch.no_grad():
                 row, std = module.weight[module.padding_idx], float(module.weight.std())
@@ -144,7 +144,7 @@ def _infinity(part: dict[str, Any]) -> Any:
 
 
 def judge(config: dict[str, Any], kept: Key | None) -> dict[str, Any]:
-    """Return what a brute-force test finds: whether it is causal, what it learns, what is dead."""
+    """Test by brute force if the model is causal, how well it learns, and what lacks gradients."""
     model = small_model(config, kept)
     size = model.config.get_text_config().vocab_size
     names = [name for name, each in model.named_parameters() if each.requires_grad]
@@ -163,7 +163,7 @@ def judge(config: dict[str, Any], kept: Key | None) -> dict[str, Any]:
         torch.manual_seed(1)
         after = model(input_ids=other, use_cache=False).logits
     moved = (after - before).abs().amax(-1) / before.std()
-    past = moved.tril(-1).max()  # row i has another token i: columns before i are its past
+    past = moved.tril(-1).max()  # row i has a changed token i: columns before i are its past
     following = moved.diagonal(1).max()
     model.load_state_dict(initial)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -205,7 +205,7 @@ def is_right(found: dict[str, Any], original: dict[str, Any]) -> bool:
 
 
 def work(trials: Connection, inputs: Path) -> None:
-    """Answer one trial after the other, first what `--check` says, then the judgement."""
+    """Run the trials in turn; for each return the answer of `--check`, then the judgement."""
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     while True:
         config, key = trials.recv()
@@ -222,7 +222,7 @@ def work(trials: Connection, inputs: Path) -> None:
 
 
 class Worker:
-    """A process that is replaced when it dies or takes too long."""
+    """A process that is replaced when it exits or takes too long."""
 
     def __init__(self, inputs: Path):
         self.inputs = inputs
@@ -272,14 +272,14 @@ def outcome(found: dict[str, Any], original: dict[str, Any], key: Key) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--log", type=Path, required=True, help="results so far, one a line")
+    parser.add_argument("--log", type=Path, required=True, help="results so far, one per line")
     parser.add_argument("--only", help="a comma-separated list of configs")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop after these")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    remedies.SECONDS = 0.0  # which values would be right is not asked here
-    machine.free_bytes = lambda run_dir: 1 << 60  # of a disk for any model
+    remedies.SECONDS = 0.0  # skip the search for valid values
+    machine.free_bytes = lambda run_dir: 1 << 60  # enough disk space for any model
     every = configs()
     rows = [json.loads(line) for line in arguments.log.open()] if arguments.log.is_file() else []
     known = {(row["config"], tuple(row["key"]), row["kind"]) for row in rows}
@@ -313,7 +313,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]], total: int) -> str:
-    """Return the counts by config and by value, and each trial that is not answered."""
+    """Return the counts by config and by value, and each trial without an answer."""
     lines = [
         "# Perturbed model configs",
         "",

@@ -1,9 +1,9 @@
-"""How often the interval of `zerolm predict` holds the loss of a larger run, on simulated ladders.
+"""Measures how often the interval of `zerolm predict` contains the loss, on simulated ladders.
 
     python -m benchmarks.predict_coverage --output benchmarks/results/predict_coverage.md
 
-A ladder has the losses of a known law with normal noise, relative to the loss. Its target has four
-times the parameters and four times the tokens of the largest run, and a loss with the same noise.
+A ladder consists of losses from a known law with normal noise relative to the loss. Its target has
+four times the parameters and tokens of the largest run, and a loss with the same noise.
 """
 
 from collections.abc import Iterator
@@ -37,8 +37,8 @@ def main() -> None:
             "not to be trusted"]  # fmt: skip
     about = (
         f"{LADDERS} simulated ladders in each row, each with a target of {FARTHER:g} times the "
-        f"parameters and the tokens of its largest run. The interval is one of 80%. `not to be "
-        f"trusted`: share of the ladders of which `zerolm predict` says so."
+        f"parameters and the tokens of its largest run. The intervals are 80% intervals. `not to "
+        f"be trusted`: share of the ladders with that notice from `zerolm predict`."
     )
     show([about, table(head, rows)], processor(), arguments.output)
 
@@ -50,7 +50,7 @@ def measured() -> Iterator[list[str]]:
 
 
 def coverage(law: LossFit, shape: Shape, noise: float, ladders: int) -> tuple[float, list[str]]:
-    """Return the share of the intervals that hold the loss of the target, and a row of figures."""
+    """Return the share of the intervals that contain the target's loss, and a row of figures."""
     generator = np.random.default_rng(round(noise * 1000))
     held, halves, errors, distrusted = list[bool](), list[float](), list[float](), list[bool]()
     size, tokens = FARTHER * max(n for n, _ in shape), FARTHER * max(d for _, d in shape)

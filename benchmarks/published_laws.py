@@ -2,8 +2,8 @@
 
     python -m benchmarks.published_laws svg_extracted_data.csv
 
-The file has the losses of Hoffmann et al. 2022, read from their figure 4 by Besiroglu et al. 2024:
-https://github.com/epoch-research/analyzing-chinchilla, data/svg_extracted_data.csv.
+The file contains the losses of Hoffmann et al. 2022, read off their figure 4 by Besiroglu et al.
+2024: https://github.com/epoch-research/analyzing-chinchilla, data/svg_extracted_data.csv.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from benchmarks.tables import table
 from launch.estimate.scaling import BESIROGLU, LossFit
 from launch.experiments.law import Fitted, Observed, fit
 
-OUTLIERS = 5  # those with the fewest tokens per parameter, as Besiroglu et al. leave them out
+OUTLIERS = 5  # runs with the fewest tokens per parameter, which Besiroglu et al. also leave out
 SMALL_FLOPS, LARGE_FLOPS, RUNGS, LADDERS = 1e20, 1e21, 12, 20
 
 

@@ -1,11 +1,12 @@
-"""Seconds from the fault of a rank to the end of the next step that had not been done before.
+"""Measures the seconds from a rank's fault to the end of the first step not completed before.
 
     python -m benchmarks.recovery_time [--kills 5] [--fault kill] [--output FILE]
 
-A toy Llama on two ranks runs under `zerolm supervise`. A rank gets SIGKILL, or SIGSTOP
-with `--fault stop`, three steps after a checkpoint; medians of the recoveries, by part. The parts
-are those of the event `recovered`; the sum is timed from outside, from the signal to the line of
-the new step in metrics.jsonl. Two quiet cores are needed; the machine's own speed is the last line.
+A toy Llama on two ranks runs under `zerolm supervise`. A rank gets SIGKILL, or SIGSTOP with
+`--fault stop`, three steps after a checkpoint. The figures are medians over the recoveries, by
+part. The parts are taken from the event `recovered`; the sum is timed from outside, from the signal
+to the new step's line in metrics.jsonl. Two quiet cores are needed; the last line measures the
+machine's own speed.
 """
 
 import random
@@ -26,9 +27,9 @@ from tests.launching import LLAMA, write_json, write_shards
 from tests.supervised import Supervised
 
 SAVE, AFTER_SAVE, SECONDS = 10, 3, 600.0
-STEP_SECONDS = 0.1  # added to each step, since a toy step is shorter than a kill takes
+STEP_SECONDS = 0.1  # added to each step: a toy step is shorter than a kill
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-MANY_STEPS = 100_000  # more than the recoveries take
+MANY_STEPS = 100_000  # more than the recoveries need
 
 
 def main() -> None:
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def recovery(run: Supervised, number: int) -> dict[str, float]:
-    """Send a signal to a rank; return the seconds of each part of the recovery."""
+    """Send a signal to a rank; return the seconds of each part of its recovery."""
     run.wait_for_step(newest_step(run) + SAVE + AFTER_SAVE, SECONDS)
     wait(run, lambda: newest_step(run) % SAVE == AFTER_SAVE)
     wait(run, lambda: newest_checkpoint(run) >= newest_step(run) - AFTER_SAVE)
@@ -74,7 +75,7 @@ def recovery(run: Supervised, number: int) -> dict[str, float]:
     wait(run, lambda: newest_step(run) > last and len(recoveries(run)) > before)
     seconds = time.monotonic() - start
     rank = psutil.Process(run.heartbeats()[0]["pid"])
-    launchers = cpu_seconds(*rank.parents()[:2])  # of the node, and the `deepspeed` that started it
+    launchers = cpu_seconds(*rank.parents()[:2])  # the node's launcher, and `deepspeed`
     return {
         **recoveries(run)[-1]["parts"], "sum": seconds,
         "CPU seconds of the launchers": launchers, "CPU seconds of a rank": cpu_seconds(rank),
@@ -82,7 +83,7 @@ def recovery(run: Supervised, number: int) -> dict[str, float]:
 
 
 def wait(run: Supervised, condition) -> None:
-    run.wait_for("the run does not go on", condition, SECONDS)
+    run.wait_for("the run does not continue", condition, SECONDS)
 
 
 def recoveries(run: Supervised) -> list[dict]:
@@ -102,7 +103,7 @@ def newest_checkpoint(run: Supervised) -> int:
 
 
 def cpu_seconds(*processes: psutil.Process) -> float:
-    """Return the user and system time of processes."""
+    """Return the processes' user and system time."""
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 

@@ -1,11 +1,11 @@
-"""How often the interval of `zerolm sweep` holds the true optimum, on simulated sweeps.
+"""Measures how often the interval of `zerolm sweep` contains the true optimum, on simulated sweeps.
 
     python -m benchmarks.sweep_coverage --output benchmarks/results/sweep_coverage.md
 
-A sweep has five learning rates, a factor of two apart, and a loss that is a parabola in their
-logarithm (or rises by half its slope below the optimum), with a random optimum between the second
-and the fourth and normal noise relative to the loss. In half of them the largest rates blow up, but
-end: from a random multiple of the optimum on, each run has 6.5 to 7.5 nats.
+A sweep has five learning rates, a factor of two apart. The loss is a parabola over their logarithm
+(or half as steep below the optimum), with a random optimum between the second and fourth rate, and
+normal noise relative to the loss. In half of the sweeps the largest rates blow up without ending
+the run: from a random multiple of the optimum on, each run has a loss of 6.5 to 7.5 nats.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from launch.experiments.optimum import find_optimum
 
 SWEEPS, NOISES, SEEDS = 1000, (0.001, 0.005, 0.02), (1, 2, 3)
 RATES = np.array([5e-4, 1e-3, 2e-3, 4e-3, 8e-3])
-LEAST, RISE = 3.3, 0.05  # loss of the optimum; its rise at a factor of e from it
-BLOWS_UP = (1.4, 4.0)  # times the optimum: the rates from which runs blow up
+LEAST, RISE = 3.3, 0.05  # loss at the optimum; its rise a factor of e away
+BLOWS_UP = (1.4, 4.0)  # range of the rate from which runs blow up, relative to the optimum
 
 
 def main() -> None:
@@ -28,9 +28,10 @@ def main() -> None:
     head = ["curve", "blows up", "noise", "seeds", "interval", "holds the optimum", "median width",
             "median error of the optimum"]  # fmt: skip
     about = (
-        f"{SWEEPS:,} simulated sweeps in each row. `interval`: share of the sweeps that gave one; "
-        f"the others have one seed, or a best value at the edge of what could be fitted. The "
-        f"interval is one of 90%; its width, and the error of the optimum, are factors."
+        f"{SWEEPS:,} simulated sweeps in each row. `interval`: share of the sweeps with an "
+        f"interval; the others have one seed, or a best value at the edge of the values that "
+        f"could be fitted. The intervals are 90% intervals; their width and the error of the "
+        f"optimum are factors."
     )
     show([about, table(head, rows)], processor(), arguments.output)
 
@@ -70,7 +71,7 @@ def simulated(
     noise: float,
     seeds: int,
 ) -> dict[float, list[float]]:
-    """Return the losses of a sweep by its learning rates."""
+    """Return a sweep's losses by learning rate."""
     away = np.log(RATES / best)
     rise = RISE * away**2
     if curve != "parabola":

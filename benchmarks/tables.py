@@ -1,4 +1,4 @@
-"""The tables of the commands: their flags, rows, and figures with quartiles."""
+"""Tables for the commands: flags, rows, and figures with quartiles."""
 
 import argparse
 import shlex
@@ -10,7 +10,7 @@ from statistics import quantiles
 
 
 def parser(documentation: str, has_table: bool = True) -> argparse.ArgumentParser:
-    """Return a parser whose help is a module's docstring, with `--output` for its tables."""
+    """Return a parser with a module's docstring as its help, and `--output` for the tables."""
     made = argparse.ArgumentParser(
         description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -25,7 +25,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def show(paragraphs: Sequence[str], machine: str, output: Path | None) -> None:
-    """Print the tables below the command, the date and the machine; write them to a file, too."""
+    """Print the command, date, machine and tables; also write them to a file if given."""
     command = f"`python {shlex.join(sys.orig_argv[1:])}`, {time.strftime('%Y-%m-%d')}, {machine}"
     text = "\n\n".join([command, *paragraphs]) + "\n"
     print("\n" + text)

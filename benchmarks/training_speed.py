@@ -1,16 +1,17 @@
-"""Steps per second of pretrain.py, of a bare DeepSpeed loop, and of Hugging Face Trainer.
+"""Measures steps per second in pretrain.py, a bare DeepSpeed loop, and Hugging Face Trainer.
 
     python benchmarks/training_speed.py --flags=--compile --trainer_flags=--compile
     python benchmarks/training_speed.py --model_config model_configs/llama-160m.json --num_layers 2
 
 All three train the same model with the same DeepSpeed JSON, batch and token shard under the real
 `deepspeed` launcher. They are started once, warmed up, and then take turns of a few seconds, while
-the other two are paused (SIGSTOP). A slower machine slows down all of them, and ratios are taken
-within a round. Each prints a line every few steps; the time between two lines of a turn counts, and
-includes everything that a contender does.
+the other two are paused (SIGSTOP). A temporarily slow machine affects all of them, since ratios are
+computed within a round. Each prints a line every few steps; the time between two lines in a turn
+counts, and includes everything that a contender does.
 
-pretrain.py stays in its learning-rate warmup, so the others get a learning rate as small. Routers
-of a mixture of experts that learn send all tokens to a few experts, and then compute less.
+Since pretrain.py stays in its learning-rate warm-up, the others get an equally small learning rate.
+Learning routers in a mixture of experts send all tokens to a few experts, which reduces the
+computation.
 """
 
 import argparse
@@ -41,13 +42,13 @@ from tests.launching import free_port
 
 OURS, BARE, TRAINER = "pretrain.py", "bare DeepSpeed loop", "Hugging Face Trainer"
 STEP_LINE = re.compile(r"^step=(\d+)\b.*\bloss=")
-STEPS = 1_000_000  # more than a benchmark can take: it kills its contenders before
-LEARNING_RATE = 1e-5  # of contenders without a warmup
+STEPS = 1_000_000  # more than a benchmark needs: it kills its contenders before
+LEARNING_RATE = 1e-5  # for contenders without a warm-up
 
 
 def main() -> None:
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its contenders end, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also ends its contenders
     with tempfile.TemporaryDirectory() as scratch_name:
         scratch = Path(scratch_name)
         if arguments.num_layers:
@@ -75,16 +76,18 @@ def parse_arguments() -> argparse.Namespace:
     flags.add_argument("--model_config", default="model_configs/tiny.json")
     flags.add_argument("--deepspeed_config", default="ds_configs/zero2.json")
     flags.add_argument("--num_processes", type=int, default=2)
-    flags.add_argument("--num_layers", type=int, help="(default: that of the config)")
+    flags.add_argument("--num_layers", type=int, help="number of layers (default: from the config)")
     flags.add_argument("--seq_len", type=int, default=256)
     flags.add_argument("--micro_batch_size", type=int, default=8)
     flags.add_argument("--accumulation", type=int, default=2)
     flags.add_argument("--warmup_steps", type=int, default=10, help="before the first round")
     flags.add_argument("--log_interval", type=int, default=4, help="steps per line")
-    flags.add_argument("--turn_lines", type=int, default=2, help="lines that count in a turn")
+    flags.add_argument("--turn_lines", type=int, default=2, help="lines timed per turn")
     flags.add_argument("--rounds", type=int, default=20)
     flags.add_argument("--timeout", type=int, default=300, help="seconds to wait for a line")
-    flags.add_argument("--flags", default="", help="of pretrain.py, such as --flags=--compile")
+    flags.add_argument(
+        "--flags", default="", help="additional flags of pretrain.py, such as --flags=--compile"
+    )
     flags.add_argument("--trainer_flags", default="", help="additional flags of hf_trainer.py")
     return flags.parse_args()
 
@@ -119,13 +122,13 @@ class Contender:
         self.steps.put((-1, 0.0))
 
     def next_line(self) -> tuple[int, float]:
-        """Wait for the next line; return its step, and the time it was printed, in seconds."""
+        """Wait for the next line; return its step and the time when it was printed, in seconds."""
         try:
             step, when = self.steps.get(timeout=self.arguments.timeout)
         except queue.Empty:
             step, when = -1, 0.0
         if step < 0:
-            how = f"exit code {self.process.poll()}; None: it hangs"
+            how = f"exit code {self.process.poll()}; None if it hangs"
             sys.exit("".join(self.lines[-40:]) + f"\n{self.name} prints no more steps ({how})")
         return step, when
 
@@ -135,9 +138,9 @@ class Contender:
         self.stop()
 
     def take_turn(self) -> float:
-        """Run for some lines; return the mean seconds of a step."""
+        """Run until it has printed some lines; return the mean seconds per step."""
         os.killpg(self.process.pid, signal.SIGCONT)
-        first_step, start = self.next_line()  # do not count the step that the pause interrupted
+        first_step, start = self.next_line()  # exclude the step that the pause interrupted
         lines = [self.next_line() for _ in range(self.arguments.turn_lines)]
         self.stop()
         last_step, end = lines[-1]
@@ -151,11 +154,11 @@ class Contender:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for buffer in Path("/dev/shm").glob(f"deepspeed_*_{self.port}_*"):
-            buffer.unlink(missing_ok=True)  # DeepSpeed does not remove them
+            buffer.unlink(missing_ok=True)  # left behind by DeepSpeed
 
 
 def take_turns(contenders: Sequence[Contender], rounds: int) -> dict[str, list[float]]:
-    """Let paused contenders run in turn; return {name: mean seconds of a step in each turn}."""
+    """Let paused contenders run in turn; return {name: mean seconds per step in each turn}."""
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(rounds):
         for contender in contenders:
@@ -172,7 +175,7 @@ def step_tokens(arguments: argparse.Namespace) -> int:
 
 
 def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[str]:
-    """Return the script of one contender, with its arguments."""
+    """Return a contender's script with its arguments."""
     run_dir, data = scratch / "run", scratch / "shards"
     common = argv(
         model_config=arguments.model_config,
@@ -196,7 +199,7 @@ def command_of(name: str, arguments: argparse.Namespace, scratch: Path) -> list[
 
 
 def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, Any]:
-    """Return the profile with "auto" values as pretrain.py resolved them, and this batch."""
+    """Return the profile with this batch, and "auto" values as resolved by pretrain.py."""
     ds_config = json.loads((run_dir / "run.json").read_text())["ds_config"]
     ds_config.pop("train_batch_size", None)
     ds_config["train_micro_batch_size_per_gpu"] = arguments.micro_batch_size
@@ -206,7 +209,7 @@ def resolved_profile(arguments: argparse.Namespace, run_dir: Path) -> dict[str, 
 
 
 def describe(seconds: dict[str, list[float]], tokens: int) -> list[str]:
-    """Return the table of steps per second and ratios to pretrain.py, and what it counts."""
+    """Return the table of steps per second and of ratios to pretrain.py, and a description."""
     rows = []
     for name, times in seconds.items():
         ratios = [other / ours for other, ours in zip(times, seconds[OURS], strict=True)]

@@ -17,7 +17,7 @@ COMMANDS = Group(
     description="Plan, check, start and supervise runs of pretrain.py.",
     commands={
         "plan": Command(
-            "estimate memory, time and price of a run before it starts",
+            "estimate a run's memory, time and price before it starts",
             "launch.estimate.command", PLAN,
         ),
         "predict": Command(
@@ -37,7 +37,7 @@ COMMANDS = Group(
             TRAIN, own_parser=True,
         ),
         "sweep": Command(
-            "start a grid of runs, and find the best settings", "launch.experiments.sweep", TRAIN,
+            "run a grid of settings, and find the best values", "launch.experiments.sweep", TRAIN,
             passes_on=True,
         ),
         "supervise": Command(
@@ -45,7 +45,7 @@ COMMANDS = Group(
             "launch.supervise.command", TRAIN, takes_run=True,
         ),
         "node": Command(
-            "start this node's ranks of a run; the scheduler calls it on each node",
+            "start a run's ranks on this node; the scheduler runs it on each node",
             "launch.render.node", TRAIN, takes_run=True,
         ),
     },

@@ -1,8 +1,8 @@
-"""The part of launch/setup.sh that runs in a new .venv: chooses a build of torch, and installs.
+"""The part of launch/setup.sh that runs in a new .venv: chooses a torch build, and installs.
 
     .venv/bin/python -I launch/install.py [EXTRA ...]
 
-uv installs with pip's settings, in a fifth of pip's time (docs/log.md), or pip where uv cannot.
+uv installs with pip's settings, in a fifth of pip's time (docs/log.md); pip is the fallback.
 Standard library only, since it runs before anything is installed.
 """
 
@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LOG = ROOT / ".cache" / "setup.log"
 CONSTRAINTS = ROOT / ".cache" / "constraints.txt"
 
-ALWAYS = ("fast-tokenizers",)  # the demo and README's tokenizing
+ALWAYS = ("fast-tokenizers",)  # for the demo and the README's tokenize command
 BUILD_TOOLS = ("setuptools", "wheel", "ninja", "numpy")  # DeepSpeed's build also imports torch
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own
-PROGRESS_SECONDS = 15.0  # between two lines about a stage
+PROGRESS_SECONDS = 15.0  # between progress lines of a stage
 
 PIP = (sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input")
 SAME_FOR_UV = "index-url|extra-index-url|find-links|no-index|constraint|trusted-host|cert"
@@ -49,21 +49,21 @@ def main(extras: Sequence[str]) -> None:
     installer.install(f"zerolm[{wanted}]", "--no-build-isolation", "-e", f".[{wanted}]")
     if sys.version_info >= (3, 13) and {"pipeline", "dev"} & set(extras):
         print(
-            f"setup: note: no fasttext-numpy2-wheel for Python 3.{sys.version_info[1]}: without "
-            "it, the filters fasttext and language cannot be used"
+            f"setup: note: no fasttext-numpy2-wheel for Python 3.{sys.version_info[1]}: the "
+            f"filters fasttext and language cannot be used"
         )
     build_operator()
     print(f"setup: {downloaded():.0f} MB downloaded, {time.monotonic() - start:.0f} s in all")
 
 
 def pins() -> dict[str, str]:
-    """Return {name: version} of the constraints that hold for every Python."""
+    """Return {name: version} for the constraints that apply to every Python."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if "==" in line and ";" not in line)
 
 
 def write_constraints(torch: str) -> None:
-    """Write constraints.txt with this torch, and without the packages that the machine has."""
+    """Write constraints.txt with this torch version, without packages installed on the machine."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     others = {each.name for each in importlib.metadata.distributions() if outside(each)} | {"torch"}
     others = {re.sub(r"[-_.]+", "-", name).lower() for name in others}
@@ -76,7 +76,7 @@ def installed(name: str) -> importlib.metadata.Distribution | None:
 
 
 def outside(distribution: importlib.metadata.Distribution) -> bool:
-    """Return whether a package is the machine's, not in .venv (--system-site-packages)."""
+    """Return whether a package comes from the machine, not .venv (--system-site-packages)."""
     return not str(distribution.locate_file("")).startswith(sys.prefix)
 
 
@@ -84,7 +84,7 @@ def outside(distribution: importlib.metadata.Distribution) -> bool:
 
 
 def choose_torch(installer: "Installer") -> str:
-    """Return the version of torch to install, as in ==2.13.0, and print why it is that one."""
+    """Return the torch version to install, such as ==2.13.0, and print the reason."""
     pinned, existing = pins()["torch"], installed("torch")
     change = "ZEROLM_TORCH=VERSION bash launch/setup.sh installs another one"
     if wanted := os.environ.get("ZEROLM_TORCH"):
@@ -95,14 +95,14 @@ def choose_torch(installer: "Installer") -> str:
         version, why = f"=={existing.version}", "which is installed"
     elif has_nvidia_device():
         version = f"=={pinned},!={pinned}+cpu"
-        why = "the index's default build, for the NVIDIA device of this machine"
+        why = "the index's default build, for this machine's NVIDIA device"
     elif installer.offers(f"torch=={pinned}+cpu"):
-        version, why = f"=={pinned}+cpu", "a CPU build, as this machine has no NVIDIA device"
+        version, why = f"=={pinned}+cpu", "a CPU build, since this machine has no NVIDIA device"
     else:
         version = f"=={pinned}"
-        why = "the index's default build, as it has no CPU build for this Python and machine"
+        why = "the index's default build, since it has no CPU build for this Python and machine"
         change = (
-            "On x86-64 it brings 2.5 GB of CUDA libraries. An index with CPU builds: "
+            "On x86-64 it includes 2.5 GB of CUDA libraries. To use an index with CPU builds: "
             f"ZEROLM_TORCH_INDEX={CPU_INDEX} bash launch/setup.sh"
         )
     print(f"setup: torch{version}, {why}. {change}".rstrip(), flush=True)
@@ -110,7 +110,7 @@ def choose_torch(installer: "Installer") -> str:
 
 
 def wants_cpu(existing: importlib.metadata.Distribution) -> bool:
-    """Return whether ZEROLM_TORCH_INDEX may have a CPU build in place of an installed torch."""
+    """Return whether ZEROLM_TORCH_INDEX may have a CPU build to replace the installed torch."""
     given = os.environ.get("ZEROLM_TORCH_INDEX")
     return bool(given) and "+" not in existing.version and not has_nvidia_device()
 
@@ -123,7 +123,7 @@ def has_nvidia_device() -> bool:
 
 
 class Installer:
-    """uv, then pip where uv cannot be had, fails, or would not see the machine's packages."""
+    """Installs with uv, or with pip if uv is missing, fails, or cannot see installed packages."""
 
     def __init__(self) -> None:
         pip = [*PIP, "install", "--progress-bar", "off"]
@@ -131,12 +131,13 @@ class Installer:
         config = (Path(sys.prefix) / "pyvenv.cfg").read_text(encoding="utf-8")
         present, version = installed("uv"), pins()["uv"]
         if "include-system-site-packages = true" in config:
-            print("setup: pip installs: uv does not see the packages of the machine")
+            print("setup: installing with pip: uv does not see the machine's packages")
         elif (present and present.version == version) or run_stage(
             f"install uv {version}", [*pip, "--retries=0", f"uv=={version}"]
         ):
             uv = [sysconfig.get_path("scripts") + "/uv", "pip", "install", "--python"]
-            # Otherwise Python compiles at the first import, but with this variable at every one.
+            # By default Python compiles at the first import, but with this variable at every
+            # import.
             compiled = ["--compile-bytecode"] if os.getenv("PYTHONDONTWRITEBYTECODE") else []
             self.programs.insert(0, [*uv, sys.executable, *self.uv_options, *compiled])
 
@@ -145,27 +146,27 @@ class Installer:
         run_one_of(f"install {title}", [[*each, *pinned] for each in self.programs])
 
     def offers(self, requirement: str) -> bool:
-        """Return whether an index has a package for this Python; nothing is installed."""
+        """Return whether an index has a package for this Python. Installs nothing."""
         command = [*self.programs[0], "--dry-run", "--no-deps", requirement]
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def uv_options() -> list[str]:
-    """Return pip's settings as options of uv, and set ZEROLM_TORCH_INDEX for both."""
+    """Return pip's settings as uv options, and set ZEROLM_TORCH_INDEX for both."""
     listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True).stdout
     settings = {"extra-index-url": ""}
     for section in ("global", "install", ":env:"):  # later ones take precedence
         settings |= re.findall(rf"^{section}\.({SAME_FOR_UV})='(.*)'$", listed, re.MULTILINE)
     settings["extra-index-url"] += f" {os.environ.get('ZEROLM_TORCH_INDEX', '')}"
     os.environ["PIP_EXTRA_INDEX_URL"] = settings["extra-index-url"].strip()
-    options = ["--no-config", "--index-strategy=unsafe-best-match"]  # the newest of all indexes
+    options = ["--no-config", "--index-strategy=unsafe-best-match"]  # the newest in any index
     if settings.pop("no-index", "") in ("1", "true"):
         options += ["--no-index"]
     return options + [f"--{name}={each}" for name in settings for each in settings[name].split()]
 
 
 def build_operator() -> None:
-    """Build DeepSpeed's operator for collectives of ranks on CPUs where runs will look for it."""
+    """Build DeepSpeed's operator for CPU collectives in the directory where runs look for it."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         print(
@@ -174,7 +175,7 @@ def build_operator() -> None:
         )
         return
     for lock in Path(sys.prefix, "torch_extensions").rglob("lock"):
-        lock.unlink()  # of a killed build: later ones would wait for it
+        lock.unlink()  # left by a killed build: later builds would wait for it
     code = (
         "import os\n"
         "from zerolm.common.machine import keep_operators\n"
@@ -188,7 +189,7 @@ def build_operator() -> None:
 
 
 def run_one_of(title: str, commands: Sequence[Sequence[str]]) -> None:
-    """Run commands until one succeeds; where none does, end the set-up."""
+    """Run the commands until one succeeds; exit if none does."""
     if not any(run_stage(title, command) for command in commands):
         print("", *log_lines()[-30:], sep="\n", file=sys.stderr)
         print(f"setup: the command was: {' '.join(commands[-1])}", file=sys.stderr)
@@ -196,7 +197,7 @@ def run_one_of(title: str, commands: Sequence[Sequence[str]]) -> None:
 
 
 def run_stage(title: str, command: Sequence[str]) -> bool:
-    """Run a command with its output in LOG, print its progress; return whether it succeeded."""
+    """Run a command with its output in LOG, printing progress; return whether it succeeded."""
     print(f"setup: {title} ...", flush=True)
     with LOG.open("ab") as log:
         start, before, code = time.monotonic(), downloaded(), None
@@ -217,7 +218,7 @@ def log_lines() -> list[str]:
 
 
 def downloaded() -> float:
-    """Return the megabytes that the commands in LOG said they download."""
+    """Return the megabytes downloaded according to LOG."""
     found = DOWNLOADED.findall("\n".join(log_lines()))
     return sum(float(number) * MEGABYTES[unit] for number, unit in found)
 
@@ -226,5 +227,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:
-        print("\nsetup: interrupted; the same command continues", file=sys.stderr)
+        print("\nsetup: interrupted; run the same command to continue", file=sys.stderr)
         sys.exit(130)

@@ -66,7 +66,7 @@ def test_a_quoted_message_is_in_the_code(message):
 def test_other_texts_are_not_found_in_the_code():
     assert is_in_code("another run is writing to it now. Stop that run")
     assert not is_in_code("another run is writing to it now. Continue that run")
-    assert not is_in_code("Limits of this process and its machine")  # a docstring
+    assert not is_in_code("Limits on open files, memory, processes")  # a docstring
 
 
 def commands_in_messages() -> set[str]:

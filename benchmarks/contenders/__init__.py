@@ -1,4 +1,4 @@
-"""Training loops that run beside pretrain.py: each a script of its own without zerolm."""
+"""Training loops to compare with pretrain.py, each a separate script without zerolm."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.dedup`: deduplication beside brute force and other libraries.
+"""`python -m benchmarks.dedup`: deduplication compared with brute force and other libraries.
 
-`contenders` runs what finds duplicates.
+`contenders` runs the programs that find duplicates.
 """

@@ -3,10 +3,10 @@
     python -m benchmarks.dedup [--documents 1500]
 
 Documents are windows of real text (Python's standard library) and an edited copy of each, with a
-Jaccard index of 13-word shingles from 0.5 to 1. The reference is the exact index of all pairs. The
-contenders find pairs of duplicates at 0.8, with 13-word shingles: `data_prep dedup`, datasketch's
-MinHashLSH (128 permutations), and datatrove's MinHash (14 x 8; it splits words differently, so its
-exact index differs a little).
+Jaccard index of 13-word shingles from 0.5 to 1. The reference is the exact Jaccard index of all
+pairs. The contenders find pairs of duplicates at 0.8, with 13-word shingles: `data_prep dedup`,
+datasketch's MinHashLSH (128 permutations), and datatrove's MinHash (14 x 8; it splits words
+differently, so its exact index differs a little).
 """
 
 import json

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.gpu`: pretrain.py beside other training loops on one GPU.
+"""`python -m benchmarks.gpu`: pretrain.py compared with other training loops on one GPU.
 
-`cases` says what is measured, `run_case` runs it, `table` shows it. `ceilings` and `checks` (with
-`short_runs`) come first and are commands, too, as is `carry`, which collects wheels for a machine
-without an index.
+`cases` defines the measurements, `run_case` runs one, `table` shows the results. `ceilings` and
+`checks` (with `short_runs`) run first and are also commands, as is `carry`, which collects wheels
+for a machine without a package index.
 """

@@ -6,15 +6,16 @@
 pretrain.py, Hugging Face Trainer with the same DeepSpeed JSON, and a bare compiled PyTorch loop
 train the same model with the same tokens and batch size, at 2,048 and 8,192 tokens per sequence,
 and pretrain.py with single options changed. A case ends after `--lines`, and one that runs out of
-memory is repeated with half the micro-batch. benchmarks/README.md tells what runs when.
+memory is repeated with half the micro-batch. benchmarks/README.md describes what runs when.
 
     MFU = tokens/s x FLOPs per token / peak
 
 FLOPs are those of `zerolm.model.flops`: forward and backward, attention over all keys, without
-recomputation (Chowdhery et al. 2022, appendix B). tokens/s are by the clock of this command; beside
-them are those that pretrain.py reports. The peak is the datasheet's dense bf16 figure; on a CPU,
-that of a matrix product timed here. Memory is the peak that torch has allocated; on a CPU, the peak
-resident memory. Planned is what a plan of the run expects.
+recomputation (Chowdhery et al. 2022, appendix B). tokens/s are measured by this command; the
+figures reported by pretrain.py are shown next to them. The peak is the datasheet's dense bf16
+figure; on a CPU, the rate of a matrix product timed here. Memory is the peak that torch has
+allocated; on a CPU, the peak resident memory. "Planned" is the memory estimated by a plan of the
+run.
 """
 
 import argparse

@@ -94,7 +94,7 @@ def roots(target: dict[str, str]) -> list[str]:
 
 
 def missing(have: Iterable[str], target: dict[str, str]) -> set[str]:
-    """Return the canonical names of all packages to bring.
+    """Return the canonical names of all packages to collect.
 
     The direct requirements of packages on the target are assumed to be there, too, but not those of
     further levels: they depend on versions, which may differ.

@@ -1,4 +1,4 @@
-"""The cases of benchmarks/gpu, the most important first, and the command of each."""
+"""The cases of benchmarks/gpu, most important first, and their commands."""
 
 import argparse
 import copy
@@ -80,7 +80,7 @@ class Case:
         words: options, separated by spaces: flags, keys of the JSON (`a.b=value`), environment
             variables (`A=value`), `micro/2`, `micro*2`, `profile=NAME` of ds_configs, and
             `FUSED_ADAM` for DeepSpeed's instead of torch's.
-        about: what the case shows.
+        about: description of what the case shows.
     """
 
     model: str
@@ -165,7 +165,7 @@ def cases(lengths: tuple[int, int]) -> list[Case]:
 
 
 def first_cases(length: int) -> list[Case]:
-    """Return what ten minutes on a card are for: what is not measured yet, one at a time."""
+    """Return the cases for ten minutes on a card: options not measured yet, one at a time."""
     exact = partial(Case, "1.3B", length, OURS)
     return [
         exact(PROFILED, "operators by their time; fills the compiler's cache"),
@@ -258,7 +258,7 @@ def peak_flops() -> float:
 def planned_bytes(
     case: Case, config: Any, shapes: Any, arguments: argparse.Namespace, micro_batch: int
 ) -> int:
-    """Return the bytes that the plan of a run expects on its device."""
+    """Return the bytes that a run's plan estimates for its device."""
     from zerolm.ds_config.profile import Profile
     from zerolm.plan import memory
 

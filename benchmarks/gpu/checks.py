@@ -7,8 +7,8 @@ A 160M model trains a few steps through pretrain.py: its losses are those that a
 and in bf16; a run that is killed with SIGKILL and resumed has the losses of a run that is not, as
 closely as the same command has them twice: attention's backward pass on a GPU adds in no fixed
 order; attention kernels agree on documents; a run that is out of memory or hangs ends by itself and
-says why. Each result is written at once, and a second call with the same --output repeats only what
-has not passed.
+says why. Each result is written immediately, and a second call with the same --output repeats only
+the checks that have not passed.
 """
 
 import argparse
@@ -40,7 +40,7 @@ FLOAT32 = "bf16.enabled=false"
 
 
 class NotHere(Exception):
-    """A check cannot be made on this machine; the message says why."""
+    """A check cannot run on this machine; the message gives the reason."""
 
 
 def largest_difference(one: list[float], other: list[float]) -> float:
@@ -85,7 +85,7 @@ def parity_in_float32(runs: Runs) -> str:
 
 
 def documents(runs: Runs) -> str:
-    """Compare the attention kernels that mask documents; on a CPU, those that it has."""
+    """Compare the attention kernels that mask documents and are available on this device."""
     import torch
 
     on_gpu = ("sdpa", "flex_attention", "varlen")
@@ -119,7 +119,7 @@ def fp8_loss(runs: Runs) -> str:
 
 
 def out_of_memory(runs: Runs) -> str:
-    """Train with a micro-batch that no GPU holds: the run must end by itself and say what to do."""
+    """Train with a micro-batch that fits on no GPU: the run must exit with advice on what to do."""
     require_gpu()
     batch = LARGE_MICRO_BATCH * SEQ_LEN
     options = (
@@ -175,7 +175,7 @@ def run_checks(arguments: argparse.Namespace, deadline: float) -> str:
     """Run the checks that have not passed; return the table.
 
     Args:
-        deadline: of `time.monotonic()`; a check that does not fit before it is left out.
+        deadline: value of `time.monotonic()`; checks that do not fit before it are left out.
     """
     path = arguments.output / "checks.json" if arguments.output else None
     passed: dict[str, list[str]] = json.loads(path.read_text()) if path and path.exists() else {}

@@ -49,7 +49,7 @@ MIN_SECONDS = 20  # less time gives no result
 
 
 def remove_locks() -> None:
-    """Remove what a killed case left behind, for which the next would wait without end."""
+    """Remove locks left behind by a killed case, for which the next case would wait forever."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
@@ -82,7 +82,7 @@ def run_with_fitting_batch(
 
 
 def device_state() -> str:
-    """Return clock, power and memory of each GPU, and its contexts, as nvidia-smi has them."""
+    """Return each GPU's clock, power, memory and contexts, as reported by nvidia-smi."""
     if not shutil.which("nvidia-smi"):
         return ""
     queries = (

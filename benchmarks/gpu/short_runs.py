@@ -24,7 +24,7 @@ LEARNING_RATE = "--learning_rate 3e-4"
 
 
 class Failed(Exception):
-    """A check did not pass; the message says why."""
+    """A check did not pass; the message gives the reason."""
 
 
 class Runs:
@@ -32,7 +32,7 @@ class Runs:
 
     Attributes:
         model: a key of `MODELS` and of results/gpu_parity.json.
-        losses: {name of a run: losses by step}, of the runs so far.
+        losses: {name of a run: losses by step} for the runs so far.
         first_step_seconds: from the start of the last run to its first new step.
     """
 
@@ -46,7 +46,7 @@ class Runs:
     def train(
         self, name: str, options: str = "", kill: bool = False, steps: int = STEPS
     ) -> list[float]:
-        """Train for some steps, or until a SIGKILL; return the loss of each step.
+        """Train for some steps or until a SIGKILL; return the loss of each step.
 
         Args:
             kill: once the first checkpoint is complete.

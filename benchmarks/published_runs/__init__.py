@@ -1,1 +1,1 @@
-"""Throughputs that others have published, beside the plan's predictions of them."""
+"""Published throughputs, compared with the plan's predictions."""

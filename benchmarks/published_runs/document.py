@@ -1,4 +1,4 @@
-"""The text of benchmarks/results/published_runs.md: predictions beside published figures."""
+"""The text of benchmarks/results/published_runs.md: predictions compared with published figures."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass

@@ -71,7 +71,7 @@ def fit(
 
 
 def ten_fold(rows: list[Benchmark], groups: Sequence[str], start: np.ndarray) -> np.ndarray:
-    """Return the error of each row, from a fit without it; `start` saves iterations."""
+    """Return each row's error from a fit without the row; `start` saves iterations."""
     order = np.random.default_rng(SEED).permutation(len(rows))
     found = np.zeros(len(rows))
     for fold in range(FOLDS):
@@ -84,7 +84,7 @@ def ten_fold(rows: list[Benchmark], groups: Sequence[str], start: np.ndarray) ->
 
 
 def leave_one_out(rows: list[Benchmark], groups: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return the errors of each source, from a fit to the others."""
+    """Return each source's errors from a fit to the other sources."""
     found = {}
     for source in dict.fromkeys(row.entry["source"] for row in rows):
         kept = [row for row in rows if row.entry["source"] != source]

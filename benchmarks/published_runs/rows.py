@@ -47,7 +47,7 @@ class Benchmark:
         kept_bytes: bytes of activations per token, with fused kernels; None: of a model of
             transformers, which keeps more.
         is_fitted: whether the costs are fitted to its source.
-        is_counted: whether it is a benchmark, and not the hours of a run.
+        is_counted: whether the row is a benchmark rather than the hours of a run.
         sent: how its trainer sends weights and gradients: by layer, by the owner of a tensor, or as
             DeepSpeed does.
         held_out: prediction by a fit without this row.
@@ -79,9 +79,9 @@ class Benchmark:
     def calls(self) -> Calls | None:
         """Collectives of the source's trainer.
 
-        FSDP gathers each layer in both passes, and reduces its gradients at once. InternEvo gives
-        each tensor to one rank, which broadcasts it after the step (`broadcast_params` in
-        internlm/solver/optimizer/hybrid_zero_optim.py).
+        FSDP gathers each layer in both passes, and reduces all of its gradients in one call.
+        InternEvo gives each tensor to one rank, which broadcasts it after the step
+        (`broadcast_params` in internlm/solver/optimizer/hybrid_zero_optim.py).
         """
         if self.sent == BY_DEEPSPEED:
             return None
@@ -108,7 +108,7 @@ class Benchmark:
 
 
 def read() -> tuple[list[Benchmark], Mapping[str, Any]]:
-    """Return the benchmarks, and what runs.json says about all of them."""
+    """Return the benchmarks, and the properties in runs.json common to all of them."""
     values = read_json(FILE, "runs.json")["benchmarks"]
     known = hardware.devices_of(hardware.FILE)
     known |= hardware.parse(values["devices"], FILE, known)
@@ -128,7 +128,7 @@ def read() -> tuple[list[Benchmark], Mapping[str, Any]]:
 
 
 def memory_ratios() -> list[float]:
-    """Return reported memory over the tensors that a plan counts, of each published figure."""
+    """Return, for each published figure, the reported memory divided by a plan's tensor bytes."""
     everything = read_json(FILE, "runs.json")
     values, known = everything["memory"], hardware.devices_of(hardware.FILE)
     models = everything["benchmarks"]["models"]

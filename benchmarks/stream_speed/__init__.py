@@ -1,4 +1,4 @@
-"""`python -m benchmarks.stream_speed`: `TokenStream` beside other readers of token shards.
+"""`python -m benchmarks.stream_speed`: `TokenStream` compared with other readers of token shards.
 
-`copies` writes the same IDs in the format of each reader, `readers` reads them in a new process.
+`copies` writes the same IDs in each reader's format, `readers` reads them in a new process.
 """

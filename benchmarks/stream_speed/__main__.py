@@ -93,7 +93,7 @@ def prepare(
     options: argparse.Namespace,
     verify: bool = True,
 ) -> tuple[list[str], list[str]]:
-    """Write the copy of each reader, and verify what it reads; return (usable readers, notes)."""
+    """Write each reader's copy, and verify what it reads; return (usable readers, notes)."""
     ready, notes = [], []
     for name in readers:
         same = next((other for other in ready if other.split(",")[0] == name.split(",")[0]), None)
@@ -204,7 +204,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def drop_from_page_cache(path: Path) -> float:
-    """Drop a file from the page cache; return the share of it that is still there."""
+    """Drop a file from the page cache; return the share that is still cached."""
     if not path.stat().st_size:
         return 0.0
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Write the same token IDs in the format of each reader of benchmarks/stream_speed/readers.py."""
+"""Write the same token IDs in the format of each reader in benchmarks/stream_speed/readers.py."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.tokenize_speed`: `data_prep tokenize` beside other tokenizing tools.
+"""`python -m benchmarks.tokenize_speed`: `data_prep tokenize` compared with other tools.
 
-`corpus` writes the text; `tools` runs a peer as its documentation says, and reads what it wrote.
+`corpus` writes the text; `tools` runs a peer as documented, and reads its output.
 """

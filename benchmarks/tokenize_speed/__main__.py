@@ -5,13 +5,13 @@
         --peers .venv-peers/bin/python
 
 All tools run in turn, in rounds, each in new processes, with their start-up included. Figures are
-medians; CPU seconds are those of all processes of a tool, and its peak is the largest resident set
-of one of them. Each tool gets the same documents, the same tokenizer and --workers processes, and
-all token IDs that it writes are compared with those of the library `tokenizers`. The text is real:
-code and documentation on this machine (of Python, its packages, and /usr), one document per file,
-without duplicates, in the order of a hash. Files that contain the text of the EOS token are left
-out, since most tools would end the document there. Peers for which --peers is missing are left out
-and reported.
+medians; CPU seconds are summed over all processes of a tool, and its peak is the largest resident
+set of a single process. Each tool gets the same documents, the same tokenizer and --workers
+processes, and all token IDs that it writes are compared with the output of the library
+`tokenizers`. The text is real: code and documentation on this machine (of Python, its packages, and
+/usr), one document per file, without duplicates, in the order of a hash. Files that contain the
+text of the EOS token are left out, since most tools would end the document there. Peers for which
+--peers is missing are left out and reported.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def command_of(tool: str, directory: Path, out: Path, options: argparse.Namespac
 
 
 class Run(NamedTuple):
-    """Time and memory of a run of a tool, and what it wrote."""
+    """Time and memory of a tool's run, and its output."""
 
     seconds: float
     cpu_seconds: float  # of all processes, user and system
@@ -126,7 +126,7 @@ def measure(directory: Path, tools: list[str], options: argparse.Namespace) -> d
 
 
 def describe(runs: dict[str, list[Run]], text_bytes: int) -> list[str]:
-    """Return the table, with the tools whose IDs are not those of `tokenizers`, and the ratios."""
+    """Return the table, the tools whose IDs differ from those of `tokenizers`, and the ratios."""
     seconds = {name: statistics.median(run.seconds for run in each) for name, each in runs.items()}
     cpu = {name: statistics.median(run.cpu_seconds for run in each) for name, each in runs.items()}
     expected = runs["raw-tokenizers"][0]

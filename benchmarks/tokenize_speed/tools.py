@@ -1,4 +1,4 @@
-"""The tools that benchmarks/tokenize_speed compares, each used as its documentation says.
+"""The tools that benchmarks/tokenize_speed compares, each used as documented.
 
     python -m benchmarks.tokenize_speed.tools TOOL DIRECTORY OUT WORKERS
 

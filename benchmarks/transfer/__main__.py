@@ -6,15 +6,15 @@
 
 Each run is `python pretrain.py` in a process of its own: a Llama with heads of 32 in float32, the
 text of launch/demo.sh (its shards must exist), ZeRO-1, AdamW without clipping, a linear schedule.
-`--jobs` of them run at the same time. First come seven learning rates at factors of 2 for each
+`--jobs` runs are executed concurrently. First come seven learning rates at factors of 2 for each
 size, the largest sizes first; then rates beyond, where the best is at an end; then two more seeds
 at each best one. The base is the smallest model, where both parametrizations are the same in every
 bit, so it runs once. The figure is the validation loss at the end.
 
 A run that cannot end in time is not started, and one that has not ended is stopped. The same
-command runs what is missing: `runs.jsonl` in the output folder has a line for each run that has
-ended, also for those that diverged. At the end come the tables, which `transfer.md` in that folder
-has, too.
+command resumes with the missing runs: `runs.jsonl` in the output folder has a line for each run
+that has ended, including runs that diverged. At the end come the tables, which `transfer.md` in
+that folder has, too.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Scale(NamedTuple):
 
     Attributes:
         base: hidden size and layers of the base; `sizes` has it, too.
-        exponents: of the learning rates, to the base of 2.
+        exponents: base-2 exponents of the learning rates.
     """
 
     base: tuple[int, int]
@@ -104,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def wanted(losses: Losses, scale: Scale) -> list[Run]:
-    """Return all runs that are wanted, as far as the losses tell; the most important first."""
+    """Return all wanted runs, as far as the losses so far determine them, most important first."""
     lines = [
         (*size, name)
         for size in scale.sizes
@@ -209,9 +209,9 @@ def start(
 
 
 def result(run: Run, code: int, scratch: Path) -> tuple[dict[str, Any], str]:
-    """Return (line of a run that has ended, error if it neither ended well nor diverged).
+    """Return (log line of an ended run, error if it neither ended well nor diverged).
 
-    Removes the files of the run. One that has diverged has no loss.
+    Removes the files of the run. A diverged run has no loss.
     """
     base = folder(run, scratch)
     metrics, record = base / "run/metrics.jsonl", base / "run/run.json"

@@ -7,7 +7,8 @@ clipping, with the initial values and parameter groups that `--parametrization c
 with the standard ones. Its base has a hidden size of 64 and 2 layers. The figures are means of
 absolute values: of the embedding, of the outputs of attention and MLP, which are summed over the
 blocks, of what all blocks have changed in the residual stream, and of the logits; and the largest
-one of the sizes divided by the smallest, after 10 steps. What transfers stays flat: a ratio near 1.
+one of the sizes divided by the smallest, after 10 steps. If the parametrization transfers, the
+sizes stay flat: the ratio is near 1.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The best learning rate of each size, from the runs of `python -m benchmarks.transfer`."""
+"""The best learning rate for each size, from the runs of `python -m benchmarks.transfer`."""
 
 import json
 import math
@@ -27,7 +27,7 @@ class Run(NamedTuple):
 
     @property
     def line(self) -> tuple[int, int, str]:
-        """The runs that differ in their learning rate and seed only."""
+        """Runs that differ only in learning rate and seed."""
         return self[:3]
 
 
@@ -35,7 +35,7 @@ Losses = dict[Run, float]  # infinite if the run has diverged
 
 
 def read(path: Path) -> Losses:
-    """Return the losses that the lines of a file have; the last line may be torn."""
+    """Return the losses in the lines of a file; the last line may be incomplete."""
     found = {}
     for text in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -71,7 +71,7 @@ def vertex(curve: dict[int, float]) -> float:
 
 
 def lines_of(losses: Iterable[Run], base: tuple[int, int]) -> list[tuple[int, int, str]]:
-    """Return the lines by parametrization and size; those of the base are the same in both."""
+    """Return the lines by parametrization and size; the base's lines are the same in both."""
     found = {run.line for run in losses} | {(*base, COMPLETEP)}
     return sorted(found, key=lambda line: (line[2] == COMPLETEP, line[0], line[1]))
 
@@ -81,7 +81,7 @@ def measured(line: tuple[int, int, str], base: tuple[int, int]) -> tuple[int, in
 
 
 def show(losses: Losses, base: tuple[int, int]) -> list[str]:
-    """Return a table of all losses, and one of the optima."""
+    """Return a table of all losses and a table of the optima."""
     exponents = sorted({run.exponent for run in losses})
     at_base = of_line(losses, measured((*base, STANDARD), base))
     all_losses, optima = [], []
@@ -111,7 +111,7 @@ def show(losses: Losses, base: tuple[int, int]) -> list[str]:
 
 
 def plot(losses: Losses, base: tuple[int, int], path: Path) -> None:
-    """Draw the losses over the learning rate, a line for each size."""
+    """Plot the losses over the learning rate, with a line for each size."""
     import matplotlib
 
     matplotlib.use("Agg")

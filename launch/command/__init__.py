@@ -1,4 +1,4 @@
 """Arguments, flag types and environment of `deepspeed ... pretrain.py ...` commands.
 
-Shared by all `launch` commands. Must not import another `launch` subpackage, torch or DeepSpeed.
+Shared by all `launch` commands. Must not import other `launch` subpackages, torch or DeepSpeed.
 """

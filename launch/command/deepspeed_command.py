@@ -1,6 +1,6 @@
 """Read and edit the arguments of a `deepspeed ... pretrain.py ...` command.
 
-Options before `pretrain.py` are DeepSpeed's launcher's; what follows it are flags of pretrain.py.
+Arguments before `pretrain.py` belong to DeepSpeed's launcher, those after it to pretrain.py.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def run_directory(command: Sequence[str]) -> Path:
     script = _script_index(command)
     if script is None:
         raise ConfigError(
-            f"command line: {' '.join(command) or 'nothing'}: does not start {SCRIPT}. Write: "
+            f"command line: {' '.join(command) or 'nothing'}: does not run {SCRIPT}. Write: "
             f"zerolm supervise -- deepspeed ... {SCRIPT} ..."
         )
     settings, _ = parse_settings(command[script + 1 :])  # pretrain.py itself reports bad flags
@@ -28,10 +28,10 @@ def run_directory(command: Sequence[str]) -> Path:
 
 
 def pretrain_flags(arguments: Sequence[str], settings: str | None = None) -> list[str]:
-    """Return the flags of pretrain.py: everything after its name, or all arguments without it.
+    """Return pretrain.py's flags: the arguments after its name, or all if its name is missing.
 
     Args:
-        settings: a settings file, whose values these flags override.
+        settings: a settings file to put before the flags, which override its values.
     """
     script = _script_index(arguments)
     first = [] if settings is None else ["--settings", settings]
@@ -39,10 +39,10 @@ def pretrain_flags(arguments: Sequence[str], settings: str | None = None) -> lis
 
 
 def parse_pretrain_flags(flags: Sequence[str]) -> Settings:
-    """Return the settings given by flags of pretrain.py, which must include a run directory.
+    """Return the settings that pretrain.py's flags set; a run directory is required.
 
     Raises:
-        ConfigError: every flag and value that pretrain.py's parser would refuse.
+        ConfigError: lists every flag and value that pretrain.py's parser would refuse.
     """
     settings, problems = parse_settings(flags)
     if settings.run_dir is None:
@@ -53,7 +53,7 @@ def parse_pretrain_flags(flags: Sequence[str]) -> Settings:
 
 
 def launcher_option(command: Sequence[str], name: str) -> str | None:
-    """Return the value of a launcher option (before the script), None if it is not given."""
+    """Return the value of a launcher option (before the script), or None if it is absent."""
     for index, argument in enumerate(_launcher_arguments(command)):
         if argument.startswith(f"{name}="):
             return argument.partition("=")[2]
@@ -63,7 +63,7 @@ def launcher_option(command: Sequence[str], name: str) -> str | None:
 
 
 def with_launcher_option(command: Sequence[str], name: str, value: str) -> list[str]:
-    """Return the command with a new value for one of the launcher options that it gives."""
+    """Return the command with a launcher option that it contains set to a new value."""
     edited = list(command)
     for index, argument in enumerate(_launcher_arguments(command)):
         if argument.startswith(f"{name}="):

@@ -1,6 +1,6 @@
 """The environment variables that `deepspeed` forwards to other hosts on ssh's command line.
 
-Every user of those hosts can read that command line, so a secret must not be among them.
+Every user on those hosts can read that command line, so it must not contain secrets.
 """
 
 import os
@@ -10,7 +10,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.secrets import FILE_NAME
 from zerolm.engine.launcher_options import FORWARDED_PREFIXES, change_of, deepspeed_env_files
 
-# Parts of a name: neither NCCL_IB_PKEY nor TOKENIZERS_PARALLELISM is a secret.
+# Matches whole parts of a name: neither NCCL_IB_PKEY nor TOKENIZERS_PARALLELISM is a secret.
 SECRET_NAME = re.compile(
     r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
@@ -32,9 +32,10 @@ def forwarded_environment() -> dict[str, str]:
 
 
 def environment_problems(num_hosts: int) -> list[str]:
-    """Return variables that would not reach the ranks unchanged, and secrets that ssh would show.
+    """Return a problem for each variable that ssh would alter or expose.
 
-    One host gets nothing forwarded; then only the files are checked, for a larger run.
+    With one host nothing is forwarded; then only the files are checked, for later use with more
+    hosts.
     """
     sources: dict[str, dict[str, str]] = {}
     problems = []
@@ -52,7 +53,7 @@ def environment_problems(num_hosts: int) -> list[str]:
         ]
     return problems + [
         f"{source}: {name}: would be visible on ssh's command line on every host. Remove it; "
-        f"wandb login and ~/.aws/credentials on the first host keep such values."
+        f"wandb login and ~/.aws/credentials on the first host store such values."
         for source, variables in sources.items()
         for name in variables
         if is_secret_name(name)

@@ -1,4 +1,4 @@
-"""The hosts of a run, as DeepSpeed's launcher reads them from a hostfile.
+"""A run's hosts, as DeepSpeed's launcher reads them from a hostfile.
 
 python -m launch.command.hosts HOSTFILE NUM_NODES [flags]    # prints the problems of a launch
 """
@@ -15,11 +15,11 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.records import unreadable
 from zerolm.engine.launcher_options import CHANGED_ARGUMENT, CHANGED_IN_QUOTES, MPI_LAUNCHERS
 
-HOST_LINE = re.compile(  # "-x" is an option of ssh
+HOST_LINE = re.compile(  # a name like "-x" would be an ssh option
     r"(?!-)[!-~]+ slots=0*[1-9][0-9]*( max[_-]slots=[0-9]+)?", re.ASCII
 )
 CHOOSE_PARTS = ("num_nodes", "num_gpus", "include", "exclude")
-KEEP_ALIVE = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"  # of ssh: dead after a minute
+KEEP_ALIVE = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"  # ssh gives up after a minute
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Host:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Read a hostfile's `name slots=N` lines, as strictly as DeepSpeed and ssh need them.
+    """Read a hostfile's `name slots=N` lines; refuse any that DeepSpeed or ssh would misread.
 
-    Open MPI's `max_slots=N` may follow, which DeepSpeed ignores.
+    Open MPI's `max_slots=N` may follow; DeepSpeed ignores it.
     """
     try:
         lines = path.read_text(errors="replace").split("\n")
@@ -51,9 +51,9 @@ def read_hostfile(path: Path) -> list[Host]:
             continue
         where = f"{path}: line {number}: {line!r}"
         if not HOST_LINE.fullmatch(" ".join(fields)):
-            problems.append(f"{where} is not `name slots=N` with N of 1 or more. Correct it.")
+            problems.append(f"{where} is not `name slots=N` with N at least 1. Correct it.")
         elif fields[0] in hosts:
-            problems.append(f"{where} lists {fields[0]} again. Keep one line of it.")
+            problems.append(f"{where} lists {fields[0]} again. Keep one of its lines.")
         else:
             hosts[fields[0]] = Host(*fields[:2])
     if not hosts and not problems:
@@ -67,13 +67,15 @@ def used_hosts(hostfile: str, num_nodes: str | None) -> int:
     """Return the number of hosts on which `deepspeed` starts.
 
     Args:
-        num_nodes: the flag's value; None: all hosts.
+        num_nodes: value of the flag; None means all hosts.
 
     Raises:
-        ConfigError: the hostfile is refused, or has fewer hosts.
+        ConfigError: the hostfile is invalid, or lists fewer hosts.
     """
     if num_nodes is not None and not (num_nodes.isdecimal() and int(num_nodes)):
-        raise ConfigError(f"--num_nodes: {num_nodes} is not a number of hosts. Write 1 or more.")
+        raise ConfigError(
+            f"--num_nodes: {num_nodes} is not a positive number of hosts. Write 1 or more."
+        )
     found = len(read_hostfile(Path(hostfile)))
     if found < int(num_nodes or found):
         raise ConfigError(
@@ -86,10 +88,10 @@ def used_hosts(hostfile: str, num_nodes: str | None) -> int:
 def used_slots(
     slots: Mapping[str, int], include: str | None = None, exclude: str | None = None
 ) -> dict[str, int]:
-    """Return {host: slots} of the hosts on which `deepspeed --include or --exclude` starts ranks.
+    """Return {host: slots} for the hosts that `--include` or `--exclude` leaves to `deepspeed`.
 
     Args:
-        slots: {host: slots} of the hostfile, before --include and --exclude.
+        slots: {host: slots} from the hostfile, before --include and --exclude.
 
     Raises:
         ConfigError: a flag names a host that does not exist, or excludes every host.
@@ -100,39 +102,41 @@ def used_slots(
         name, _, devices = part.partition(":")
         if name not in slots:
             raise ConfigError(
-                f"command line: {flag}: {name}: is none of the hosts {', '.join(slots)}. Correct "
-                f"it."
+                f"command line: {flag}: {name}: not among the hosts {', '.join(slots)}. Correct it."
             )
         named[name] = len(set(devices.split(","))) if devices else slots[name]
     if not include:
         named = {name: number - named.get(name, 0) for name, number in slots.items()}
     used = {name: named[name] for name in slots if named.get(name, 0) > 0}
     if not used:
-        raise ConfigError(f"command line: {flag} {value}: no device is left. Name fewer.")
+        raise ConfigError(
+            f"command line: {flag} {value}: leaves no device to train on. Exclude fewer."
+        )
     return used
 
 
 def mpi_problems(launcher: str, given: Collection[str]) -> list[str]:
-    """Return the flags that DeepSpeed's runners for MPI answer with a traceback.
+    """Return a problem for each flag that makes DeepSpeed's MPI runners fail with a traceback.
 
     Args:
-        given: names of the flags of DeepSpeed's launcher.
+        given: names of the flags passed to DeepSpeed's launcher.
     """
     return [
         f"command line: --{name}: DeepSpeed's --launcher {launcher} starts on all hosts and slots "
-        f"of the hostfile, and refuses to choose. Give a --hostfile with those to use instead."
+        f"of the hostfile, and cannot select among them. Give a --hostfile of the hosts to use "
+        f"instead."
         for name in CHOOSE_PARTS
         if launcher in MPI_LAUNCHERS and name in given
     ]
 
 
 def ssh_problems(arguments: Sequence[str], launcher: str = "pdsh") -> list[str]:
-    """Return what would not reach ranks on other hosts: variables, or arguments of the script."""
+    """Return problems of variables and script arguments that other hosts would receive altered."""
     problems = environment_problems(num_hosts=2)
     if launcher == "pdsh":
         problems += [
-            f"command line: {argument}: would be changed by the shell of the hosts. Write it "
-            f"without special characters, or in a --settings file."
+            f"command line: {argument}: would be changed by the shell on the hosts. Write it "
+            f"without special characters, or put it in a --settings file."
             for argument in arguments
             if (CHANGED_IN_QUOTES if " " in argument else CHANGED_ARGUMENT).search(argument)
         ]
@@ -140,7 +144,7 @@ def ssh_problems(arguments: Sequence[str], launcher: str = "pdsh") -> list[str]:
 
 
 def keep_alive(environment: MutableMapping[str, str]) -> None:
-    """Let pdsh's connections end a minute after the network is cut; by default they never do."""
+    """Make pdsh's connections time out a minute after a network loss; by default they never do."""
     given = environment.get("PDSH_SSH_ARGS_APPEND", "")
     if "ServerAliveInterval" not in given:
         environment["PDSH_SSH_ARGS_APPEND"] = f"{given} {KEEP_ALIVE}".strip()

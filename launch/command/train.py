@@ -1,6 +1,6 @@
 """`zerolm train`: `deepspeed [launcher's flags] pretrain.py [pretrain.py's flags]` in one command.
 
-No flag of the launcher has the name of a flag of pretrain.py, so they may be mixed.
+No launcher flag has the name of a pretrain.py flag, so they may be mixed.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_launcher_flags(
     parser: argparse._ActionsContainer, names: Iterable[str], **defaults: Any
 ) -> None:
-    """Add flags of the launcher, also to the parser of another command."""
+    """Add launcher flags to the parser of this or another command."""
     for name in names:
         flag = LAUNCHER_FLAGS[name]
         value: dict[str, Any] = {"action": "store_true"}
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
     if settings.check:
         os.execv(sys.executable, [sys.executable, str(SCRIPT), *flags])
     command = deepspeed_command(argv)
-    if _hostfile(launcher):  # its launcher stops the ranks on other hosts
+    if _hostfile(launcher):  # the launcher for several hosts stops the ranks itself
         keep_alive(os.environ)
         os.execv(sys.executable, command)
     return _run_launcher(command)
@@ -77,8 +77,8 @@ def run(argv: Sequence[str]) -> int:
 def _run_launcher(command: Sequence[str]) -> int:
     """Run the launcher on this host, and return its exit code.
 
-    Signals are forwarded to the ranks, which save and stop. The launcher itself would end on Ctrl-C
-    with a traceback, and end W&B's service, so it is in a process group other than the terminal's.
+    Signals are forwarded to the ranks, which save and stop. On Ctrl-C the launcher would exit with
+    a traceback and end W&B's service, so it runs in a process group other than the terminal's.
     """
     launcher = subprocess.Popen(command, preexec_fn=os.setpgrp)
     received: list[int] = []
@@ -97,7 +97,7 @@ def _run_launcher(command: Sequence[str]) -> int:
     code = launcher.wait()
     # DeepSpeed's launcher may exit with the negative number of the signal that ended a rank.
     ended_by = -code if code < 0 else 256 - code if code > 192 else code - 128
-    if received and ended_by == signal.SIGTERM:  # which was sent in its place: nothing was saved
+    if received and ended_by == signal.SIGTERM:  # sent by `forward`: nothing saved
         ended_by = received[0]
     return 128 + ended_by if code < 0 or code > 128 else code
 
@@ -112,7 +112,7 @@ def deepspeed_command(argv: Sequence[str]) -> list[str]:
 
 
 def run_command(arguments: argparse.Namespace) -> list[str]:
-    """Return what follows `--` in a command line, with `zerolm train` and `deepspeed` as argv."""
+    """Return the command after `--`, with `zerolm train` and `deepspeed` replaced by their argv."""
     command = _without_credentials(arguments.run_command or [])
     for place in (1, 3):  # zerolm train, python -m zerolm train
         if command[place : place + 1] == ["train"] and Path(command[place - 1]).name in PROGRAMS:
@@ -123,11 +123,11 @@ def run_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def _without_credentials(argv: Sequence[str]) -> list[str]:
-    """Return a command, unless DeepSpeed's launcher would print credentials in it."""
+    """Return the command; refuse it if it contains credentials, which the launcher would print."""
     if problems := [
         f"command line: {word}: contains credentials, which the launcher, job files and process "
-        f"listings would show. Put them into the environment or the configuration of the store's "
-        f"library."
+        f"listings would expose. Put them in the environment or in the configuration of the "
+        f"store's library."
         for word in argv
         if has_credentials(word)
     ]:
@@ -136,16 +136,16 @@ def _without_credentials(argv: Sequence[str]) -> list[str]:
 
 
 def _hostfile(launcher: Sequence[str]) -> str:
-    """Return the hostfile of a launch, empty if it is on this host."""
+    """Return the hostfile of a launch; empty for a launch on this host alone."""
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     default = DEFAULT_HOSTFILE if Path(DEFAULT_HOSTFILE).is_file() else ""
     return given.get("hostfile", default)
 
 
 def _for_mpirun(launcher: Sequence[str]) -> list[str]:
-    """Return the launcher's flags so that Open MPI's ranks know where they meet.
+    """Return the launcher's flags, with the rendezvous address of Open MPI's ranks added.
 
-    And that each keeps all cores: by default, `mpirun` binds a rank and its loader workers to one.
+    Binding is turned off: by default, `mpirun` binds a rank and its loader workers to one core.
     """
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     if given.get("launcher", "").lower() != "openmpi":
@@ -162,7 +162,7 @@ def _for_mpirun(launcher: Sequence[str]) -> list[str]:
 
 
 def _host_problems(launcher: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return why a launch on the hosts of a hostfile would not do what its arguments say."""
+    """Return problems with a launch on a hostfile's hosts."""
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     hostfile, runner = _hostfile(launcher), given.get("launcher", "pdsh").lower()
     if not hostfile:
@@ -179,7 +179,7 @@ def _host_problems(launcher: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:
-    """Return `--world_size` for `--check`, from the flags that choose devices."""
+    """Return `--world_size` for `--check`, computed from the flags that select devices."""
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     chosen = [name for name in CHOOSE_DEVICES if name in given]
     sizes = [given.get("num_gpus", ""), given.get("num_nodes", "1")]
@@ -208,7 +208,7 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if LAUNCHER_FLAGS[name].metavar and not equals:
             if not arguments:
-                raise ConfigError(f"command line: {written} lacks its value. Add it.")
+                raise ConfigError(f"command line: {written} needs a value. Add it.")
             value = arguments.pop(0)
         launcher.append(f"--{name}={value}" if LAUNCHER_FLAGS[name].metavar else f"--{name}")
     return launcher, rest

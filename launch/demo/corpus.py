@@ -1,10 +1,10 @@
-"""Write the corpus of launch/demo.sh: text that comes with every Python installation.
+"""Write the corpus of launch/demo.sh from text that every Python installation contains.
 
     python -m launch.demo.corpus OUTPUT
 
-writes two sources that share no sentence. OUTPUT/code.jsonl has the standard library's source files
-without their docstrings, one document per file. OUTPUT/prose.jsonl has those docstrings, and the
-topics of Python's manual that `help()` shows.
+writes two sources without common sentences. OUTPUT/code.jsonl contains the standard library's
+source files without their docstrings, one document per file. OUTPUT/prose.jsonl contains those
+docstrings and the manual topics that `help()` shows.
 """
 
 import argparse
@@ -24,7 +24,7 @@ MIN_DOCUMENT_CHARACTERS = 200  # an empty __init__.py teaches nothing
 def source_files() -> list[Path]:
     """Return the .py files of the standard library, sorted, without its tests and other packages.
 
-    Many installations lack the tests, which are more than half of the text.
+    Many installations omit the tests, which make up more than half of the text.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     excluded = {"site-packages", "dist-packages", "__pycache__", "pydoc_data", "test", "tests"}
@@ -34,7 +34,7 @@ def source_files() -> list[Path]:
 
 
 def read_source(path: Path) -> str | None:
-    """Return a file's text, decoded as it declares; None for a test file that cannot be decoded."""
+    """Return a file's text, decoded with its declared encoding; None if it cannot be decoded."""
     try:
         with tokenize.open(path) as file:
             return file.read()
@@ -45,7 +45,7 @@ def read_source(path: Path) -> str | None:
 def split_docstrings(source: str) -> tuple[str, list[str]]:
     """Return (source without docstrings, the docstrings in file order).
 
-    A source that this Python version cannot parse is returned unchanged, with no docstrings.
+    A source that this Python version cannot parse is returned unchanged, without docstrings.
     """
     try:
         with warnings.catch_warnings():
@@ -66,7 +66,7 @@ def split_docstrings(source: str) -> tuple[str, list[str]]:
 
 
 def docstring_statements(tree: ast.AST) -> Iterator[ast.Expr]:
-    """Yield the statement that is the docstring of each module, class and function."""
+    """Yield the docstring statement of each module, class and function."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for node in ast.walk(tree):
         if isinstance(node, documented) and ast.get_docstring(node, clean=False):
@@ -75,7 +75,7 @@ def docstring_statements(tree: ast.AST) -> Iterator[ast.Expr]:
 
 
 def manual_topics() -> Iterator[tuple[str, str]]:
-    """Yield the name and text of each topic of Python's manual that `help()` shows."""
+    """Yield the name and text of each topic in Python's manual that `help()` shows."""
     try:
         from pydoc_data.topics import topics
     except ImportError:  # a separate package in some Linux distributions

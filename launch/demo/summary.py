@@ -1,4 +1,4 @@
-"""Print the first and last losses of the run of launch/demo.sh; exit 1 if it did not learn.
+"""Print the first and last losses of launch/demo.sh's run; exit 1 if it did not learn.
 
 python -m launch.demo.summary RUN
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from zerolm.run_dir.files import RunFiles
 
 MIN_FALL_NATS = 2.5
-MAX_GAP_NATS = 0.5  # between the validation loss and the training loss
+MAX_GAP_NATS = 0.5  # allowed between validation and training loss
 LAST_STEPS = 10  # averaged: the loss of a single batch is noisy
 
 
@@ -42,7 +42,7 @@ def main() -> None:
         prog="python -m launch.demo.summary",
         description="Print the losses of the demo's run; exit 1 if it did not learn.",
     )
-    parser.add_argument("run_dir", type=Path, help="run directory of the demo")
+    parser.add_argument("run_dir", type=Path, help="the demo's run directory")
     text, learned = summary(RunFiles(parser.parse_args().run_dir).metrics)
     print(text)
     sys.exit(0 if learned else 1)

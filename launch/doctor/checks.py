@@ -1,6 +1,6 @@
-"""Compare the facts of all hosts, and return a finding for each thing that is wrong.
+"""Compare the facts from all hosts, and return a finding for each problem.
 
-A host is at fault where it differs from most hosts, or from the first host if there is no majority.
+A host that differs from the majority is at fault, or from the first host if there is no majority.
 No side effects.
 """
 
@@ -14,9 +14,9 @@ from zerolm.common.values import shown_bytes
 from zerolm.preflight.host import shared_memory_problem
 
 PACKAGES = ("python", "torch", "deepspeed", "transformers", "zerolm")
-MAX_SKEW_SECONDS = 5.0  # the ages of heartbeats and locks are read with the clocks of other hosts
+MAX_SKEW_SECONDS = 5.0  # hosts compute the ages of other hosts' heartbeats and locks
 MIN_BYTES_PER_SECOND = 20e6
-MIN_SAMPLE_BYTES = 8 << 20  # reading less does not measure a disk
+MIN_SAMPLE_BYTES = 8 << 20  # reading less does not measure a disk's speed
 MAX_NAMES = 3
 Facts = Mapping[str, Mapping[str, Any]]  # {host: what its collector returned}
 
@@ -31,7 +31,7 @@ def run_checks(facts: Facts, required: Requirements) -> list[Finding]:
 
 
 def outliers(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return (the most frequent value, the hosts with another one); in a tie the first value."""
+    """Return (the most frequent value, the hosts with another one); ties go to the first value."""
     counts = Counter(repr(value) for value in values.values())
     largest = counts.most_common(1)[0][1]
     usual = next(value for value in values.values() if counts[repr(value)] == largest)
@@ -99,7 +99,7 @@ def _data(facts: Facts, required: Requirements) -> list[Finding]:
             host: fact["data"]["sources"][path]
             for host, fact in facts.items() if path in fact["data"]["sources"]
         }  # fmt: skip
-        fix = f"find the damaged copy with zerolm data verify {path}, and replace it"
+        fix = f"find the damaged copy with zerolm data verify {path} and replace it"
         _, odd = outliers({host: source["fingerprint"] for host, source in sources.items()})
         for host in odd:
             text = f"{path}: its manifest differs from the other hosts'"
@@ -127,7 +127,7 @@ def _devices(facts: Facts, required: Requirements) -> list[Finding]:
         unit = "core" if fact["devices"]["kind"] == "cpu" else "device"
         if count < slots:
             fix = f"write slots={count}, or find out why the others are not visible (nvidia-smi)"
-            text = f"{count} {unit}(s), the hostfile has slots={slots}"
+            text = f"{count} {unit}(s), but the hostfile sets slots={slots}"
             found.append(Finding("devices", host, RED, text, fix))
         for busy in fact["devices"]["busy"]:
             fix = "end the process that uses it (nvidia-smi), or leave the host out"
@@ -198,7 +198,7 @@ def _locks(facts: Facts, required: Requirements) -> list[Finding]:
             found.append(Finding("build locks", host, RED, text, f"rm {lock}"))
         for lock in fresh:
             text = f"{lock}: an operator is being built now"
-            fix = "wait, or delete the lock if there is no build"
+            fix = "wait, or delete the lock if no build is running"
             found.append(Finding("build locks", host, NOTE, text, fix))
     return merge_hosts(found) or [Finding("build locks", ALL, OK, "none")]
 
@@ -214,7 +214,7 @@ def _operators(facts: Facts, required: Requirements) -> list[Finding]:
             text += f", and building needs {' and '.join(missing)}"
             found.append(Finding("operators", host, RED, text, "install it"))
         elif not_built:
-            text += ", the first start takes some minutes longer"
+            text += "; the first start takes some minutes longer"
             fix = "start the run on one host first"
             found.append(Finding("operators", host, NOTE, text, fix))
     text = ", ".join(names) + " built" if names else "none needed"
@@ -231,9 +231,9 @@ def _storage(facts: Facts, required: Requirements) -> list[Finding]:
         rates.append(size / max(seconds, 1e-9))
         if rates[-1] < MIN_BYTES_PER_SECOND:
             text = f"shards are read at {shown_bytes(rates[-1])}/s"
-            fix = "copy them to a local disk, or find out what else uses the storage"
+            fix = "copy them to a local disk, or find out what else is using the storage"
             found.append(Finding("storage", host, RED, text, fix))
-    text = "too little data to measure the speed of reading"
+    text = "too little data to measure the read speed"
     if rates:
         text = f"shards are read at {shown_bytes(min(rates))}/s or faster"
     return found or [Finding("storage", ALL, OK, text)]

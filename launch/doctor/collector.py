@@ -1,7 +1,7 @@
-"""The doctor's process on each host: answers requests about this machine, one JSON line each.
+"""The doctor's process on each host: answers requests about its machine, one JSON line per request.
 
-It is started over ssh with the directory, interpreter and environment that a rank would have. It
-writes nothing except the file that shows whether the hosts share the run directory.
+It is started over ssh with the directory, interpreter and environment of a rank. It writes only the
+file that shows whether the hosts share the run directory.
 """
 
 import contextlib
@@ -35,14 +35,14 @@ from zerolm.shards.table import column
 MARK = "@zerolm "  # at the start of each answer: a login shell may print other lines
 CODE_PATTERNS = ("pretrain.py", "zerolm/**/*.py", "launch/**/*.py")
 SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES = 64, 1 << 20
-BUSY_SHARE = 0.05  # share of a device's memory above which another process uses it
+BUSY_SHARE = 0.05  # above this share of used memory, another process uses a device
 COMMAND_SECONDS = 20.0
 CONNECT_SECONDS = 5.0
 _LISTENERS: list[socket.socket] = []
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer each line of `requests` until they end. An exception becomes an `error` answer."""
+    """Answer each line of `requests`. An exception becomes an `error` answer."""
     machine.keep_operators(os.environ)  # as a rank will
     for line in requests:
         request = json.loads(line)
@@ -59,10 +59,10 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
-    """Return the facts that the doctor compares, with the errors met while collecting: `problems`.
+    """Return the facts that the doctor compares; `problems` lists the errors met while collecting.
 
     Args:
-        flags: flags of pretrain.py; empty: only facts that do not depend on a run.
+        flags: flags of pretrain.py; if empty, only facts that do not depend on a run are collected.
         deep: read every byte of the shards and check it against their manifests.
         port: port on which rank 0 would listen.
     """
@@ -89,8 +89,8 @@ def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
 
 
 def devices(problems: list[str]) -> dict[str, Any]:
-    """Return {kind, name, count, busy: one line for each device that another process uses}."""
-    import deepspeed.accelerator  # on every host: also checks that it can be imported
+    """Return {kind, name, count, busy: one line per device that another process is using}."""
+    import deepspeed.accelerator  # even without GPUs: checks that it can be imported
 
     device = local_device({**os.environ, "LOCAL_RANK": "0"}, problems)
     if not device.is_gpu:
@@ -114,10 +114,10 @@ def _busy_devices() -> list[str]:
 
 
 def data(settings: Settings, deep: bool) -> dict[str, Any]:
-    """Return {problems, sources: {directory: fingerprint, sample checksums, size and read time}}.
+    """Return {problems, sources: {directory: {fingerprint, shards, bytes, seconds}}}.
 
-    The sample of a source is read from the storage, not from the page cache, so that its time
-    measures the speed of the storage.
+    `shards` are checksums of a sample, `bytes` its size and `seconds` its read time. The sample is
+    read bypassing the page cache, so the time measures the storage.
     """
     problems: list[str] = []
     opened = open_sources(settings, problems)
@@ -164,7 +164,7 @@ def read_sample(source: Source) -> tuple[dict[str, str], int, float]:
 
 
 def disk(settings: Settings) -> dict[str, Any]:
-    """Return {problem, free bytes, room for checkpoints} of the run directory; {} without one."""
+    """Return {problem, free bytes, number of checkpoints to fit}; {} without a run directory."""
     if settings.run_dir is None:
         return {}
     free, checkpoints = host.checkpoint_room(settings.run_dir, 1, settings.checkpoint_keep)
@@ -176,13 +176,13 @@ def disk(settings: Settings) -> dict[str, Any]:
 
 
 def operators() -> dict[str, Any]:
-    """Return {built: DeepSpeed's compiled operators, missing: what is needed to compile others}."""
+    """Return {built: DeepSpeed's compiled operators, missing: tools to compile the others}."""
     built = {path.stem for path in machine.built_operators(os.environ)} | installed()
     return {"built": sorted(built), "missing": machine.missing_compilers("cpu")}
 
 
 def build_problems(settings: Settings, device_kind: str) -> list[str]:
-    """Return what preflight would say of configs, compilers, toolkit and libaio of this host."""
+    """Return the problems that preflight would find in this host's configs and compilers."""
     problems = []
     try:
         if settings.model_config is not None:
@@ -203,7 +203,7 @@ def build_problems(settings: Settings, device_kind: str) -> list[str]:
 
 
 def addresses() -> list[str]:
-    """Return the addresses of this host, read as DeepSpeed reads them."""
+    """Return the addresses of this host, in the order in which DeepSpeed reads them."""
     return _output(["hostname", "-I"]).split()
 
 
@@ -224,7 +224,7 @@ def _sha256(path: Path) -> str | None:
 
 
 def _output(command: list[str]) -> str:
-    """Return the standard output of a command; empty if it fails."""
+    """Return the standard output of a command, or "" if it fails."""
     try:
         process = subprocess.run(
             command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
@@ -239,7 +239,7 @@ def _output(command: list[str]) -> str:
 
 
 def token(run_dir: str, name: str, do: str) -> bool:
-    """Write, see or remove a file in the run directory, or in its nearest existing parent."""
+    """Write, look for or remove a file in the run directory or its nearest existing parent."""
     path = Path(run_dir).absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -252,7 +252,7 @@ def token(run_dir: str, name: str, do: str) -> bool:
 
 
 def listen(port: int, stop: bool = False) -> int:
-    """Accept connections to a port, 0 for a free one, until `stop`; return the port."""
+    """Accept connections on a port (0: a free one) until called with `stop`; return the port."""
     while _LISTENERS:
         _LISTENERS.pop().close()
     if not stop:
@@ -262,7 +262,7 @@ def listen(port: int, stop: bool = False) -> int:
 
 
 def connect(places: list[tuple[str, int]]) -> list[str]:
-    """Connect to addresses and ports; return why each failed, empty if it did not."""
+    """Connect to each (address, port); return why each attempt failed, "" if it succeeded."""
 
     def problem(place: tuple[str, int]) -> str:
         try:
@@ -278,10 +278,10 @@ def connect(places: list[tuple[str, int]]) -> list[str]:
 def network(
     hosts: list[int], number: int, address: str, port: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Run this host's ranks of `network_rank`; return the result of each, or its `error`.
+    """Run `network_rank` for each rank of this host; return each rank's result or `error`.
 
     Args:
-        hosts: number of ranks of each host.
+        hosts: number of ranks on each host.
         number: of this host.
         address, port: where rank 0 listens.
         seconds: time limit.

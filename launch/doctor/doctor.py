@@ -1,7 +1,7 @@
-"""`zerolm doctor`: check every host before a run starts there; print one table.
+"""`zerolm doctor`: check every host before a run starts, and print one table.
 
-Each host is queried over one ssh connection, all hosts concurrently and with a time limit. Then all
-hosts together check that they share the run directory, and run one all-reduce.
+All hosts are queried concurrently, each over one ssh connection, with a time limit. Then they check
+together that they share the run directory, and measure the network.
 """
 
 import argparse
@@ -33,18 +33,18 @@ from zerolm.engine.launcher_options import DEFAULT_PORT
 from zerolm.parts.parse import add_settings, parse_settings
 from zerolm.watchdog import limits
 
-CLOSE_SECONDS = 5.0  # for all hosts to end
+CLOSE_SECONDS = 5.0  # time for all sessions to end
 DEEP_SECONDS = 12 * 3600.0
-# {what ssh says: how to fix it}; HOST becomes the host's name
+# {part of ssh's error message: fix}; HOST is replaced with the host's name
 SSH_FIXES = {
     "Permission denied": "add your key to ~/.ssh/authorized_keys there: ssh-copy-id HOST",
-    "Host key verification failed": "compare its host key with its owner's, then ssh-keygen -R "
-    "HOST and ssh-keyscan HOST >> ~/.ssh/known_hosts",
+    "Host key verification failed": "verify its host key with its owner, then ssh-keygen -R HOST "
+    "and ssh-keyscan HOST >> ~/.ssh/known_hosts",
     "resolve hostname": "correct its name in the hostfile, or add it to /etc/hosts on every host",
     "Connection refused": "start its ssh server, or give its port: --ssh_port",
     "Too many authentication": "name the key in ~/.ssh/config, with IdentitiesOnly yes",
     "exit code 255": "start it, and open its ssh port",
-    "no answer": "see what it waits for: its disks, a mount, its load",
+    "no answer": "find out what it is waiting for: its disks, a mount, its load",
 }
 
 
@@ -52,7 +52,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [flags] -- [deepspeed ...] pretrain.py's flags"
     parser.description = (
         "Check the hosts of a hostfile, or this host, and compare them. Problems are printed as "
-        "red lines, with a fix. Exit code: 0 no problem, 2 problems to fix before the run starts."
+        "red lines, each with a fix. Exit code: 0 no problem, 2 problems to fix before the run "
+        "starts."
     )
     parser.add_argument("--hostfile", metavar="FILE", help="hosts to check (default: this host)")
     parser.add_argument(
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table; return 0 if no line is red, else 2."""
     command = run_command(arguments)
     if arguments.collect:
-        from launch.doctor import collector  # imports much: not for --help
+        from launch.doctor import collector  # slow to import: not for --help
 
         answers, sys.stdout = sys.stdout, sys.stderr  # imports may print to stdout
         collector.serve(sys.stdin, answers)
@@ -90,11 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Doctor:
-    """One check of all hosts.
+    """A check of all hosts.
 
     Args:
-        command: flags of pretrain.py, or a complete `deepspeed ... pretrain.py ...` command, whose
-            launcher options apply where the doctor's own flags are not given.
+        command: flags of pretrain.py, or a complete `deepspeed ... pretrain.py ...` command. The
+            doctor's own flags take precedence over the command's launcher options.
 
     Raises:
         ConfigError: the hostfile cannot be read.
@@ -184,7 +185,7 @@ class Doctor:
     def _ask_all(
         self, ask: Callable[[str], Any], hosts: Iterable[str] | None = None
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Ask all hosts, or some, concurrently; return ({host: answer}, {host: problem})."""
+        """Query all or the given hosts concurrently; return ({host: answer}, {host: problem})."""
         names = list(self.sessions if hosts is None else hosts)
 
         def answer_or_problem(name: str) -> tuple[Any, str | None]:
@@ -207,12 +208,12 @@ class Doctor:
     def _check_num_hosts(self) -> list[Finding]:
         if self.num_nodes <= len(self.hosts):
             return []
-        text = f"the run needs {self.num_nodes} nodes, {self.hostfile or 'this host'} gives"
+        text = f"the run needs {self.num_nodes} nodes, but {self.hostfile or 'this host'} provides"
         fix = f"add the missing hosts, or use --num_nodes {len(self.hosts)}"
         return [Finding("hosts", ALL, RED, f"{text} {len(self.hosts)}", fix)]
 
     def _check_shared_directory(self) -> list[Finding]:
-        """Check that a file which the first host writes is visible on every host."""
+        """Check that a file written by the first host is visible on every host."""
         run_dir = self.settings.run_dir
         if run_dir is None or len(self.sessions) == 1:
             return []
@@ -231,7 +232,7 @@ class Doctor:
             return [Finding("run_dir", first, RED, str(error), "make it writable there")]
         for host, is_visible in visible.items():
             if not is_visible:
-                problems[host] = f"{run_dir}: does not see what {first} writes"
+                problems[host] = f"{run_dir}: a file written by {first} is not visible there"
         fix = "use a file system that all hosts share"
         found = [Finding("run_dir", host, RED, text, fix) for host, text in problems.items()]
         return found or [Finding("run_dir", ALL, OK, f"{run_dir}: shared")]
@@ -255,19 +256,19 @@ class Doctor:
         return network.check(facts, ranks, place, ask_all)
 
     def _num_ranks(self, name: str, fact: dict[str, Any]) -> int:
-        """Return how many ranks of the all-reduce a host runs."""
+        """Return the number of ranks that a host runs in the network check."""
         if fact["devices"]["kind"] == "cpu":
             return 2 if len(self.sessions) == 1 else 1
         return min(self.slots[name], fact["devices"]["count"]) or 1
 
 
 def _name_a_host(finding: Finding) -> Finding:
-    """Return the finding of one or more hosts, with the first one's name in the fix."""
+    """Return a finding with the name of its first host in the fix."""
     return replace(finding, fix=finding.fix.replace("HOST", finding.host.partition(",")[0]))
 
 
 def _close(sessions: Sequence[Session]) -> None:
-    """End all sessions within a few seconds in all, however many hosts hang."""
+    """End all sessions within a few seconds, however many hosts hang."""
     for session in sessions:
         session.hang_up()
     deadline = time.monotonic() + CLOSE_SECONDS

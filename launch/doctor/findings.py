@@ -1,4 +1,4 @@
-"""The lines of the doctor's table, and how they are printed."""
+"""The doctor's table: its lines, and their formatting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from zerolm.common.values import printable
 
 OK, NOTE, RED = "ok", "note", "RED"
 ALL = "all"
-MAX_WIDTH = 24  # of a column; the names of 64 hosts are longer
+MAX_WIDTH = 24  # of a column; longer cells may list 64 hosts
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Finding:
 
 
 def from_problem(check: str, host: str, problem: str) -> Finding:
-    """Return a red line from a problem of the form `Fact. How to fix it.`"""
+    """Return a red line for a problem of the form `Fact. How to fix it.`"""
     fact, _, fix = problem.rstrip(".").partition(". ")
     return Finding(check, host, RED, fact, fix[:1].lower() + fix[1:])
 
 
 def merge_hosts(findings: Sequence[Finding]) -> list[Finding]:
-    """Merge findings that differ in the host only: a shared file system shows them on each host."""
+    """Merge findings that differ only in the host, such as those about a shared file system."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         key = (finding.check, finding.state, finding.fact, finding.fix)

@@ -1,7 +1,7 @@
 """A session with the doctor's collector on one host, over one ssh connection.
 
-The environment of the collector is sent over its standard input, so that no value is visible on a
-command line of either host.
+The collector's environment is sent over its standard input, so no value is visible on a command
+line on either host.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from launch.doctor.collector import MARK
 from launch.supervise.hosts import remote_command
 from zerolm.common.shipped import code_command, module_command
 
-# Reads only the first line, byte by byte: the program that replaces this one reads the rest.
+# Reads the first line byte by byte, so the program that replaces this one gets all the rest.
 BOOTSTRAP = (
     "import json, os; line = b''\n"
     "while not line.endswith(b'\\n'): line += os.read(0, 1) or sys.exit('no standard input')\n"
@@ -35,7 +35,7 @@ class HostError(Exception):
 
 
 class Session:
-    """An open session; `close` ends it. Must not be shared between threads."""
+    """An open session, to be closed by `close`. Must not be shared between threads."""
 
     def __init__(self, host: Host, ssh_port: str | None, environment: Mapping[str, str]):
         self.host = host
@@ -54,7 +54,7 @@ class Session:
         """Call one of the collector's `ANSWERS` and return its result.
 
         Raises:
-            HostError: there is no answer in `seconds`, or it is an error.
+            HostError: the host does not answer within `seconds`, or answers with an error.
         """
         self._write(json.dumps({"ask": name, **arguments}))
         deadline = time.monotonic() + seconds
@@ -72,7 +72,7 @@ class Session:
                 return answer["answer"]
 
     def clock_offset(self, seconds: float) -> tuple[float, float]:
-        """Return (how far the host's clock is ahead of this one's, uncertainty), in seconds."""
+        """Return (seconds that the host's clock is ahead of this one's, uncertainty)."""
         best = (0.0, float("inf"))
         for _ in range(3):
             before = time.time()
@@ -83,13 +83,13 @@ class Session:
         return best
 
     def hang_up(self) -> None:
-        """Close the collector's standard input, which ends it and the ssh connection."""
+        """Close the collector's standard input, which ends the collector and the ssh connection."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
 
     def close(self, deadline: float) -> None:
-        """Wait until the session has ended, and kill it at the deadline."""
+        """Wait for the session to end; kill it at the deadline."""
         self.hang_up()
         try:
             self.process.wait(timeout=max(0.0, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
-"""The doctor's check of the network: the run's port, the speed of each host, and what training has.
+"""The doctor's network check: the run's port, each host's speed, and the speed training can expect.
 
-Each host is compared with the others, by its fastest exchange with any of them, so that one bad
-host of many is named, and not its partners; then each pair of hosts.
+First each host's fastest exchange with any other host is compared with the others' fastest, so a
+single bad host is named and its partners are not; then the pairs of hosts are compared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,21 +15,24 @@ from zerolm.common.values import shown_bytes
 from zerolm.plan.hardware import recognize
 
 SECONDS = 90.0
-GRACE_SECONDS = 30.0  # for imports, and to end processes
-SLOW_SHARE = 0.6  # of the others' bandwidth: one of two adapters is missing
-SLOW_SHARE_OF_CPUS = 0.25  # whose exchanges wait for a core
-SLOW_LATENCY, MIN_LATENCY = 5.0, 1e-3  # times the others', and seconds that are never too long
-MIN_LATENCY_OF_CPUS = 0.02  # whose exchanges wait for the scheduler
-MIN_BYTES_PER_SECOND = 60e6  # of a host: half of 1 Gbit/s
-MIN_EXPECTED_SHARE = 0.5  # of what `plan` assumes for the device
+GRACE_SECONDS = 30.0  # added for imports and the end of processes
+SLOW_SHARE = 0.6  # share of the others' bandwidth: one of two adapters is missing
+SLOW_SHARE_OF_CPUS = 0.25  # lower: exchanges may wait for a core
+SLOW_LATENCY, MIN_LATENCY = 5.0, 1e-3  # factor over the others' latency; never slow below this
+MIN_LATENCY_OF_CPUS = 0.02  # higher: exchanges wait for the scheduler
+MIN_BYTES_PER_SECOND = 60e6  # per host: half of 1 Gbit/s
+MIN_EXPECTED_SHARE = 0.5  # share of the bandwidth that `plan` assumes
 SHOWN_PAIRS, SHOWN_SIZES = 3, 2
-OPEN_PORTS = "open all ports between the hosts: ranks choose theirs (net.ipv4.ip_local_port_range)"
+OPEN_PORTS = (
+    "open all ports between the hosts: ranks listen on arbitrary ones "
+    "(net.ipv4.ip_local_port_range)"
+)
 AskAll = Callable[..., tuple[dict[str, Any], dict[str, str]]]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where rank 0 listens: on `host`, at this address and port."""
+    """The host, address and port where rank 0 listens."""
 
     host: str
     address: str
@@ -39,14 +42,14 @@ class Place:
 def check(
     facts: Mapping[str, Any], ranks: Mapping[str, int], place: Place, ask_all: AskAll
 ) -> list[Finding]:
-    """Let all hosts meet as the ranks of a run will, and measure the network between them.
+    """Let the hosts rendezvous as the ranks of a run will, and measure the network between them.
 
     Args:
         facts: {host: what its collector returned}.
         ranks: {host: number of ranks}.
-        place: with the port of the run if it is free, else any other.
-        ask_all: sends a request to some hosts: (name of the request, {host: arguments}); returns
-            ({host: answer}, {host: problem}).
+        place: has the run's port if that is free, else any free port.
+        ask_all: sends a request to some hosts; takes (name of the request, {host: arguments}) and
+            returns ({host: answer}, {host: problem}).
     """
     names = list(facts)
     if found := _port(names, place, ask_all):
@@ -77,10 +80,10 @@ def measured(
     kind: str,
     device: str,
 ) -> list[Finding]:
-    """Return the findings of measurements without a failure.
+    """Return the findings from measurements that all succeeded.
 
     Args:
-        results: {host: what `network_rank.measure` has returned on each of its ranks}.
+        results: {host: the result of `network_rank.measure` on each of its ranks}.
         ranks: {host: number of ranks}.
         kind, device: kind and name of the devices.
     """
@@ -100,7 +103,7 @@ def measured(
 
 
 def _port(names: Sequence[str], place: Place, ask_all: AskAll) -> list[Finding]:
-    """Check that every other host reaches the port on which rank 0 will listen."""
+    """Check that every other host can reach the port on which rank 0 will listen."""
     others = [name for name in names if name != place.host]
     if not others:
         return []
@@ -115,7 +118,7 @@ def _port(names: Sequence[str], place: Place, ask_all: AskAll) -> list[Finding]:
     problems |= {name: answer[0] for name, answer in answers.items() if answer[0]}
     fix = (
         "open the port to all hosts (firewall, security group), choose an open one with "
-        "--master_port, or give the address that they reach: --master_addr"
+        "--master_port, or set a reachable address with --master_addr"
     )
     where = f"cannot reach {place.host} at {place.address} port {place.port}, where ranks meet"
     return merge_hosts([
@@ -125,7 +128,7 @@ def _port(names: Sequence[str], place: Place, ask_all: AskAll) -> list[Finding]:
 
 
 def _unreachable(facts: Mapping[str, Any], ask_all: AskAll) -> list[Finding]:
-    """Name the hosts that do not reach each other at ports that the system chooses."""
+    """Return a finding for each host that cannot reach the others at system-chosen ports."""
     ports, _ = ask_all("listen", {name: {"port": 0} for name in facts})
     addresses = {name: next(iter(fact["addresses"]), name) for name, fact in facts.items()}
     targets = {
@@ -143,13 +146,13 @@ def _unreachable(facts: Mapping[str, Any], ask_all: AskAll) -> list[Finding]:
             for other, problem in zip(targets[name], problems, strict=True) if problem
         ]  # fmt: skip
         if failed:
-            text = f"cannot reach {_some(failed)}, at a port that the system chose"
+            text = f"cannot reach {_some(failed)}, at a port chosen by the system"
             found.append(Finding("all-reduce", name, RED, text, OPEN_PORTS))
     return merge_hosts(found)
 
 
 def _failed(problems: Mapping[str, str], place: Place) -> list[Finding]:
-    fix = "name the network in .deepspeed_env (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and "
+    fix = "name the interface in .deepspeed_env (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and "
     fix += f"open the ports between the hosts to {place.address}"
     return merge_hosts([
         Finding("all-reduce", name, RED, problem, fix) for name, problem in problems.items()
@@ -160,7 +163,7 @@ def _failed(problems: Mapping[str, str], place: Place) -> list[Finding]:
 
 
 def _collective(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return the sizes, times and bus bandwidths (nccl-tests' definition) of a collective."""
+    """Return a collective's sizes, times and bus bandwidths (as defined by nccl-tests)."""
     every = [result[name] for of_ranks in results.values() for result in of_ranks]
     world, times = len(every), 2 if name == "all_reduce" else 1
     shown = []
@@ -206,12 +209,14 @@ def _hosts(
     for name in names if len(names) > 2 else []:
         usual = median(rate for other, rate in rates.items() if other != name)
         late = median(latency for other, latency in latencies.items() if other != name)
-        fix = "test its cable, switch port and driver (ethtool, ibstat), or leave it out"
+        fix = "test its cable, switch port and driver (ethtool, ibstat), or leave the host out"
         if rates[name] < share * usual:
-            text = f"{shown_bytes(rates[name])}/s per device to any host, the others have"
+            text = f"{shown_bytes(rates[name])}/s per device to its fastest peer; the others reach"
             found.append(Finding("network", name, RED, f"{text} {shown_bytes(usual)}/s", fix))
         elif latencies[name] > max(SLOW_LATENCY * late, never_late):
-            text = f"{_shown_seconds(latencies[name])} for a few bytes to any host, the others"
+            text = (
+                f"{_shown_seconds(latencies[name])} for a few bytes to its best peer; others need"
+            )
             found.append(Finding("network", name, RED, f"{text} {_shown_seconds(late)}", fix))
     slow = {finding.host for finding in found}
     links = [
@@ -221,7 +226,7 @@ def _hosts(
         and rate < share * min(rates[one], rates[other])
     ]  # fmt: skip
     if links:
-        text = f"slow between {_some(links)}, not to other hosts"
+        text = f"slow between {_some(links)}, but not to other hosts"
         found.append(Finding("network", ALL, RED, text, "test the switches between them"))
     return found or [_speed(rates, max(latencies.values()), ranks, kind, device)]
 
@@ -229,7 +234,7 @@ def _hosts(
 def _speed(
     rates: Mapping[str, float], latency: float, ranks: Mapping[str, int], kind: str, device: str
 ) -> Finding:
-    """Return the line about the network as a whole, in the unit of `plan --inter_node`."""
+    """Return the finding about the network as a whole, in the unit of `plan --inter_node`."""
     slowest = min(rates, key=lambda name: rates[name])
     rate, of_host = rates[slowest], rates[slowest] * ranks[slowest]
     text = f"{shown_bytes(rate)}/s per device between hosts, {_shown_seconds(latency)} for a few "
@@ -239,10 +244,10 @@ def _speed(
     if assumed is not None:
         text += f" (assumed without it: {assumed:.3g})"
     if of_host < MIN_BYTES_PER_SECOND:
-        fix = f"find out which network it is and why (ethtool), or train on {slowest} alone"
+        fix = f"find out which network is used and why (ethtool), or train only on {slowest}"
         return Finding("network", ALL, RED, f"{text}: below half of 1 Gbit/s", fix)
     if assumed is not None and rate < MIN_EXPECTED_SHARE * assumed:
-        fix = "see which network is used (NCCL_DEBUG=INFO), and what it costs with that plan"
+        fix = "check which network is used (NCCL_DEBUG=INFO), and run that plan for its cost"
         return Finding("network", ALL, NOTE, text, fix)
     return Finding("network", ALL, OK, text)
 

@@ -1,4 +1,4 @@
-"""One rank of the doctor's measurements of the network: collectives of all, exchanges of pairs.
+"""One rank of the doctor's network measurement: collectives over all ranks, exchanges of pairs.
 
 python -m launch.doctor.network_rank --rank 0 --local_rank 0 --hosts 8,8 --address a --port 29500
 """
@@ -14,10 +14,10 @@ from itertools import accumulate
 from typing import Any
 
 SIZES = (1 << 20, 16 << 20, 256 << 20)  # bytes of a collective
-COLLECTIVE_SECONDS = 10.0  # larger ones that would take longer in all their rounds are left out
+COLLECTIVE_SECONDS = 10.0  # sizes whose rounds would take longer in all are left out
 ROUNDS = 3
 EXCHANGE_SIZES = (1 << 20, 16 << 20)
-EXCHANGE_SECONDS = 0.5  # the larger one is left out if the smaller one takes longer
+EXCHANGE_SECONDS = 0.5  # the larger size is left out if the smaller takes longer
 PINGS = 10
 MAX_PARTNERS = 8
 
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     )
     for name in ("rank", "local_rank", "port"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--hosts", required=True, help="number of ranks of each host")
+    parser.add_argument("--hosts", required=True, help="number of ranks on each host")
     parser.add_argument("--address", required=True)
     parser.add_argument("--seconds", type=float, default=60.0)
     given = parser.parse_args(argv)
@@ -44,15 +44,16 @@ def measure(
     """Measure the network between all ranks. Every rank must call this.
 
     Args:
-        hosts: number of ranks of each host.
+        hosts: number of ranks on each host.
         address, port: where rank 0 listens.
-        seconds: time limit of each collective.
+        seconds: time limit for each collective.
 
     Returns:
         `rank`; `correct`: whether a sum of known integers over all ranks was correct;
         `all_reduce`, `all_gather`: [(bytes, median seconds)], by size; `pairs`: [(number of the
-        other host, seconds for a few bytes one way, bytes per second each way)] of this rank's
-        exchanges with the same rank of other hosts, while all ranks of both hosts do the same.
+        other host, seconds one way for a few bytes, bytes per second each way)] for this rank's
+        exchanges with the same local rank on other hosts, while all ranks on both hosts do the
+        same.
     """
     import torch
     from torch import distributed
@@ -108,7 +109,7 @@ class _Network:
         found = []
         for partners in partner_rounds(len(self.hosts)):
             other = partners[self.host]
-            self.torch.distributed.barrier()  # one exchange of a host at a time
+            self.torch.distributed.barrier()  # a host takes part in one exchange at a time
             if other != self.host and local_rank < min(self.hosts[self.host], self.hosts[other]):
                 found.append((other, *self._exchange(self.first_ranks[other] + local_rank)))
         return found
@@ -158,9 +159,9 @@ class _Network:
 
 
 def partner_rounds(num_hosts: int) -> Iterator[list[int]]:
-    """Yield the partner of each host in rounds of disjoint pairs; a host without one has itself.
+    """Yield rounds of disjoint pairs: each host's partner, itself if it has none in this round.
 
-    Of a round-robin tournament by the circle method, at most `MAX_PARTNERS` rounds.
+    The first `MAX_PARTNERS` rounds of a round-robin tournament (circle method).
     """
     places = num_hosts + num_hosts % 2
     for turn in range(min(places - 1, MAX_PARTNERS)):

@@ -1,4 +1,4 @@
-"""The requirements of a run on its hosts: ranks, room for checkpoints, DeepSpeed's operators."""
+"""What a run requires of its hosts: ranks, room for checkpoints, and DeepSpeed's operators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from zerolm.config.settings import Settings
 
 @dataclass(frozen=True)
 class Requirements:
-    """The requirements of a run on its hosts.
+    """What a run requires of its hosts.
 
     Attributes:
         slots: {host: number of ranks on it}.
-        checkpoint_bytes: size of one checkpoint; None if it is not known.
-        operators: returns the names of DeepSpeed's operators that the profile uses on a kind of
-            device (`cuda`, `cpu`).
+        checkpoint_bytes: size of one checkpoint; None if unknown.
+        operators: returns the names of the DeepSpeed operators that the profile uses on a device
+            kind (`cuda`, `cpu`).
         deep: whether every byte of the shards was checked.
     """
 
@@ -27,7 +27,7 @@ class Requirements:
 
 def checkpoint_bytes(settings: Settings) -> int | None:
     """Return the size of one checkpoint in bytes; None if the run's configs do not determine it."""
-    config = settings.model_config or settings.init_from  # of a model directory; else no size
+    config = settings.model_config or settings.init_from  # a hub name has no size
     if config is None or settings.deepspeed_config is None:
         return None
     from zerolm.ds_config.profile import Profile

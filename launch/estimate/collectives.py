@@ -1,7 +1,7 @@
 """Estimate the time of a step's collectives: their bytes over the links, and their latency.
 
-As DeepSpeed 0.19.8 calls them, with zerolm's reduction at stages 1 and 2. `step_time` decides how
-much of it the step waits for.
+Models the calls of DeepSpeed 0.19.8, with zerolm's reduction at stages 1 and 2. `step_time`
+computes how much of this time the step waits for.
 """
 
 import math
@@ -17,24 +17,24 @@ from zerolm.plan import memory
 
 # Large all-gathers reach about this share of the links (nccl-tests on DGX A100 and H100).
 COLLECTIVE_EFFICIENCY = 0.8
-# Latency of a step of NCCL's rings for all-gathers and reduce-scatters, inside a host and between
+# Latency of one step in NCCL's ring all-gathers and reduce-scatters, within a host and between
 # hosts. Source: hwLatencies and ncclTopoTuneModel in NCCL's src/graph/tuning.cc, protocol Simple.
 LOCAL_STEP_SECONDS, NETWORK_STEP_SECONDS = 3.4e-6, 14e-6
-NUM_GROUPS = 2  # of parameters: with and without weight decay
+NUM_GROUPS = 2  # parameter groups: with and without weight decay
 QUANTIZED_WEIGHT_BYTES, QUANTIZED_GRADIENT_BYTES = 1.0, 0.5
-# Memory traffic of a value: a gathered weight is read, written in fp16 and cast to bf16; a gradient
-# is read, and written and read in 4 bits on both levels.
+# Memory traffic per value: a gathered weight is read, written in fp16 and cast to bf16; a gradient
+# is read, then written and read in 4 bits at both levels.
 DEQUANTIZED_BYTES, REQUANTIZED_BYTES = 7.0, 5.0
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """Seconds of a step's collectives, if nothing overlapped.
+    """Seconds that a step's collectives take without overlap.
 
     Attributes:
-        passes: they can overlap with all forward and backward passes.
-        last: they can overlap with the last backward pass.
-        serial: they overlap with nothing.
+        passes: part that can overlap with all forward and backward passes.
+        last: part that can overlap only with the last backward pass.
+        serial: part that overlaps with nothing.
     """
 
     passes: float
@@ -48,11 +48,11 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Calls:
-    """How many collectives another trainer has in a step, in place of zerolm's own.
+    """Numbers of collectives in another trainer's step, used instead of DeepSpeed's.
 
     Attributes:
-        rings: all-gathers and reduce-scatters over all ranks in a micro-batch.
-        chains: broadcasts and reductions to one rank at the end of a step.
+        rings: all-gathers and reduce-scatters over all ranks, per micro-batch.
+        chains: broadcasts and reductions to one rank, at the end of a step.
     """
 
     rings: int
@@ -60,10 +60,10 @@ class Calls:
 
 
 def collectives(run: PlannedRun, calls: Calls | None = None) -> Collectives:
-    """Return the seconds of ZeRO's collectives and of those within a replica.
+    """Return the seconds that a step spends in ZeRO's collectives and in those within a replica.
 
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 7: a reduce-scatter and an
-    all-gather move all values once each; ZeRO-3 gathers the weights in both passes.
+    all-gather each move all values once; ZeRO-3 gathers the weights in both passes.
     """
     shapes, ranks = run.shapes_of_rank
     values, profile = num_parameters(shapes), run.profile
@@ -75,7 +75,7 @@ def collectives(run: PlannedRun, calls: Calls | None = None) -> Collectives:
         seconds = _gather_seconds(run, calls) + run.accumulation * _scatter_seconds(run, calls)
         return Collectives(seconds, 0.0, inside)
     bandwidth = bus_bandwidth(run, run.layout.shard_within)
-    each = values * (ranks - 1) / ranks / bandwidth  # of a byte per value
+    each = values * (ranks - 1) / ranks / bandwidth  # seconds to send one byte per value
     gathers = profile.weight_bytes * each + NUM_GROUPS * ring_seconds(run)
     reduced, overlaps = _reduction_seconds(run, each)
     if calls is not None:
@@ -88,16 +88,16 @@ def collectives(run: PlannedRun, calls: Calls | None = None) -> Collectives:
 
 
 def ring_seconds(run: PlannedRun, ranks: int | None = None) -> float:
-    """Return the latency of an all-gather or reduce-scatter over `ranks` neighbours, or all."""
+    """Return the latency of an all-gather or reduce-scatter over all or `ranks` neighbours."""
     ranks = ranks or run.shapes_of_rank[1]
     hosts = -(-ranks * run.layout.tensor // run.devices_per_node)
     return (ranks - hosts) * LOCAL_STEP_SECONDS + (hosts - 1) * NETWORK_STEP_SECONDS
 
 
 def chain_seconds(run: PlannedRun) -> float:
-    """Return the latency of a broadcast or reduction to one rank: all ranks one after another.
+    """Return the latency of a broadcast or reduction to one rank, which passes all ranks in turn.
 
-    InternEvo's broadcasts on 128 to 1,024 A100 agree with HOP_SECONDS
+    HOP_SECONDS agrees with InternEvo's broadcasts on 128 to 1,024 A100s
     (benchmarks/results/published_runs.md).
     """
     ranks = run.shapes_of_rank[1]
@@ -108,7 +108,7 @@ def chain_seconds(run: PlannedRun) -> float:
 def copies_seconds(run: PlannedRun) -> float:
     """Return the seconds per step to sum a shard's gradient over the groups of `--shard_within`.
 
-    All shards are summed at the same time, and those of a host share its links.
+    All shards are summed concurrently, and those on one host share its links.
     """
     copies, shards = run.layout.copies, run.layout.shards
     if copies == 1:
@@ -120,16 +120,16 @@ def copies_seconds(run: PlannedRun) -> float:
         bandwidth = min(bandwidth, hardware.intra_node) if local > 1 else bandwidth
         hop = NETWORK_STEP_SECONDS
     sent = num_parameters(run.shapes_of_rank[0]) / shards * run.profile.communication_bytes
-    moved = 2 * sent * (copies - 1) / copies  # each value is sent to be summed, and back
+    moved = 2 * sent * (copies - 1) / copies  # each value is sent twice: to be summed, and back
     latency = 2 * (copies - 1) * NUM_GROUPS * hop
     return moved / (bandwidth * COLLECTIVE_EFFICIENCY) + latency
 
 
 def bus_bandwidth(run: PlannedRun, ranks: int | None = None) -> float:
-    """Return the bytes per second of a collective over `ranks` neighbours, or all.
+    """Return the bytes per second of a collective over all or `ranks` neighbours.
 
-    The slowest link limits it. Between hosts each byte enters a host once, over all of its links
-    together.
+    The slowest link is the limit. Between hosts, each byte enters a host once, and all of its links
+    share the traffic.
     """
     hardware, ranks = run.hardware, ranks or run.devices
     local = min(ranks, run.devices_per_node)
@@ -140,13 +140,13 @@ def bus_bandwidth(run: PlannedRun, ranks: int | None = None) -> float:
 
 
 def replica_seconds(run: PlannedRun) -> float:
-    """Return the seconds per step of collectives within a tensor- or sequence-parallel group.
+    """Return the seconds per step for collectives within a tensor- or sequence-parallel group.
 
-    They occur inside a layer and overlap with nothing. In DeepSpeed 0.19.8 AutoTP all-reduces two
-    outputs per layer in the forward pass, and in the backward pass the input gradients of q, k, v,
-    gate, up and the head one by one, and gathers the logits (module_inject/layers.py). Ulysses runs
-    an all-to-all on q, k, v and the output (ulysses_sp.py). Gradient checkpointing repeats the
-    forward part.
+    These collectives occur inside a layer and overlap with nothing. In DeepSpeed 0.19.8 AutoTP
+    all-reduces two outputs per layer in the forward pass, all-reduces the input gradients of q, k,
+    v, gate, up and the head one by one in the backward pass, and gathers the logits
+    (module_inject/layers.py). Ulysses runs an all-to-all on q, k, v and the output (ulysses_sp.py).
+    Gradient checkpointing repeats the forward collectives.
     """
     layout, text = run.layout, run.model.config.get_text_config()
     size = layout.replica_size
@@ -172,7 +172,7 @@ def replica_seconds(run: PlannedRun) -> float:
 
 
 def quantization_bytes(run: PlannedRun) -> float:
-    """Return the bytes of device memory that a step moves to quantize what it sends (ZeRO++)."""
+    """Return the bytes of device memory traffic per step for quantizing messages (ZeRO++)."""
     values, moved = num_parameters(run.shapes_of_rank[0]), 0.0
     if run.profile.zero_stage == 3 and run.devices > 1:
         moved += 2 * DEQUANTIZED_BYTES * _quantizes(run.profile, "weights")
@@ -185,11 +185,11 @@ def quantization_bytes(run: PlannedRun) -> float:
 
 
 def _gather_seconds(run: PlannedRun, calls: Calls | None) -> float:
-    """Return the seconds of a step's gathers of weights: one in each pass of each micro-batch.
+    """Return the seconds per step for gathering weights, in each pass of each micro-batch.
 
-    With hpZ only the first forward pass of a step gathers over all ranks, from then on each group
-    has all weights; `zero_quantized_weights` sends 8 bits in both (`all_gather_coalesced` in
-    partition_parameters.py).
+    With hpZ only the first forward pass of a step gathers over all ranks; later passes gather
+    within a group, which then has all weights. `zero_quantized_weights` sends 8 bits in both cases
+    (`all_gather_coalesced` in partition_parameters.py).
     """
     shapes, ranks = run.shapes_of_rank
     value = QUANTIZED_WEIGHT_BYTES if _quantizes(run.profile, "weights") else None
@@ -207,10 +207,10 @@ def _gather_seconds(run: PlannedRun, calls: Calls | None) -> float:
 
 
 def _gathers_of_a_pass(run: PlannedRun) -> int:
-    """Return how many all-gathers DeepSpeed has in a pass, as counted on two ranks.
+    """Return the number of all-gathers per pass in DeepSpeed, as counted on two ranks.
 
-    A block that is gathered at once has one, or two if the prefetch bucket is smaller. Otherwise
-    each matrix has its own.
+    A block that is gathered as a whole needs one, or two if the prefetch bucket is smaller.
+    Otherwise each matrix is gathered separately.
     """
     block = run.model.block_sizes
     if gathers_blocks(
@@ -229,9 +229,10 @@ def _gathers_of_a_pass(run: PlannedRun) -> int:
 def _scatter_seconds(run: PlannedRun, calls: Calls | None) -> float:
     """Return the seconds to reduce the gradients of a micro-batch.
 
-    `zero_quantized_gradients` sends 4 bits twice, first within a host, then between hosts one share
-    of a host's sums per device (`all_to_all_quant_reduce` in coalesced_collectives.py). Tensors of
-    one dimension, or whose size 2 x ranks does not divide, are sent as without it.
+    `zero_quantized_gradients` sends 4 bits twice: first within a host, then between hosts, where
+    each device sends its share of the host's sums (`all_to_all_quant_reduce` in
+    coalesced_collectives.py). Tensors with one dimension, or with a size not divisible by 2 x
+    ranks, are sent unquantized.
     """
     shapes, ranks = run.shapes_of_rank
     quantized: list[int] = []
@@ -260,7 +261,7 @@ def _quantizes(profile: Profile, what: str) -> bool:
 
 
 def all_reduces(run: PlannedRun) -> bool:
-    """Return whether all ranks get the sums of gradients, and not only their owners."""
+    """Return whether all ranks receive the summed gradients, rather than only their owners."""
     profile = run.profile
     if profile.all_reduces or profile.uses_bf16_optimizer:
         return profile.all_reduces
@@ -268,7 +269,7 @@ def all_reduces(run: PlannedRun) -> bool:
 
 
 def _pieces_pay(run: PlannedRun) -> bool:
-    """Return whether each owner's part of a bucket is reduced by a call of its own."""
+    """Return whether each owner's part of a bucket is reduced in a separate call."""
     key = run.profile.zero.get(reduction_choice.KEY)
     values, ranks = num_parameters(run.shapes_of_rank[0]), run.shapes_of_rank[1]
     if key is False:
@@ -287,13 +288,13 @@ def _reduction_seconds(run: PlannedRun, each: float) -> tuple[float, bool]:
     """Return the seconds to reduce all gradients, and whether stage 1 can overlap them.
 
     Args:
-        each: seconds to send one byte of every value.
+        each: seconds to send one byte per value.
     """
     profile = run.profile
     sent = profile.communication_bytes * each
-    if all_reduces(run):  # sent to be summed, and back
+    if all_reduces(run):  # each value is sent twice: to be summed, and back
         return 2 * sent, False
     if _pieces_pay(run):
         seconds = sent + _piece_calls(run) * chain_seconds(run)
-        return seconds, profile.uses_bf16_optimizer  # of the last micro-batch alone
+        return seconds, profile.uses_bf16_optimizer  # only the last micro-batch's
     return sent + NUM_GROUPS * ring_seconds(run), False

@@ -1,8 +1,8 @@
-"""The `launch plan` command: which module handles each of its flags.
+"""The `launch plan` command: calls the module that handles each flag.
 
 `plan_run` resolves the run, and `estimate` computes its figures. `--search` compares profiles,
-`--budget` model sizes, and `--probe` predictions with a few steps on this machine. Heavy imports
-are inside functions, so that `--help` is fast.
+`--budget` compares model sizes, and `--probe` compares predictions with a few steps on this
+machine. Heavy imports are inside functions to keep `--help` fast.
 """
 
 import argparse
@@ -29,7 +29,9 @@ def run(arguments: argparse.Namespace) -> int:
     if not (arguments.model_config or arguments.init_from or arguments.branch):
         raise ConfigError("command line: --model_config: missing. Name a config.json.")
     if arguments.probe and (arguments.init_from or arguments.branch):
-        raise ConfigError("command line: --probe: needs --model_config alone. Name a config.json.")
+        raise ConfigError(
+            "command line: --probe: supports only --model_config. Name a config.json."
+        )
     logging.disable(logging.WARNING)  # DeepSpeed warns that it finds no accelerator
     try:
         if arguments.search:
@@ -65,7 +67,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _print_notices(arguments: argparse.Namespace) -> None:
-    """Print which of the config files are zerolm's own because the directory has none."""
+    """Print a notice for each config file that is missing here and was read from zerolm."""
     from zerolm.common.shipped import shipped_notice
 
     for name in (arguments.model_config, arguments.deepspeed_config or DEFAULT_DS_CONFIG):
@@ -74,7 +76,7 @@ def _print_notices(arguments: argparse.Namespace) -> None:
 
 
 def _planned_run(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Return the run, and its profile and settings before they were resolved."""
+    """Return the resolved run, with its profile and settings before resolution."""
     from launch.estimate.planned_run import plan_run
     from zerolm.ds_config.precision import with_precision
     from zerolm.ds_config.profile import Profile
@@ -101,9 +103,9 @@ def _planned_run(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
-    """Return the settings, the model, and the tokens of a trunk before its branch.
+    """Return the settings, the model, and the tokens that a trunk trained before the branch.
 
-    Reads the configs of other runs and of existing weights, but no weights.
+    Reads the configs of other runs and pretrained models, but no weights.
     """
     from dataclasses import replace
 
@@ -121,7 +123,7 @@ def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
         settings, start = branch.find(settings, found)
         if start is None or start.trunk is None or found.problems:
             raise ConfigError(found.problems)
-        if "micro_batch_size" in settings.inherited:  # chosen for the devices of the trunk
+        if "micro_batch_size" in settings.inherited:  # chosen for the trunk's devices
             settings = replace(settings, micro_batch_size=None)
         values = dict(start.trunk["model_config"])
         config = AutoConfig.for_model(values.pop("model_type"), **values)
@@ -167,7 +169,7 @@ def assumptions(arguments: argparse.Namespace) -> "Assumptions":
 
 
 def _measured_restart(run_dir: str) -> float:
-    """Return the median seconds of a run's recoveries, without repeated steps."""
+    """Return the median seconds of a run's recoveries, excluding repeated steps."""
     from statistics import median
 
     from zerolm.plan.lost_time import measured
@@ -179,7 +181,7 @@ def _measured_restart(run_dir: str) -> float:
     if not seconds:
         raise ConfigError(
             f"command line: --restarts_of: {path} has no event `recovered`. Give a run that "
-            f"launch supervise has restarted, or --restart_seconds."
+            f"zerolm supervise has restarted, or --restart_seconds."
         )
     return float(median(seconds))
 
@@ -219,7 +221,7 @@ def _probe(arguments: argparse.Namespace) -> int:
     tokens = f"{planned_run.settings.total_tokens:,} tokens"
     print(f"these {ranks} device(s) would train on {tokens} in {days:,.3g} days")
     time = f"the measured MFU, {mfu:.1%}" if mfu and same else (
-        f"the estimated step time, since {planned_run.hardware.name} is not the device here"
+        f"the estimated step time, since this machine has no {planned_run.hardware.name}"
     )  # fmt: skip
     print(f"\nPlan with {found.memory_ratio:.4f} x the predicted memory and {time}\n")
     print(as_text(planned, mfu))

@@ -15,15 +15,15 @@ from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
-# Memory that others reported over the tensors that a plan counts: the median, the least and
-# the most of benchmarks/published_runs.
+# Published memory use divided by the bytes of the tensors that a plan counts: median, minimum and
+# maximum in benchmarks/published_runs.
 RESERVED_RATIO, RESERVED_RATIOS = 1.31, (1.21, 1.41)
-UINT16_TOKENS = 1 << 16  # larger vocabularies take four bytes per token (docs/formats.md)
+UINT16_TOKENS = 1 << 16  # larger vocabularies need four bytes per token (docs/formats.md)
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Properties of the cluster that the devices do not decide; `assumed` in hardware.json."""
+    """Cluster properties that do not depend on the device type; `assumed` in hardware.json."""
 
     failures_per_device_hour: float
     restart_seconds: float
@@ -32,7 +32,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Peak bytes of one device by component; `host` is on its host. Fields are JSON keys."""
+    """Peak bytes on one device by component; `host` counts host memory. Fields are JSON keys."""
 
     weights: int
     gradients: int
@@ -56,12 +56,12 @@ class DeviceMemory:
 
     @property
     def reserved(self) -> int:
-        """Bytes that the device will report as used, with blocks that the allocator keeps."""
+        """Bytes that the device will report as used, including blocks cached by the allocator."""
         return round(RESERVED_RATIO * self.used)
 
     @property
     def fits(self) -> bool:
-        """Whether live tensors fit: the allocator frees what it only keeps before it fails."""
+        """Whether live tensors fit: the allocator frees its cached blocks before it fails."""
         return self.used + self.margin <= self.capacity and self.host <= self.host_capacity
 
 
@@ -70,13 +70,13 @@ class Estimate:
     """All figures of a plan.
 
     Attributes:
-        hardware_flops_per_token: FLOPs of a token, including recomputation.
-        activations: peak bytes of a micro-batch, with and without gradient checkpointing.
+        hardware_flops_per_token: FLOPs per token, including recomputation.
+        activations: peak bytes for a micro-batch, with and without gradient checkpointing.
         mfu: model FLOP/s utilization, without recomputation.
-        days: training only; `calendar_days` includes interruptions and checkpoints.
+        days: days of training; `calendar_days` adds interruptions and checkpoints.
         checkpoint_seconds: time until a checkpoint is completely written.
         stall_seconds: time that training waits for a checkpoint.
-        interval_steps: steps between checkpoints with the least expected loss.
+        interval_steps: steps between checkpoints that minimize the expected lost time.
     """
 
     run: PlannedRun
@@ -106,7 +106,7 @@ def estimate(
 
     Args:
         mfu: see `step_time`.
-        memory_ratio: measured over predicted memory, from a probe.
+        memory_ratio: measured divided by predicted memory, from a probe.
     """
     step = step_time(run, mfu)
     settings, hardware, model = run.settings, run.hardware, run.model
@@ -165,7 +165,7 @@ def estimate(
 
 
 def device_memory(run: PlannedRun, ratio: float = 1.0) -> DeviceMemory:
-    """Return the peak bytes of one device and of its part of host memory, times `ratio`."""
+    """Return the peak bytes on one device and in its share of host memory, times `ratio`."""
     model, hardware, settings = run.model, run.hardware, run.settings
     kept = settings.kept_bytes()
     states = memory.model_states(model.shapes, run.profile, run.devices, kept_bytes=kept)
@@ -194,7 +194,7 @@ def device_memory(run: PlannedRun, ratio: float = 1.0) -> DeviceMemory:
 
 
 def activations_of_rank(run: PlannedRun) -> Activations:
-    """Return the activations of one sequence on one device, which may hold only a shard of it."""
+    """Return the activations for a sequence on one device, which may hold only a shard of it."""
     return memory.activations_of(
         config_of_rank(run.model.config, run.layout),
         run.rank_tokens,
@@ -206,7 +206,7 @@ def activations_of_rank(run: PlannedRun) -> Activations:
 
 
 def to_json(found: Estimate) -> dict[str, Any]:
-    """Return the figures in the form of `--json` and of the golden table."""
+    """Return the figures as printed by `--json` and compared with the golden table."""
     run = found.run
     settings = run.settings
     return {

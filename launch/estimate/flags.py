@@ -1,6 +1,6 @@
-"""Flags of `launch plan`, and what those of the run and the devices mean.
+"""Flags of `launch plan`, and the devices and budget that they describe.
 
-Imports nothing heavy, so that `--help` is fast.
+Imports nothing heavy, to keep `--help` fast.
 """
 
 import argparse
@@ -22,7 +22,7 @@ HARDWARE_FIGURES = {
     "price_per_hour": ("DOLLARS", "price of a device"),
     "memory_bytes": ("BYTES", "memory of a device"),
     "attained": ("X", "fraction of the peak FLOP/s that training reaches, without communication"),
-    "intra_node": ("BYTES", "bandwidth per second between devices of a host, one direction"),
+    "intra_node": ("BYTES", "bandwidth per second between devices within a host, in one direction"),
     "inter_node": ("BYTES", "network bandwidth per second of one device"),
     "host_memory_bytes": ("BYTES", "host memory per device"),
 }
@@ -36,7 +36,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "files. Needs no GPU and allocates no weights."
     )
     own = {"deepspeed_config": f"DeepSpeed JSON file (default: {DEFAULT_DS_CONFIG})"}
-    add_settings(parser.add_argument_group("the run, as for zerolm train"), RUN, own_help=own)
+    add_settings(
+        parser.add_argument_group("flags of the run, as for zerolm train"), RUN, own_help=own
+    )
     add_devices(parser.add_argument_group("the devices"))
     _add_assumptions(parser.add_argument_group("assumptions"))
     _add_modes(parser.add_argument_group("instead of one plan"))
@@ -46,28 +48,28 @@ def add_devices(group: argparse._ArgumentGroup) -> None:
     """Add the flags that `hardware_of` reads."""
     group.add_argument(
         "--hardware", metavar="NAME|FILE",
-        help="H100, A100-80GB, ... in zerolm/plan/hardware.json, a file of that form, or cpu: "
-        "this machine, whose rates are measured (default: H100)",
+        help="a name from zerolm/plan/hardware.json (H100, A100-80GB, ...), a file in that "
+        "format, or cpu for this machine, whose rates are measured (default: H100)",
     )  # fmt: skip
     group.add_argument(
         "--devices", metavar="N", type=count,
-        help="number of devices, with --hardware cpu of ranks that share this machine (default: 8; "
+        help="number of devices; with --hardware cpu, ranks that share this machine (default: 8; "
         "cpu: 1)",
     )  # fmt: skip
     group.add_argument(
         "--devices_per_node", metavar="N", type=count, default=8,
-        help="devices of each host (default: 8)",
+        help="devices per host (default: 8)",
     )  # fmt: skip
     for name, (metavar, text) in HARDWARE_FIGURES.items():
         read = size_bytes if metavar == "BYTES" else number
-        help_text = f"{text} (default: that of --hardware)"
+        help_text = f"{text} (default: from --hardware)"
         group.add_argument(f"--{name}", metavar=metavar, type=read, help=help_text)
 
 
 def _add_assumptions(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mfu", metavar="X", type=number,
-        help="model FLOP/s utilization to assume, instead of estimating the step time",
+        help="model FLOP/s utilization to assume instead of estimating the step time",
     )  # fmt: skip
     group.add_argument(
         "--failures_per_device_hour", metavar="X", type=number,
@@ -76,22 +78,22 @@ def _add_assumptions(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--restart_seconds", metavar="DURATION", type=duration,
-        help="from an interruption until training resumes (default: 600)",
+        help="time from an interruption until training resumes (default: 600)",
     )  # fmt: skip
     group.add_argument(
         "--restarts_of", metavar="RUN",
-        help="the same, but the median of the recoveries that a run has logged",
+        help="median recovery time logged by this run, in place of --restart_seconds",
     )  # fmt: skip
     group.add_argument(
         "--storage_bandwidth", metavar="BYTES", type=size_bytes,
-        help="write bandwidth per second of the checkpoint storage (default: 2e9)",
+        help="write bandwidth per second to the checkpoint storage (default: 2e9)",
     )  # fmt: skip
 
 
 def _add_modes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--search", action="store_true",
-        help="rank all profiles by speed; list those that do not fit, with the reason",
+        help="rank all profiles by speed; list profiles that do not fit, with the reason",
     )  # fmt: skip
     group.add_argument(
         "--write", type=file_to_write, metavar="FILE",
@@ -106,11 +108,11 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
         "--probe_ranks",
         metavar="N",
         type=count,
-        help="ranks of the probe (default: all devices of this machine)",
+        help="number of ranks in the probe (default: all devices of this machine)",
     )
     group.add_argument(
         "--probe_timeout", metavar="DURATION", type=duration, default=1800.0,
-        help="time limit of the probe (default: 30m)",
+        help="time limit for the probe (default: 30m)",
     )  # fmt: skip
     group.add_argument(
         "--budget", metavar="FLOPS|MONEY|DAYS",
@@ -121,7 +123,7 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
 
 
 def hardware_of(arguments: argparse.Namespace) -> "Hardware":
-    """Return the devices; sets `arguments.devices` if it was not given."""
+    """Return the device type; set `arguments.devices` if it was not given."""
     import dataclasses
 
     from zerolm.plan import hardware
@@ -139,7 +141,7 @@ def hardware_of(arguments: argparse.Namespace) -> "Hardware":
 
 
 def budget_of(arguments: argparse.Namespace) -> tuple[float, str]:
-    """Return the FLOPs of --budget, and how they were derived."""
+    """Return the FLOPs that --budget allows, and how they were derived."""
     from launch.estimate import scaling
 
     hardware = hardware_of(arguments)

@@ -1,7 +1,7 @@
 """`PlannedRun`: a model, a DeepSpeed JSON, settings and devices, resolved as pretrain.py does.
 
 Reports all problems together. Rules and defaults come from zerolm. Must not check the data or this
-machine, which a plan does not need.
+machine: a plan needs neither.
 """
 
 from collections.abc import Mapping
@@ -31,12 +31,12 @@ class PlannedRun:
 
     Attributes:
         profile: the resolved DeepSpeed JSON.
-        flops_per_token: FLOPs of the model, without recomputation.
-        attention_flops: the part of `flops_per_token` that grows with the sequence length.
-        head_flops: the output head's part.
-        routed_flops: the routed experts' part.
-        fp8_share: share of the layers' matrix products that are in fp8.
-        feature_flops: FLOPs per token of features, besides those of the model.
+        flops_per_token: the model's FLOPs, without recomputation.
+        attention_flops: part of `flops_per_token` that grows with the sequence length.
+        head_flops: the output head's part of `flops_per_token`.
+        routed_flops: the routed experts' part of `flops_per_token`.
+        fp8_share: share of the layers' matrix products computed in fp8.
+        feature_flops: FLOPs per token for features, in addition to the model's.
         begun_tokens: tokens that the trunk has trained on before a branch.
     """
 
@@ -56,7 +56,7 @@ class PlannedRun:
 
     @property
     def tokens(self) -> int:
-        """Tokens to train on: from the branch point, if it is a branch."""
+        """Tokens to train on, counted from the branch point in a branch."""
         return self.settings.total_tokens - self.begun_tokens
 
     @property
@@ -65,12 +65,12 @@ class PlannedRun:
 
     @property
     def shapes_of_rank(self) -> tuple[Mapping[str, tuple[int, ...]], int]:
-        """Parameter shapes of one device, and over how many devices ZeRO partitions them."""
+        """Parameter shapes on one device, and the number of devices that ZeRO partitions over."""
         return shapes_of_rank(self.model.shapes, self.layout)
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of a sequence that one device processes."""
+        """Tokens per sequence that one device processes."""
         return self.settings.seq_len // self.layout.sequence
 
     @property
@@ -95,7 +95,7 @@ def plan_run(
     """Resolve a run for a number of devices.
 
     Args:
-        settings: if `micro_batch_size` is None, the largest that fits is chosen.
+        settings: if `micro_batch_size` is None, the largest one that fits is chosen.
 
     Raises:
         ConfigError: every problem, one per line.

@@ -35,16 +35,16 @@ STATES = ("weights", "gradients", "optimizer", "master")
 
 @dataclass(frozen=True)
 class Probe:
-    """Measured figures, and the predicted ones. Fields are JSON keys.
+    """Measured and predicted figures. Fields are JSON keys.
 
     Attributes:
-        counted: bytes by component, on the rank with the most.
-        predicted: bytes of a rank's model states by component, host and device together.
+        counted: bytes by component on the rank that uses the most.
+        predicted: bytes of a rank's model states by component, on host and device together.
         peak_bytes: maximum of the device allocator over all ranks; None on a CPU.
         predicted_peak_bytes: prediction for the device, without the margin.
-        step_seconds: time of the fastest step, because the first steps load kernels.
+        step_seconds: time of the fastest step, since the first steps load kernels.
         checkpoint_bytes: size on disk.
-        device: name that the driver reports, "cpu" on a CPU.
+        device: name that the driver reports, or "cpu".
     """
 
     ranks: int
@@ -66,25 +66,25 @@ class Probe:
 
     @property
     def states_ratio(self) -> float:
-        """Return measured over predicted model states."""
+        """Measured divided by predicted bytes of model states."""
         return sum(self.counted[name] for name in STATES) / sum(self.predicted.values())
 
     @property
     def memory_ratio(self) -> float:
-        """Return measured over predicted memory: the allocator's peak, or on a CPU the states."""
+        """Measured divided by predicted memory: the allocator's peak, or the states on a CPU."""
         if self.peak_bytes is None:
             return self.states_ratio
         return self.peak_bytes / self.predicted_peak_bytes
 
     @property
     def mfu(self) -> float | None:
-        """Return the model FLOP/s utilization, None if the device is unknown."""
+        """Model FLOP/s utilization; None if the device is unknown."""
         found = hardware.recognize(self.device)
         peak = found.bf16 or found.fp16 if found is not None else None
         return None if peak is None else self.mfu_of(peak)
 
     def mfu_of(self, peak_flops: float) -> float:
-        """Return the model FLOP/s utilization of devices with a peak per second."""
+        """Return the model FLOP/s utilization relative to a device's peak FLOP/s."""
         return self.flops_per_token * self.tokens_per_second / (self.ranks * peak_flops)
 
 
@@ -94,7 +94,7 @@ def probe(
     """Run the steps, and return measured and predicted figures.
 
     Args:
-        settings: the plan's, with budget, batch and schedule replaced by a few short steps.
+        settings: the plan's settings; budget, batch and schedule are replaced by a few short steps.
         timeout_seconds: time after which the run is killed.
     """
     with tempfile.TemporaryDirectory(prefix="zerolm-probe-") as name:
@@ -176,7 +176,7 @@ def _launch(flags: list[str], ranks: int, directory: Path, timeout_seconds: floa
 
 
 def _collect(model: Model, directory: Path, ranks: int, kept_bytes: int) -> Probe:
-    """Read the figures of a finished run, and predict the same figures."""
+    """Read the figures from a finished run, and predict the same figures."""
     files = RunFiles(directory / "run")
     record = read_json(files.record, "the record of the probe's run")
     profile, settings = Profile.parse(record["ds_config"]), record["settings"]

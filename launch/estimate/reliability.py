@@ -1,4 +1,4 @@
-"""Time lost to failures and checkpoints, and the checkpoint interval that loses the least."""
+"""Time lost to failures and checkpoints, and the checkpoint interval that minimizes it."""
 
 import math
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from zerolm.plan.lost_time import HOUR, Lost, expected
 
 @dataclass(frozen=True)
 class Interruptions:
-    """Time that failures and checkpoints cost a run.
+    """Time that a run loses to failures and checkpoints.
 
     Attributes:
-        mean_seconds: mean time between interruptions of the run.
-        expected: number of interruptions of the run.
-        interval_seconds: time between checkpoints with the least expected loss.
-        lost: shares of the time that are lost.
-        hourly: the same with a fault every hour, and checkpoints every `hourly_seconds`.
+        mean_seconds: mean time between interruptions.
+        expected: expected number of interruptions.
+        interval_seconds: time between checkpoints that minimizes the expected loss.
+        lost: shares of time lost.
+        hourly: shares lost with one fault per hour and checkpoints every `hourly_seconds`.
     """
 
     mean_seconds: float
@@ -38,8 +38,7 @@ def interruptions(
 
     Args:
         stall_seconds: time that training waits for a checkpoint.
-        write_seconds: time to write a checkpoint in the background; the interval is at least this
-            long.
+        write_seconds: time to write a checkpoint in the background, which is the shortest interval.
         restart_seconds: time from an interruption until training resumes, without repeated work.
 
     Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
@@ -57,7 +56,7 @@ def interruptions(
 
 
 def daly_interval(stall_seconds: float, mean_seconds: float) -> float:
-    """Return the seconds between two checkpoints that minimize the expected loss."""
+    """Return the seconds between checkpoints that minimize the expected loss of time."""
     if stall_seconds >= 2 * mean_seconds:
         return mean_seconds
     young = math.sqrt(2 * stall_seconds * mean_seconds)

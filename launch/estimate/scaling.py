@@ -1,4 +1,4 @@
-"""Choose model size and tokens for a compute budget, by published scaling laws."""
+"""Choose model size and tokens for a compute budget with published scaling laws."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class LossFit:
         return self.entropy + self.model / parameters**self.alpha + self.data / tokens**self.beta
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Return the parameters and tokens with the least loss, at 6 FLOPs per parameter and token.
+        """Return the parameters and tokens with minimal loss, at 6 FLOPs per parameter and token.
 
         Source: Hoffmann et al. 2022 (arXiv 2203.15556), equation 4.
         """
@@ -40,16 +40,16 @@ HOFFMANN = LossFit("Hoffmann et al. 2022, approach 3", 1.69, 406.4, 410.7, 0.34,
 BESIROGLU = LossFit("Besiroglu et al. 2024", 1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 RULE = "20 tokens per parameter"
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022, approaches 1 and 2
-OVERTRAINED = (2, 4, 8, 16)  # times smaller than the optimum, for cheaper inference
+OVERTRAINED = (2, 4, 8, 16)  # factors by which to shrink the model, for cheaper inference
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A model size and its tokens for one budget. Fields are JSON keys.
+    """A model size and a token count for one budget. Fields are JSON keys.
 
     Attributes:
-        loss: predicted by Besiroglu et al.'s fit.
-        penalty: loss above that of the optimal size.
+        loss: loss predicted by Besiroglu et al.'s fit.
+        penalty: difference from the loss at the optimal size.
         wasted: share of the budget that the optimal size would save at the same loss.
     """
 
@@ -67,8 +67,8 @@ def flops_of(
     """Convert a budget to FLOPs, and describe how.
 
     Args:
-        text: FLOPs (`1e22`), money (`$50000`), or time of all devices (`14d`, `36h`).
-        mfu: model FLOP/s utilization; None: the device's `attained`.
+        text: FLOPs (`1e22`), money (`$50000`), or time on all devices (`14d`, `36h`).
+        mfu: model FLOP/s utilization; None uses the device's `attained`.
     """
     if text.startswith("$") and hardware.price_per_hour is None:
         raise ConfigError(
@@ -86,7 +86,7 @@ def flops_of(
         within(hours, above=0)
     except ValueError:
         raise ConfigError(
-            f"command line: --budget: {text} is not a budget. Write 1e22, $50000 or 14d."
+            f"command line: --budget: {text} is not a budget. Write it like 1e22, $50000 or 14d."
         ) from None
     peak = hardware.bf16 or hardware.fp16
     if hardware.device.lacks_bf16 and hardware.is_cpu:
@@ -98,7 +98,7 @@ def flops_of(
 
 
 def choices(flops: float) -> list[Choice]:
-    """Return sizes and tokens for a budget: by rule of thumb, by both fits, and overtrained."""
+    """Return sizes and tokens for a budget: by rule of thumb, from both fits, and overtrained."""
     parameters, tokens = BESIROGLU.optimum(flops)
     rule = (flops / 6 / TOKENS_PER_PARAMETER) ** 0.5
     sizes = [
@@ -117,7 +117,7 @@ def choices(flops: float) -> list[Choice]:
 
 
 def flops_for(loss: float) -> float:
-    """Return the least FLOPs that reach a loss by Besiroglu et al.'s fit, found by bisection."""
+    """Return the minimum FLOPs to reach a loss with Besiroglu et al.'s fit, found by bisection."""
     low, high = 1.0, 40.0
     for _ in range(200):
         middle = (low + high) / 2

@@ -1,8 +1,8 @@
 """`plan --search`: rank every combination of stage, offload, recomputation and micro-batch.
 
 Only profiles that pretrain.py accepts are tried. Tensor and sequence parallelism are not tried,
-because their time estimates have been compared with few benchmarks. A plan of one profile names
-faster ones if it waits for its collectives.
+because their time estimates have been compared with few benchmarks. A plan for a single profile
+lists faster ones if the run would wait for its collectives.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from zerolm.plan.resolve import resolve_settings
 
 CPU = {"device": "cpu", "pin_memory": True}
 OFFLOADS = {1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "both")}
-TIME_RESOLUTION = 0.02  # relative; the time estimate cannot tell smaller differences apart
+TIME_RESOLUTION = 0.02  # relative; below the accuracy of the time estimate
 QUANTIZED = "quantized"
 CHANGES_CURVE = "ZeRO++ sends weights in 8 bits and gradients in 4, which changes the loss curve."
 WAITING_SHARE, WORTH_NAMING = 0.15, 0.05  # of a step
@@ -45,9 +45,9 @@ class Candidate:
     """One profile with its fastest micro-batch.
 
     Attributes:
-        profile: a profile with "auto" values, whose name is the candidate's.
-        found: its figures; None if the profile was refused before any were computed.
-        rejected: why it cannot be used; None if it can.
+        profile: a profile with "auto" values and the candidate's name.
+        found: the estimate; None if the profile was refused before it was computed.
+        rejected: why the profile cannot be used; None if it can.
     """
 
     profile: Profile
@@ -68,11 +68,11 @@ def search(
     devices_per_node: int,
     assumed: Assumptions,
 ) -> list[Candidate]:
-    """Return all candidates, usable ones first, by step time; all train the same batch.
+    """Return all candidates for the same batch: usable ones first, ordered by step time.
 
     Args:
-        settings: settings without a DeepSpeed JSON. A given micro-batch or gradient checkpointing
-            is kept; otherwise all values are tried.
+        settings: settings without a DeepSpeed JSON. An explicit micro-batch or gradient
+            checkpointing is kept; otherwise all values are tried.
     """
     if settings.deepspeed_config:
         raise ConfigError(
@@ -106,21 +106,21 @@ def search(
             candidates.append(_best(model, variant, profile, place, assumed))
     reasons = {each.rejected for each in candidates}
     if len(reasons) == 1 and (reason := reasons.pop()) and candidates[0].found is None:
-        raise ConfigError(reason)  # of the batch or the model, whatever the profile
+        raise ConfigError(reason)  # about the batch or the model, not the profile
     return sorted(candidates, key=_rank)
 
 
 def faster(
     profile: Profile, settings: Settings, found: Estimate, assumed: Assumptions
 ) -> list[Candidate]:
-    """Return what to use instead where a run at stage 3 waits for its collectives, fastest first.
+    """Return faster alternatives, fastest first, for a stage-3 run that waits for its collectives.
 
-    Tried with the same batch and recomputation, and any micro-batch: its own profile, stages 1 and
-    2, hpZ, and tensor parallelism within a host. Empty if the run does not wait.
+    Tries the run's own profile, stages 1 and 2, hpZ, and tensor parallelism within a host, each
+    with the same batch and recomputation and any micro-batch. Empty if the run does not wait.
 
     Args:
-        profile, settings: of the run, before they were resolved.
-        found: of the run.
+        profile, settings: the run's, before they were resolved.
+        found: estimate of the run.
     """
     run, step = found.run, found.step
     if run.profile.zero_stage < 3 or step.exposed < WAITING_SHARE * step.seconds:
@@ -157,7 +157,7 @@ def _rank(one: Candidate) -> tuple[bool, float, int, int]:
 
 
 def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
-    """Return the shipped profile of a stage, with offload, in a precision the device supports.
+    """Return the shipped profile for a stage and offload, in a precision that the device supports.
 
     Args:
         offload: `none`, `optimizer`, or `both` optimizer and weights.
@@ -171,7 +171,7 @@ def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
 
 
 def zeropp_profiles(hardware: Hardware, devices: int, devices_per_node: int) -> list[Profile]:
-    """Return profiles that send less between hosts: hpZ, then zeropp.json, with groups of a host.
+    """Return profiles that send less between hosts: hpZ and zeropp.json, with groups per host.
 
     None on a single host.
     """
@@ -185,7 +185,7 @@ def zeropp_profiles(hardware: Hardware, devices: int, devices_per_node: int) -> 
 
 
 def _changed(shipped: str, name: str, hardware: Hardware, changes: Mapping[str, Any]) -> Profile:
-    """Return a shipped profile with other values in its block `zero_optimization`."""
+    """Return a shipped profile with changed values in its `zero_optimization` block."""
     ds = Profile.read(DS_CONFIGS / f"{shipped}.json").json
     ds["zero_optimization"].update(changes)
     if hardware.is_cpu and hardware.device.lacks_bf16:
@@ -228,7 +228,7 @@ def _best(
         smallest = smallest or found
         if not found.memory.fits:
             break
-        # At equal times the smaller micro-batch is better, since it leaves memory free.
+        # At equal times the smaller micro-batch wins, since it leaves more memory free.
         if best is None or found.step.seconds < 0.995 * best.step.seconds:
             best = found
     assert smallest is not None
@@ -237,7 +237,7 @@ def _best(
 
 
 def rejection_reason(found: Estimate) -> str:
-    """Return which memory is too small, and the largest component."""
+    """Return a message that says which memory is too small, and what uses most of it."""
     memory = found.memory
     micro = found.run.settings.micro_batch_size
     reasons = []
@@ -257,14 +257,14 @@ def rejection_reason(found: Estimate) -> str:
         )
     if memory.host > memory.host_capacity:
         reasons.append(
-            f"{shown_bytes(memory.host)} on the host, more than a device's share of "
+            f"{shown_bytes(memory.host)} on the host, which exceeds a device's share of "
             f"{shown_bytes(memory.host_capacity)}"
         )
     return "; ".join(reasons)
 
 
 def as_text(candidates: list[Candidate]) -> str:
-    """Return the ranked table, and the rejected profiles with reasons."""
+    """Return the ranked table, and the rejected profiles with their reasons."""
     head = f"{'profile':<42} {'recompute':>9} {'micro':>5} {'memory':>9} {'step s':>8} {'MFU':>6} "
     lines = [head + f"{'tokens/s':>11} {'days':>8}  bound by"]
     rejected = []
@@ -287,7 +287,7 @@ def as_text(candidates: list[Candidate]) -> str:
 
 
 def instead(found: Estimate, others: list[Candidate]) -> str:
-    """Return a line that names what `faster` has found."""
+    """Return a line that names the alternatives found by `faster`."""
     share = found.step.exposed / found.step.seconds
     options = [
         f"{one.profile.name}, micro-batch {one.found.run.settings.micro_batch_size}: "
@@ -296,13 +296,13 @@ def instead(found: Estimate, others: list[Candidate]) -> str:
         if one.found is not None
     ]
     return (
-        f"note: {share:.0%} of a step waits for weights and gradients that are sharded over "
+        f"note: {share:.0%} of a step is spent waiting for weights and gradients sharded over "
         f"{found.run.devices:,} devices. Faster with the same batch: {'; '.join(options)}"
     )
 
 
 def usage(best: Candidate, path: Path) -> str:
-    """Return a line with pretrain.py's flags for the written profile."""
+    """Write the profile, and return a line with pretrain.py's flags for it."""
     assert best.found is not None
     settings = best.found.run.settings
     flags = f"--deepspeed_config {path} --micro_batch_size {settings.micro_batch_size} "

@@ -1,7 +1,8 @@
-"""Estimate the time of an optimizer step: compute, collectives that it waits for, and offload.
+"""Estimate the time of an optimizer step: compute, exposed collectives, and offload.
 
-Fitted numbers are `COSTS` and the devices' `attained` in hardware.json. The errors are in
-benchmarks/results/published_runs.md, which `python -m benchmarks.published_runs` writes.
+`COSTS` and each device's `attained` in hardware.json are fitted.
+benchmarks/results/published_runs.md, which `python -m benchmarks.published_runs` writes, lists the
+errors.
 """
 
 from dataclasses import dataclass
@@ -14,17 +15,16 @@ from zerolm.model.flops import TRAINING_TO_FORWARD
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
-PUBLISHED_RUNS = (1.9, 2.6)  # reported over predicted hours of published runs, middle half
-# Overlapped communication still costs this share of its time, because its kernels compete for the
-# device.
+PUBLISHED_RUNS = (1.9, 2.6)  # reported / predicted hours of published runs, quartiles
+# Overlapped communication still costs this share of its time: its kernels compete for the device.
 CONTENTION = 0.1
 BACKWARD_SHARE = 2 / 3  # of a micro-batch's time
 ADAM_BYTES = 28  # memory traffic per value: weight, two moments, gradient read; three written
-FP32_STATE_BYTES = 12  # master weight and two moments, each read and written in a step
+FP32_STATE_BYTES = 12  # master weight and two moments; a step reads and writes each
 
 
 class Moved(NamedTuple):
-    """Bytes that DeepSpeed 0.19.8 reads and writes, with fp32 sums and states.
+    """Bytes read and written by DeepSpeed 0.19.8, with fp32 sums and states.
 
     Counted by tests/zerolm/plan/test_moved_bytes.py, without collectives at stages 1 and 2.
 
@@ -40,30 +40,30 @@ class Moved(NamedTuple):
         return self.all_values * values + self.shard * shard
 
 
-# By ZeRO stage: for the gradients of a micro-batch, and for a step; then of a single rank.
+# By ZeRO stage: for a micro-batch's gradients and for a step; `ALONE` is for a single rank.
 GRADIENT_BYTES = {1: Moved(10, 0), 2: Moved(14, 25), 3: Moved(45, 0)}
 STEP_BYTES = {1: Moved(4, 58), 2: Moved(0, 74), 3: Moved(0, 66)}
 ALONE_GRADIENT_BYTES = GRADIENT_BYTES | {2: Moved(19, 0)}
-ALL_REDUCED_GRADIENT_BYTES = Moved(24, 19)  # of stage 2
+ALL_REDUCED_GRADIENT_BYTES = Moved(24, 19)  # at stage 2
 ALONE_STEP_BYTES = STEP_BYTES | {1: Moved(16, 38)}
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Fitted, with `attained` of devices, by benchmarks.published_runs.fit.
+    """Cost factors, fitted together with the devices' `attained` by benchmarks.published_runs.fit.
 
     Attributes:
         recomputation: time of a recomputed FLOP relative to the mean FLOP.
-        attention: time of a counted FLOP of attention, half of which is masked, relative to the
-            same.
-        fp8: share of its peak that fp8 reaches, relative to the share that bf16 reaches.
-        compiled_passes, eager_passes: how often a step moves each byte of activations to or from
-            device memory.
-        fp8_passes: the same for scaling and casting to fp8.
-        experts: time of a FLOP of routed experts relative to the mean FLOP. Not fitted: it is the
-            value that lowers MFU from 0.46 to 0.35 with `torch._grouped_mm` (karpathy/nanochat,
-            dev/LOG.md, 2026-02-19: two of eight experts and a shared one, as many FLOPs as
-            without).
+        attention: time of a counted attention FLOP (half of them are masked), relative to the mean
+            FLOP.
+        fp8: share of the fp8 peak that is reached, relative to that share for bf16.
+        compiled_passes, eager_passes: number of times that a step moves each activation byte to or
+            from device memory.
+        fp8_passes: the same number for scaling and casting to fp8.
+        experts: time of a routed-expert FLOP relative to the mean FLOP. Not fitted: this value
+            lowers MFU from 0.46 to 0.35 as `torch._grouped_mm` did (karpathy/nanochat, dev/LOG.md,
+            2026-02-19: two of eight experts and a shared one, with as many FLOPs as the dense
+            model).
     """
 
     recomputation: float = 0.69
@@ -76,7 +76,7 @@ class Costs:
 
 
 COSTS = Costs()
-# Absolute errors of benchmarks of dense models that the fit left out: all, and of many devices.
+# Absolute errors on dense-model benchmarks left out of the fit: all, and those with many devices.
 MEDIAN_ERROR, MAX_ERROR = 0.039, 0.36
 MANY_DEVICES, MEDIAN_MANY, MAX_MANY = 128, 0.029, 0.084
 LARGEST_BENCHMARKS = {1: 1024, 3: 512}  # devices, by stage, without tensor parallelism
@@ -88,11 +88,12 @@ class StepTime:
 
     Attributes:
         compute: matmuls, including recomputation.
-        elementwise: norms, activation functions and the like, limited by device memory bandwidth.
-        communication: all collectives, if nothing overlapped.
+        elementwise: norms, activation functions and other operations limited by device memory
+            bandwidth.
+        communication: all collectives, without overlap.
         exposed: the part of `communication` that the step waits for.
         offload: transfers between device and host, and the optimizer on the host.
-        optimizer: the optimizer on the device, with summing the gradients of each micro-batch.
+        optimizer: the optimizer on the device, and summing the gradients of each micro-batch.
     """
 
     compute: float
@@ -131,12 +132,12 @@ def step_time(
     """Return the estimated time of a step.
 
     Args:
-        mfu: measured or assumed model FLOP/s utilization, without recomputation, which replaces the
+        mfu: measured or assumed model FLOP/s utilization, without recomputation; replaces the
             estimate.
         kept_bytes: bytes of activations that the layers keep per token; None traces the model.
-        repeated: share of the layers' matrix products that the backward pass repeats; None: all
-            or none, by `--gradient_checkpointing`.
-        calls: collectives of another trainer; None: those of DeepSpeed.
+        repeated: share of the layers' matrix products that the backward pass repeats; None means
+            all or none, depending on `--gradient_checkpointing`.
+        calls: another trainer's collectives; None uses DeepSpeed's.
     """
     hardware = run.hardware
     peak = hardware.peak(run.profile.compute_precision)
@@ -169,7 +170,7 @@ def step_time(
 
 
 def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -> float:
-    """Return the seconds of a token's matrix products, at `rate` FLOP/s in the run's precision."""
+    """Return the seconds per token for matrix products, at `rate` FLOP/s in the run's precision."""
     layers = run.flops_per_token - run.attention_flops - run.head_flops
     if run.fp8_share:
         assert run.hardware.fp8 and run.hardware.bf16
@@ -187,7 +188,7 @@ def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -
 
 
 def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:
-    """Return the bytes that a rank moves per step for sums of gradients and the optimizer."""
+    """Return the bytes that a rank moves per step to sum gradients and update weights."""
     profile, stage = run.profile, max(1, run.profile.zero_stage)
     saved = FP32_STATE_BYTES - profile.master_bytes - 2 * profile.moment_bytes
     gradients, step = GRADIENT_BYTES[stage], STEP_BYTES[stage]
@@ -195,7 +196,7 @@ def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:
         gradients, step = ALONE_GRADIENT_BYTES[stage], ALONE_STEP_BYTES[stage]
     elif stage == 2 and all_reduces(run):
         gradients = ALL_REDUCED_GRADIENT_BYTES
-    if profile.optimizer_offload != "none":  # the shard is on the host
+    if profile.optimizer_offload != "none":  # the optimizer's shard is on the host
         return gradients.all_values * values * run.accumulation
     moved = gradients.total(values, shard) * run.accumulation + step.total(values, shard)
     return moved - 2 * saved * shard

@@ -65,18 +65,18 @@ def _memory_lines(found: Estimate) -> list[tuple[str, str]]:
     over = memory.used + memory.margin - memory.capacity
     verdict = f"{shown_bytes(memory.capacity)}: "
     if over > 0:
-        verdict += f"DOES NOT FIT, {shown_bytes(over)} too much for the live tensors and the margin"
+        verdict += f"DOES NOT FIT, {shown_bytes(over)} short for the live tensors and the margin"
     elif memory.reserved > memory.capacity:
         verdict += (
-            "fits, but is tight: the allocator has to free blocks that it keeps, which takes time; "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves less of them"
+            "fits, but is tight: the allocator has to free cached blocks, which takes time; "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces them"
         )
     else:
         verdict += "fits"
     low, high = RESERVED_RATIOS
     reserved = (
-        f"{shown_bytes(memory.reserved)} by nvidia-smi: {RESERVED_RATIO:g} times the live tensors, "
-        f"as others reported ({low:g} to {high:g})"
+        f"{shown_bytes(memory.reserved)} in nvidia-smi: {RESERVED_RATIO:g} times the live "
+        f"tensors, as others reported ({low:g} to {high:g})"
     )
     host = f"{shown_bytes(memory.host)} of {shown_bytes(memory.host_capacity)}"
     if memory.host > memory.host_capacity:
@@ -135,9 +135,9 @@ def _time_lines(found: Estimate, mfu: float | None) -> list[tuple[str, str]]:
 
 def _uncertainty(mfu: float | None, run: PlannedRun) -> str:
     if mfu is not None:
-        return "that of the given MFU"
+        return "depends on the given MFU"
     if run.hardware.is_cpu:
-        return "three runs on one kind of CPU were within a third; other programs slow it down"
+        return "three runs on one CPU type were within a third; other programs would slow it down"
     low, high = PUBLISHED_RUNS
     median, largest, where = MEDIAN_ERROR, MAX_ERROR, ""
     if run.devices > MANY_DEVICES:
@@ -148,26 +148,27 @@ def _uncertainty(mfu: float | None, run: PlannedRun) -> str:
             *_not_compared(run),
             f"benchmarks of dense models{where} were within {largest:.0%}, half of them within "
             f"{median:.0%}",
-            f"half of the published runs took {low:g} to {high:g} times their compute time",
+            f"the middle half of the published runs took {low:g} to {high:g} times their compute "
+            f"time",
         ]
     )
 
 
 def _not_compared(run: PlannedRun) -> list[str]:
-    """Return what no published benchmark has."""
+    """Return the properties of a run that few or no published benchmarks cover."""
     found, stage = [], run.profile.zero_stage
     largest = LARGEST_BENCHMARKS.get(stage)
     if largest is None and run.devices > 1:
-        found.append(f"ZeRO-{stage} was compared with no benchmark")
+        found.append(f"ZeRO-{stage} has not been compared with any benchmark")
     elif largest is not None and run.devices > largest:
         found.append(f"NO BENCHMARK of ZeRO-{stage} has more than {largest:,} devices")
     if run.layout.tensor > 1:
-        found.append("tensor parallelism was compared with 5 benchmarks only")
+        found.append("tensor parallelism has been compared with only 5 benchmarks")
     elif run.layout.sequence > 1:
-        found.append("communication within a replica was compared with no benchmark")
+        found.append("communication within a replica has not been compared with any benchmark")
     keys = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
     if any(run.profile.zero.get(key) not in (None, False, 1) for key in keys):
-        found.append("ZeRO++ was compared with no benchmark")
+        found.append("ZeRO++ has not been compared with any benchmark")
     return found
 
 
@@ -177,7 +178,7 @@ def _storage_lines(found: Estimate) -> list[tuple[str, str]]:
     return [
         ("data", f"{shown_bytes(found.data_bytes_per_second)}/s read"),
         ("checkpoint", f"{shown_bytes(found.checkpoint_bytes)}, training waits "
-         f"{found.stall_seconds:.2g} s, complete after {shown_seconds(found.checkpoint_seconds)}"),
+         f"{found.stall_seconds:.2g} s, written in {shown_seconds(found.checkpoint_seconds)}"),
         ("interruptions", f"{lost.expected:.2g} expected, one per "
          f"{lost.mean_seconds / 3600:,.3g} hours"),
         ("save every", f"{every}{found.interval_steps} (Young/Daly)"),

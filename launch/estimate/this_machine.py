@@ -1,6 +1,6 @@
-"""`plan --hardware cpu`: this machine as the devices of a run, measured in a few seconds.
+"""`plan --hardware cpu`: measure this machine's rates in a few seconds, to plan a run on it.
 
-All figures are shared by the ranks. torch is imported where it is needed.
+The ranks share the measured rates. torch is imported only where it is needed.
 """
 
 import time
@@ -10,14 +10,14 @@ from zerolm.distributed.device import CPU, EMULATED_RATIO, bf16_ratio, cpu_name
 from zerolm.plan.hardware import Hardware
 from zerolm.plan.peak_flops import device_peak_flops
 
-COPIED_BYTES, COPIES = 64 << 20, 5  # larger than the caches of most CPUs
-# Share of the fastest product's rate that the products of a step attain (docs/planning.md).
+COPIED_BYTES, COPIES = 64 << 20, 5  # exceeds the caches of most CPUs
+# Rate of a step's matrix products relative to the fastest product (docs/planning.md).
 ATTAINED = 0.8
 NETWORK = 1.25e8  # bytes per second between hosts: 1 Gbit/s, not measured
 
 
 def measure(ranks: int) -> Hardware:
-    """Time matrix products and copies on this machine, and return the share of one of its ranks."""
+    """Time matrix products and copies on this machine, and return the rates per rank."""
     import psutil
     import torch
 
@@ -54,7 +54,7 @@ def measure(ranks: int) -> Hardware:
 
 
 def _copy_bandwidth() -> float:
-    """Return the bytes per second that a copy in memory reads and writes."""
+    """Return the bytes per second that a memory copy reads and writes."""
     import torch
 
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8)

@@ -1,5 +1,5 @@
-"""Several runs as one experiment: sweeps over settings, and predictions of larger runs' losses.
+"""Experiments with several runs: sweeps over settings, and predictions of larger runs' losses.
 
-They start runs by `zerolm train` only, and read what runs have written. Must not know how a run is
-trained.
+They start runs only with `zerolm train`, and read the files that runs write. Must not depend on how
+a run is trained.
 """

@@ -1,7 +1,7 @@
-"""Which final losses of runs can be compared: those of the same data, cut and masked alike.
+"""Which runs' final losses can be compared: those on the same data, sequences and mask.
 
-Data is compared by its fingerprint: run.json has it, or else the shards do if they can be read
-from here; only then by its path.
+Data is compared by its fingerprint, from run.json or else from the shards if they can be read from
+here; failing that, by its path.
 """
 
 import json
@@ -18,13 +18,13 @@ from zerolm.shards.reader import open_source
 
 Meaning = Mapping[str, str]
 
-# Settings that change what a validation loss is the loss of.
+# Settings that change what a validation loss measures.
 SETTINGS = ("seq_len", "eval_tokens", "document_mask", "packing")
 VOCABULARY, VALIDATION, TRAINING = "vocab_size", "validation data", "training data"
 
 
 def meanings(runs: Mapping[str, RunHistory], metrics: Mapping[str, str]) -> dict[str, Meaning]:
-    """Return {name: {what: value}} of all that must be equal where final losses are compared."""
+    """Return {run: {property: value}} for the properties that must match to compare losses."""
     evaluated = [run for name, run in runs.items() if not metrics[name].startswith("train/")]
     has_fingerprints = all(_fingerprints(run) is not None for run in evaluated)
     return {name: _meaning(run, metrics[name], has_fingerprints) for name, run in runs.items()}
@@ -42,7 +42,7 @@ def _meaning(run: RunHistory, metric: str, has_fingerprints: bool) -> Meaning:
 
 
 def _fingerprints(run: RunHistory) -> list[str] | None:
-    """Return the fingerprints of a run's validation data; None if one is not known."""
+    """Return the fingerprints of a run's validation data; None if any is unknown."""
     if "val_fingerprints" in run.record:
         return list(run.record["val_fingerprints"])
     found = [_fingerprint(path) for path in _paths(run)]
@@ -50,7 +50,7 @@ def _fingerprints(run: RunHistory) -> list[str] | None:
 
 
 def _paths(run: RunHistory) -> list[str]:
-    """Return the paths of a run's validation data, absolute if it says where it was started."""
+    """Return the paths of a run's validation data, absolute if run.json has its directory."""
     top = run.record.get("working_directory") or ""
     return [
         path.rstrip("/") if is_url(path) else os.path.normpath(os.path.join(top, path))  # noqa: PTH118
@@ -60,7 +60,7 @@ def _paths(run: RunHistory) -> list[str]:
 
 @cache
 def _fingerprint(path: str) -> str | None:
-    """Return the fingerprint of local shards; None of others."""
+    """Return the fingerprint of shards; None if they are remote or unreadable."""
     if is_url(path):
         return None
     try:
@@ -70,7 +70,7 @@ def _fingerprint(path: str) -> str | None:
 
 
 def differences(found: Mapping[str, Meaning]) -> dict[str, str]:
-    """Return {what: its values, with the runs that have each} of what differs between runs."""
+    """Return {property: its values and the runs with each} for the properties that differ."""
     differ = {}
     for what in dict.fromkeys(what for each in found.values() for what in each):
         names: dict[str | None, list[str]] = {}
@@ -88,7 +88,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def law_differences(runs: Sequence[RunHistory]) -> list[str]:
-    """Return what differs between runs and changes the law, though losses can be compared."""
+    """Return the differences that change the law, although the losses can be compared."""
     return [
         what
         for what, value_of in _OF_THE_LAW.items()

@@ -1,7 +1,7 @@
-"""The grid of a sweep: `--set NAME=V1,V2` as axes, and a named point for each combination.
+"""The grid of a sweep: an axis per `--set NAME=V1,V2`, and a named point per combination.
 
-A point's name is that of its run directory. It depends on the values alone, not on how they are
-written or ordered. Must not read or start runs.
+A point's name is also the name of its run directory. It depends only on the values, not on how they
+are written or ordered. Must not read or start runs.
 """
 
 import re
@@ -26,8 +26,8 @@ class Point:
     """One combination of values.
 
     Attributes:
-        labels: {setting: its value as in the name}.
-        flags: the flags of pretrain.py for them.
+        labels: {setting: its value as written in the name}.
+        flags: the corresponding flags of pretrain.py.
     """
 
     labels: dict[str, str]
@@ -39,7 +39,7 @@ class Point:
 
 
 def read_axes(given: Sequence[str], problems: list[str]) -> dict[str, dict[str, str]]:
-    """Return {setting: {label: value as written}} of some `NAME=V1,V2`, sorted by name."""
+    """Return {setting: {label: value as written}} for the given `NAME=V1,V2`, sorted by name."""
     axes: dict[str, dict[str, str]] = {}
     for text in given:
         written, equals, values = text.partition("=")
@@ -52,9 +52,9 @@ def read_axes(given: Sequence[str], problems: list[str]) -> dict[str, dict[str, 
             near = near or " zerolm train --help all lists the settings."
             problems.append(f"{where}: no such setting.{near}")
         elif name in axes:
-            problems.append(f"{where} is given twice. Write all of its values in one --set.")
+            problems.append(f"{where} is given twice. Write all its values in one --set.")
         elif not equals or not all(values.split(",")):
-            problems.append(f"{where} lacks a value. Write for example --set {name}=A,B.")
+            problems.append(f"{where} lacks a value. For example, write --set {name}=A,B.")
         else:
             axes[name] = _labelled(name, values.split(","), problems)
     return dict(sorted(axes.items()))
@@ -71,7 +71,7 @@ def _labelled(name: str, values: Sequence[str], problems: list[str]) -> dict[str
             continue
         if label in labelled:
             problems.append(
-                f"{where}: {value} would have the same directory as {labelled[label]}: {label}. "
+                f"{where}: {value} would use the same directory as {labelled[label]}: {label}. "
                 f"Remove one of them, or rename its file."
             )
         labelled[label] = value
@@ -79,7 +79,7 @@ def _labelled(name: str, values: Sequence[str], problems: list[str]) -> dict[str
 
 
 def _label(name: str, value: str) -> str:
-    """Return a value as part of a directory's name: numbers alike however they are written."""
+    """Return a value as part of a directory name; equal numbers give equal names."""
     converted = convert(name, value)
     if isinstance(converted, float):
         label = f"{converted:g}" if float(f"{converted:g}") == converted else repr(converted)
@@ -91,7 +91,7 @@ def _label(name: str, value: str) -> str:
 
 
 def grid(axes: Mapping[str, Mapping[str, str]]) -> list[Point]:
-    """Return a point for each combination; the values of the last axis change first."""
+    """Return a point for each combination; the last axis varies fastest."""
     points = []
     for labels in product(*axes.values()):
         chosen = dict(zip(axes, labels, strict=True))

@@ -1,7 +1,7 @@
 """The runs that a prediction is fitted to: their sizes, tokens and final losses.
 
-Only the ends of finished runs whose learning rate has decayed belong to one law: on the way there
-the loss is higher than that of a run with this number of tokens.
+Only the final losses of finished runs with a decayed learning rate follow one law: an intermediate
+loss is higher than the final loss of a run with that number of tokens.
 """
 
 import json
@@ -25,13 +25,14 @@ from zerolm.run_dir.events import DONE
 from zerolm.run_dir.files import RunFiles
 
 TOTAL, NON_EMBEDDING = KINDS = ("total", "non_embedding")  # --parameters
-DECAYS = ("WarmupDecayLR", "WarmupCosineLR", "OneCycle")  # DeepSpeed's schedulers that end low
-MIN_POINTS, MIN_VALUES = 6, 3  # of five coefficients; of each of sizes and tokens
+# DeepSpeed's schedulers that end at a low rate.
+DECAYS = ("WarmupDecayLR", "WarmupCosineLR", "OneCycle")
+MIN_POINTS, MIN_VALUES = 6, 3  # for five coefficients; distinct sizes and numbers of tokens
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A finished run. Fields are JSON keys; `sizes` has the parameters by each way to count."""
+    """A finished run. Fields are JSON keys; `sizes` maps each counting method to a size."""
 
     name: str
     sizes: dict[str, int]
@@ -45,7 +46,7 @@ class Rung:
 
 
 def sizes_of(model: Model) -> dict[str, int]:
-    """Return the parameters that serve a token: all, and without embeddings and output head."""
+    """Return the active parameters per token: all, and without embeddings and output head."""
     embeddings = sum(
         math.prod(shape)
         for name, shape in model.shapes.items()
@@ -64,7 +65,7 @@ def _sizes(config_json: str) -> dict[str, int]:
 
 
 def read_rung(run: RunHistory, name: str = "") -> Rung | str:
-    """Return a run as a point of the law, or why it is none."""
+    """Return a run as a point for the law, or the reason why it cannot be one."""
     found = _rung(run, name)
     return f"{found} ({run.problems[0]})" if isinstance(found, str) and run.problems else found
 
@@ -78,7 +79,7 @@ def _rung(run: RunHistory, name: str) -> Rung | str:
         lost = last is not None and not math.isfinite(last[1][-1])
         return "its last loss is not finite" if lost else "its last step was not evaluated"
     if found[0] <= 0:
-        return f"its final loss is {found[0]:g}, and a law has none of 0 or less"
+        return f"its final loss is {found[0]:g}, but a scaling law needs positive losses"
     if undecayed := _undecayed(run):
         return undecayed
     if run.settings.get("init_from"):
@@ -86,7 +87,7 @@ def _rung(run: RunHistory, name: str) -> Rung | str:
     changed = {key for event in run.events if event["event"] == "changed"
                for key in event.get("changes") or ()}  # fmt: skip
     if changed:
-        return f"it was resumed with other values of {', '.join(sorted(changed))}"
+        return f"it was resumed with different values of {', '.join(sorted(changed))}"
     config = run.record.get("model_config")
     if not config:
         return "its run.json has no model_config"
@@ -98,7 +99,7 @@ def _rung(run: RunHistory, name: str) -> Rung | str:
 
 
 def _undecayed(run: RunHistory) -> str:
-    """Return why the learning rate of a run has not decayed at its end; "" if it has."""
+    """Return why a run's learning rate has not decayed by its end; "" if it has."""
     scheduler = (run.record.get("ds_config") or {}).get("scheduler")
     peak, minimum = run.settings.get("learning_rate"), run.settings.get("min_learning_rate")
     rates = run.curves.columns.get("train/learning_rate")
@@ -106,7 +107,7 @@ def _undecayed(run: RunHistory) -> str:
         peak, minimum = max(run.curves.values("train/learning_rate"), default=0.0), rates[1][-1]
     elif scheduler:
         kind = scheduler.get("type")
-        return "" if kind in DECAYS else f"the {kind} of its DeepSpeed JSON does not decay"
+        return "" if kind in DECAYS else f"the {kind} in its DeepSpeed JSON does not decay"
     else:
         schedule = SCHEDULES.get(str(run.settings.get("schedule")))
         if schedule is None or not schedule.uses_minimum or minimum is None or peak is None:
@@ -117,9 +118,9 @@ def _undecayed(run: RunHistory) -> str:
 
 
 def expand(paths: Sequence[Path]) -> list[Path]:
-    """Return the run directories of some paths, of which some may be directories of sweeps.
+    """Return the run directories at the paths, some of which may be sweep directories.
 
-    A directory that is given twice, under any name, is returned once.
+    A directory that is given twice, even under different names, is returned once.
     """
     found = []
     for path in paths:
@@ -132,10 +133,10 @@ def expand(paths: Sequence[Path]) -> list[Path]:
 def read_ladder(
     paths: Sequence[Path], target: Path | None = None
 ) -> tuple[list[Rung], dict[str, str], list[str]]:
-    """Return (the runs to fit, {run that is left out: why}, notices).
+    """Return (the runs to fit, {excluded run: reason}, notices).
 
     Args:
-        target: a finished run that is not fitted, but whose loss is compared with theirs.
+        target: a finished run that is not fitted, but whose loss is compared with the fit.
 
     Raises:
         ConfigError: the runs cannot be read, cannot be compared, or are too few.
@@ -163,15 +164,15 @@ def read_ladder(
         other = best.setdefault((rung.sizes[TOTAL], rung.tokens), rung)
         if other is not rung:
             lower = "the same loss" if other.loss == rung.loss else "a lower loss"
-            left_out[rung.name] = f"{other.name} has its size and tokens, and {lower}"
+            left_out[rung.name] = f"{other.name} has the same size and tokens, and {lower}"
     kept = sorted(best.values(), key=lambda each: (each.sizes[TOTAL], each.tokens))
     sizes, tokens = {each.sizes[TOTAL] for each in kept}, {each.tokens for each in kept}
     if not problems and (len(kept) < MIN_POINTS or min(len(sizes), len(tokens)) < MIN_VALUES):
         without = "".join(f"\n{name}: left out: {why}." for name, why in left_out.items())
         problems.append(
-            f"the runs: {len(kept)} that can be fitted, of {len(sizes)} sizes and {len(tokens)} "
-            f"numbers of tokens; {MIN_POINTS} of {MIN_VALUES} sizes and {MIN_VALUES} numbers of "
-            f"tokens are needed. Add runs.{without}"
+            f"the runs: {len(kept)} can be fitted, with {len(sizes)} sizes and {len(tokens)} "
+            f"numbers of tokens; {MIN_POINTS} runs with {MIN_VALUES} sizes and {MIN_VALUES} "
+            f"numbers of tokens are needed. Add runs.{without}"
         )
     if problems:
         raise ConfigError(problems)
@@ -179,7 +180,7 @@ def read_ladder(
     return (
         kept,
         left_out,
-        [f"the runs have different {what}, with different laws" for what in differ],
+        [f"the runs have different {what}, and may follow different laws" for what in differ],
     )
 
 

@@ -1,4 +1,4 @@
-"""A scaling law L(N, D) = E + A / N^alpha + B / D^beta, fitted to final losses of runs.
+"""A scaling law L(N, D) = E + A / N^alpha + B / D^beta, fitted to the final losses of runs.
 
 Pure arithmetic on sizes, tokens and losses; numpy only. Must not read runs.
 """
@@ -13,21 +13,21 @@ import numpy as np
 from launch.estimate.scaling import LossFit
 from launch.experiments.quantiles import student_quantile
 
-HUBER = 1e-3  # Hoffmann et al. 2022, appendix D.3: the residual of a log loss where it turns linear
-ITERATIONS, PATIENCE = 300, 30  # at most; stop after 30 without a better start
+HUBER = 1e-3  # residual of a log loss where it turns linear (Hoffmann et al. 2022, appendix D.3)
+ITERATIONS, PATIENCE = 300, 30  # limit; iterations without an improvement before stopping
 COEFFICIENTS = 5
-EXPONENTS = (0.02, 2.0)  # of every published law between; outside, the runs do not show the term
-LEAST_SHARE = 0.01  # of E in the best loss
-LEAST_SLOPE = 0.005  # of log loss over log size, with tokens in proportion; Cerebras-GPT has 0.1
+EXPONENTS = (0.02, 2.0)  # range of published laws; beyond, the runs do not determine the term
+LEAST_SHARE = 0.01  # minimum share of E in the lowest loss
+LEAST_SLOPE = 0.005  # minimum of log loss over log size at a fixed token ratio; Cerebras-GPT: 0.1
 SAME_RATIO = 0.99  # correlation of the logarithms of sizes and tokens
-SHARE = 0.80  # of the intervals that hold the loss
-# Starting values of (alpha, beta), and the share of the least loss that is E.
+SHARE = 0.80  # coverage of the intervals
+# Starting values: alpha, beta, and the share of E in the lowest loss.
 STARTS = list(product((0.1, 0.3, 0.5, 0.8), (0.1, 0.3, 0.5, 0.8), (0.1, 0.4, 0.7, 0.95)))
-FEW = 7  # every seventh of them, beside a law that is nearly the same
+FEW = 7  # every 7th start, in addition to a law that is already close
 
 
 class Observed(NamedTuple):
-    """The final loss of a model of `parameters` after `tokens`."""
+    """The final loss of a model with this size after this many tokens."""
 
     parameters: float
     tokens: float
@@ -39,7 +39,7 @@ class Prediction:
     """A predicted loss. Fields are JSON keys.
 
     Attributes:
-        low, high: 80% interval, from leaving out one point at a time.
+        low, high: 80% interval, from fits that leave out one point each.
     """
 
     loss: float
@@ -48,14 +48,14 @@ class Prediction:
 
 
 def fit(points: Sequence[Observed], name: str = "fit") -> LossFit:
-    """Return the law with the least Huber loss of log losses, of many starts.
+    """Return the law that minimizes the Huber loss of the log losses, from many starts.
 
-    By Levenberg-Marquardt with the weights of the Huber loss, on the logarithms of E, A, B, alpha
-    and beta, all starts at once. Sizes and tokens are divided by their geometric means, so that A
-    and B are losses, of about the size of E.
+    Runs Levenberg-Marquardt with Huber weights on the logarithms of E, A, B, alpha and beta, for
+    all starts at once. Sizes and tokens are divided by their geometric means, so A and B are losses
+    of about the same magnitude as E.
 
-    Source: Hoffmann et al. 2022 (arXiv 2203.15556), section 3.3; there L-BFGS. Besiroglu et al.
-    2024 (arXiv 2404.10102) found that it had stopped before its minimum.
+    Source: Hoffmann et al. 2022 (arXiv 2203.15556), section 3.3, which uses L-BFGS. Besiroglu et
+    al. 2024 (arXiv 2404.10102) found that it had stopped before the minimum.
     """
     losses = np.array(points)[:, 2]
     starts = np.array([_start(losses, *start) for start in STARTS])
@@ -63,7 +63,7 @@ def fit(points: Sequence[Observed], name: str = "fit") -> LossFit:
 
 
 def fit_without(points: Sequence[Observed], law: LossFit) -> list[LossFit]:
-    """Return, for each point, the law of the others; `law`, that of all, is one of few starts."""
+    """Return, for each point, the law fitted to the others; `law`, fitted to all, is a start."""
     losses = np.array(points)[:, 2]
     sizes_1, tokens_1 = np.log(np.array(points)[:, :2]).mean(0)
     a, b = law.model / np.exp(law.alpha * sizes_1), law.data / np.exp(law.beta * tokens_1)
@@ -75,7 +75,7 @@ def fit_without(points: Sequence[Observed], law: LossFit) -> list[LossFit]:
 def _laws(
     points: Sequence[Observed], starts: np.ndarray, kept: np.ndarray, name: str
 ) -> list[LossFit]:
-    """Return the best law from (S, 5) starts for each row of (G, N) weights of the points."""
+    """Return the best law from (S, 5) starts for each row of (G, N) point weights."""
     sizes, tokens, losses = np.array(points, dtype=np.float64).T
     sizes_1, tokens_1 = np.log(sizes).mean(), np.log(tokens).mean()
     x, y, target = np.log(sizes) - sizes_1, np.log(tokens) - tokens_1, np.log(losses)
@@ -140,7 +140,7 @@ def _errors(
 
 @dataclass(frozen=True)
 class Fitted:
-    """A law fitted to all points, and one law for each point, fitted without it."""
+    """A law fitted to all points, and for each point a law fitted without it."""
 
     law: LossFit
     points: list[Observed]
@@ -153,7 +153,7 @@ class Fitted:
         return cls(law, points, fit_without(points, law))
 
     def errors(self) -> list[float]:
-        """Return, for each point, the predicted minus the measured loss when it is left out."""
+        """Return, for each point, the error of a prediction from a fit without it."""
         pairs = zip(self.without, self.points, strict=True)
         return [law.loss(point.parameters, point.tokens) - point.loss for law, point in pairs]
 
@@ -161,14 +161,14 @@ class Fitted:
     def one_ratio(self) -> bool:
         """Whether all points have about the same tokens per parameter.
 
-        Then the shares of size and tokens in the loss are unknown, and so is the loss at another
-        ratio: three coefficients remain, E + C / N^alpha.
+        If so, the contributions of size and tokens cannot be separated, and the loss at another
+        ratio is unknown: three coefficients remain, E + C / N^alpha.
         """
         sizes, tokens, _ = np.log(np.array(self.points, dtype=np.float64)).T
         return bool(np.corrcoef(sizes, tokens)[0, 1] > SAME_RATIO)
 
     def beyond(self, parameters: float, tokens: float) -> dict[str, float]:
-        """Return how far a model is beyond the points: {"compute": 4.0, ...}, 1 in their range."""
+        """Return the factors by which a model is outside the points' range, 1 if inside."""
         sizes, numbers, _ = np.array(self.points, dtype=np.float64).T
         ranges = {
             "compute": (sizes * numbers, parameters * tokens),
@@ -182,10 +182,10 @@ class Fitted:
         }
 
     def implausible(self) -> list[str]:
-        """Return what no law of language models has, as `alpha = 0`.
+        """Return the values that no law of language models has, such as `alpha = 0`.
 
-        With one ratio of tokens to parameters E, alpha and beta are unknown one by one: only their
-        sum is judged, by the exponent of the least power law that the losses could be.
+        If all points have one ratio of tokens to parameters, E, alpha and beta cannot be determined
+        separately. Then only the fall of the loss is judged, by the exponent of a power law.
         """
         law, least = self.law, min(point.loss for point in self.points)
         if self.one_ratio:
@@ -203,11 +203,11 @@ class Fitted:
         ]
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
-        """Return the loss of a model with an interval of 80%.
+        """Return a model's loss with an 80% interval.
 
-        Its variance is that of the jackknife for the law, which grows with the distance from the
-        runs, plus that of a run, from the errors of the points that are left out; Student's t
-        for the few points. Both take the law for true.
+        The variance is the sum of the law's jackknife variance, which grows with the distance from
+        the runs, and a single run's variance, estimated from the errors of left-out points.
+        Student's t accounts for the small number of points. Both terms assume that the law holds.
 
         Source: Efron and Stein 1981, "The jackknife estimate of variance", equation 1.2.
         """

@@ -1,4 +1,4 @@
-"""The best value of a swept setting, with its uncertainty: a parabola in its logarithm.
+"""The best value of a swept setting, with its uncertainty, from a parabola over its logarithm.
 
 Pure arithmetic on losses; numpy only.
 """
@@ -10,10 +10,10 @@ import numpy as np
 
 from launch.experiments.quantiles import student_quantile
 
-SHARE = 0.90  # of the intervals that hold the optimum
-REACH = 2  # points to either side of the best one that the parabola is fitted to
-HIGHEST = 1.2  # times the least loss of a value's worst seed: above it no parabola holds
-MISFIT = 6.0  # ratio of the variances of fit and seeds above which a parabola does not fit
+SHARE = 0.90  # coverage of the intervals
+REACH = 2  # points on either side of the best one that the parabola is fitted to
+HIGHEST = 1.2  # factor over the lowest worst-seed loss above which a value is not fitted
+MISFIT = 6.0  # a parabola does not fit above this ratio of the fit's variance to the seeds'
 NO_LOSSES: Mapping[float, int] = {}
 
 
@@ -22,20 +22,21 @@ class Optimum:
     """The best value of a setting. Fields are JSON keys.
 
     Attributes:
-        value, loss: where the parabola has its minimum; the best point where there is none.
+        value, loss: minimum of the parabola; the best point if there is no parabola.
         measured, measured_loss: the best point, and its mean loss.
-        interval: interval of `value`, which holds `measured`; None with one seed, at an edge, or
-            without a parabola.
-        open_ended: the noise hides one or both ends of the interval, which are those of the grid,
-            or the nearest values whose runs failed.
+        interval: interval for `value`, which contains `measured`; None with one seed, at an edge,
+            or without a parabola.
+        open_ended: noise hides one or both ends of the interval; they are set to the ends of the
+            grid or to the nearest values that could not be fitted.
         parabola: coefficients of loss over log(value), highest power first; None without one.
-        at_edge: the best point is the first or the last of those that could be fitted, so better
-            values may lie outside of them.
-        fitted: the first and the last value of the parabola; None without one.
-        points, seeds: number of fitted values, and of losses of the value that has the fewest.
-        high: values near the best one of which a run has a loss too high to be fitted.
-        incomplete: {value: number of its runs that gave up, failed or ended without a finite loss}.
-        missing: where values should be added next to the best one; None: beyond the grid.
+        at_edge: the best point is the first or last that could be fitted, so better values may be
+            outside the fitted range.
+        fitted: first and last value that the parabola is fitted to; None without one.
+        points, seeds: number of fitted values, and minimum number of losses per value.
+        high: values near the best one with a loss too high to be fitted.
+        incomplete: {value: number of its runs that gave up, failed, or ended without a finite
+            loss}.
+        missing: intervals next to the best value where values should be added; None is an open end.
     """
 
     value: float
@@ -57,10 +58,10 @@ class Optimum:
 def find_optimum(
     losses: Mapping[float, Sequence[float]], gave_up: Mapping[float, int] = NO_LOSSES
 ) -> Optimum | None:
-    """Return the optimum of {value: its losses, one of each seed}; values are positive.
+    """Return the optimum for {value: its losses, one per seed}; values are positive.
 
-    A value of which a run gave up or failed (`gave_up`: {value: how many}) is not fitted, and is
-    not the best: the losses of its other seeds do not count that run. None if none is left.
+    A value with runs that gave up or failed (`gave_up`: {value: number}) is neither fitted nor the
+    best, since its other seeds' losses leave out those runs. Returns None if no value is left.
     """
     incomplete = {value: number for value, number in gave_up.items() if number}
     values = sorted({*losses, *incomplete})
@@ -104,11 +105,12 @@ def find_optimum(
 
 @dataclass(frozen=True)
 class _Fit:
-    """A parabola of loss over log(value) - centre, with the covariance of its coefficients.
+    """A parabola for the loss over log(value) - centre, with the covariance of its coefficients.
 
     Attributes:
-        values: those that it is fitted to.
-        excess: variance of the means around it over that of the seeds; 0 where either is unknown.
+        values: values that the parabola is fitted to.
+        excess: variance of the means around the parabola divided by that of the seeds; 0 if either
+            is unknown.
         freedom: degrees of freedom of the variance.
     """
 
@@ -121,7 +123,7 @@ class _Fit:
 
     @property
     def minimum(self) -> float:
-        """Return the value at the minimum; an infinity, or 0, without one."""
+        """The value at the minimum; 0 or infinity if there is none."""
         a, b, _ = self.coefficients
         if a > 0:
             return float(np.exp(self.centre - b / (2 * a)))
@@ -137,10 +139,10 @@ class _Fit:
         return a, b - 2 * a * self.centre, c - b * self.centre + a * self.centre**2
 
     def interval(self) -> tuple[float, float]:
-        """Return the values at which the slope may be zero; (0, inf) if the curve may be flat.
+        """Return the range in which the slope may be zero; (0, inf) if the curve may be flat.
 
-        Source: Fieller 1954, "Some problems in interval estimation": exact for normal noise, while
-        a bootstrap of two or three seeds knows too few of their losses.
+        Source: Fieller 1954, "Some problems in interval estimation": exact for normal noise,
+        whereas two or three seeds are too few for a bootstrap.
         """
         a, b, _ = self.coefficients
         (aa, ab, _), (_, bb, _), _ = self.covariance
@@ -155,11 +157,11 @@ class _Fit:
 
 
 def _fitting(near: list[float], best: float, losses: Mapping[float, Sequence[float]]) -> _Fit:
-    """Return the parabola of the values near the best one, which lies between others.
+    """Return a parabola fitted to values near the best one, which is not at an end.
 
-    While its minimum is not between the neighbours of the best one, or the means deviate from it by
-    more than the seeds from their means, the higher end is left out: the three next to the best one
-    remain.
+    As long as the minimum is not between the best value's neighbours, or the means deviate from the
+    parabola by more than the seeds' noise explains, the end with the higher loss is dropped. The
+    best value and its two neighbours always remain.
     """
     while True:
         fit, place = _fit(near, losses), near.index(best)
@@ -172,9 +174,9 @@ def _fitting(near: list[float], best: float, losses: Mapping[float, Sequence[flo
 
 
 def _fit(values: Sequence[float], losses: Mapping[float, Sequence[float]]) -> _Fit:
-    """Fit a parabola to the mean losses; their variance is that of the seeds and of the fit."""
+    """Fit a parabola to the mean losses; their variance combines the seeds' and the fit's."""
     logs = np.log(values)
-    centre = float(logs.mean())  # the fit loses digits far from zero
+    centre = float(logs.mean())  # centered: far from zero the fit would lose precision
     numbers = np.array([len(losses[value]) for value in values])
     means = np.array([np.mean(losses[value]) for value in values])
     design = np.vander(logs - centre, 3)

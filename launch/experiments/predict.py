@@ -17,19 +17,18 @@ if TYPE_CHECKING:
     from launch.experiments.law import Fitted
 
 DEFAULT_EXTRAPOLATION = 10.0
-OTHER_RATIO = 1.5  # factor between tokens per parameter: of another shape
+OTHER_RATIO = 1.5  # factor in tokens per parameter above which a model counts as another shape
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Fit L(N, D) = E + A / N^alpha + B / D^beta to the final losses of finished runs of "
+        "Fit L(N, D) = E + A / N^alpha + B / D^beta to the final losses of finished runs with "
         "different sizes N and tokens D, and predict the loss of a larger run with an interval."
     )
     add = parser.add_argument
     add(
         "runs", nargs="+", type=Path,
-        help="run directories, or directories of sweeps; unfinished and undecayed runs are left "
-        "out",
+        help="run directories or sweep directories; unfinished and undecayed runs are left out",
     )  # fmt: skip
     add("--model_config", metavar="PATH", help="config.json of the model to predict")
     add("--total_tokens", type=count, metavar="TOKENS", help="its tokens")
@@ -53,11 +52,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "runs (default: 10)",
     )  # fmt: skip
     add("--json", action="store_true", help="print JSON")
-    devices = parser.add_argument_group("the devices of --budget, as for zerolm plan")
+    devices = parser.add_argument_group("the devices for --budget, with flags of zerolm plan")
     add_devices(devices)
     devices.add_argument(
-        "--mfu", metavar="X", type=number, help="model FLOP/s utilization (default: that of the "
-        "hardware)",
+        "--mfu", metavar="X", type=number, help="model FLOP/s utilization (default: from "
+        "--hardware)",
     )  # fmt: skip
 
 
@@ -77,9 +76,9 @@ def run(arguments: argparse.Namespace) -> None:
     chosen, limit = fitted[arguments.parameters], arguments.max_extrapolation
     if implausible := chosen.implausible():
         notices.append(
-            f"{', '.join(implausible)}: no law of language models. These runs do not show how the "
-            f"loss depends on size and tokens: they are too few, too alike or badly tuned. Do not "
-            f"trust the prediction"
+            f"{', '.join(implausible)}: not plausible for language models. These runs do not show "
+            f"how the loss depends on size and tokens: they are too few, too similar or badly "
+            f"tuned. Do not trust the prediction"
         )
     record: dict[str, Any] = {
         "parameters": arguments.parameters, "runs": [vars(rung) for rung in rungs],
@@ -99,7 +98,7 @@ def run(arguments: argparse.Namespace) -> None:
     if chosen.one_ratio and is_other_ratio:
         problems.append(
             "the runs: all have about the same tokens per parameter, so nothing is known about "
-            "other shapes. Add runs with more and fewer tokens."
+            "other ratios. Add runs with more and fewer tokens."
         )
     elif budget is not None:
         record["budget"] = best = _optimum(chosen, *budget)
@@ -111,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _target(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the size and tokens to predict, with the measured loss of --check_against."""
+    """Return the size and tokens to predict, with the loss measured by --check_against."""
     from launch.experiments import ladder
     from zerolm.model.model import Model
     from zerolm.report.run_history import read_run
@@ -120,7 +119,7 @@ def _target(arguments: argparse.Namespace) -> dict[str, Any] | None:
     if own is not None:
         if path or tokens:
             raise ConfigError(
-                "command line: --check_against: has a model and tokens of its own. Remove "
+                "command line: --check_against: has its own model and tokens. Remove "
                 "--model_config and --total_tokens."
             )
         found = ladder.read_rung(read_run(own))
@@ -141,30 +140,30 @@ def _target(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _other_vocabulary(target: Mapping[str, Any], vocab_size: int | None) -> list[str]:
-    """Return the refusal of a model whose losses cannot be compared with those of the runs."""
+    """Return a problem if the model's losses cannot be compared with those of the runs."""
     own = target.get("vocab_size")
     if None in (own, vocab_size) or own == vocab_size:
         return []
     return [
         f"{target['name']}: vocab_size: {own}, but the runs have {vocab_size}, and losses per "
-        f"token of other vocabularies cannot be compared. Give a config with the same."
+        f"token with different vocabularies cannot be compared. Give a config with the same size."
     ]
 
 
 def _too_far(name: str, beyond: Mapping[str, float], limit: float) -> list[str]:
-    """Return the refusal of what the runs say too little about; [] if it is near enough."""
+    """Return a problem if the prediction is too far outside the range of the runs."""
     far = {each: factor for each, factor in beyond.items() if factor > limit}
     if not far:
         return []
     return [
         f"{name} {_factors(far)} outside the range of the runs, more than --max_extrapolation "
-        f"{limit:g}. Add larger runs, or say how far you trust the fit: --max_extrapolation "
+        f"{limit:g}. Add larger runs, or allow it with --max_extrapolation "
         f"{math.ceil(max(far.values()))}."
     ]
 
 
 def _optimum(fitted: "Fitted", flops: float, derivation: str) -> dict[str, Any]:
-    """Return the size and tokens with the least loss, and their range over the left-out runs."""
+    """Return the size and tokens with the lowest loss, and their range when leaving out a run."""
     parameters, tokens = fitted.law.optimum(flops)
     sizes = [law.optimum(flops)[0] for law in fitted.without]
     largest = max(6 * each.parameters * each.tokens for each in fitted.points)
@@ -176,7 +175,7 @@ def _optimum(fitted: "Fitted", flops: float, derivation: str) -> dict[str, Any]:
 
 
 def as_text(record: dict[str, Any], fitted: "Fitted", rungs: "Sequence[Rung]") -> str:
-    """Return the table of the runs, the law, and what it predicts."""
+    """Return the table of runs, the law, and its predictions."""
     kind, law = record["parameters"], fitted.law
     width = max(len(rung.name) for rung in rungs)
     head = f"{'run':<{width}}  {'parameters':>10}  {'tokens':>8}  {'loss':>8}  {'fit':>8}"
@@ -200,9 +199,9 @@ def as_text(record: dict[str, Any], fitted: "Fitted", rungs: "Sequence[Rung]") -
         if (values := [getattr(each, key) for each in fitted.without])
     ]
     lines.append(
-        "all runs have about the same tokens per parameter: only the sum of the terms is known"
+        "all runs have about the same tokens per parameter: only the sum of their terms is known"
         if record["one_ratio"]
-        else f"without one of the runs: {', '.join(ranges)}"
+        else f"when leaving out a run: {', '.join(ranges)}"
     )
     if (target := record.get("target")) is not None:
         lines += ["", *_target_lines(target, kind)]
@@ -211,8 +210,8 @@ def as_text(record: dict[str, Any], fitted: "Fitted", rungs: "Sequence[Rung]") -
         lines += [
             "",
             f"{found['derivation']}{found['flops']:.3g} FLOPs: best with "
-            f"{shown_count(found['parameters'])} parameters ({low} to {high} without one of the "
-            f"runs) and {shown_count(found['tokens'])} tokens, "
+            f"{shown_count(found['parameters'])} parameters ({low} to {high} when leaving out a "
+            f"run) and {shown_count(found['tokens'])} tokens, "
             f"{found['tokens'] / found['parameters']:.3g} per parameter",
             f"loss {_interval(found)}; {found['beyond']:.3g} x the compute of the largest run",
         ]

@@ -4,9 +4,9 @@ import math
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """Return the value below which a share, above a half, of Student's t lies.
+    """Return the quantile of Student's t for a share above one half.
 
-    By bisection of its distribution, in closed form for whole degrees of freedom.
+    Bisects the distribution function, which has a closed form for whole degrees of freedom.
 
     Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
     """
@@ -20,7 +20,7 @@ def student_quantile(share: float, freedom: int) -> float:
 
 
 def _student(value: float, freedom: int) -> float:
-    """Return the share of Student's t below a value that is not negative."""
+    """Return the share of Student's t below a non-negative value."""
     angle = math.atan(value / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     term, total = 1.0, 0.0

@@ -1,4 +1,4 @@
-"""The results of runs as an experiment sees them: final losses, and the table of a sweep."""
+"""Results of an experiment's runs: final losses, and the table of a sweep."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from zerolm.run_dir.events import DONE, FAILED, GAVE_UP
 from zerolm.run_dir.files import RunFiles
 
 SEED, LEARNING_RATE = "seed", "learning_rate"
-# More tokens are always better, and losses of differently cut data cannot be compared.
+# More tokens are always better, and losses over different sequences cannot be compared.
 WITHOUT_OPTIMUM = (SEED, "total_tokens", "val_data", *comparable.SETTINGS)
 
 
@@ -25,8 +25,8 @@ class Result:
     """The result of a point. Fields are JSON keys.
 
     Attributes:
-        state: the state that `zerolm status` shows; `new` before the first start.
-        loss, metric: None and empty unless it is done.
+        state: state as shown by `zerolm status`; `new` before the first start.
+        loss, metric: None and empty unless the run is done.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Result:
 
 
 def final_loss(run: RunHistory) -> tuple[float, str] | None:
-    """Return the final loss of a run and what it is: of the validation data, if it has any.
+    """Return a run's final loss and its name: the validation loss if there is one.
 
-    None without losses, if the last one is not finite, and if the last step was not evaluated:
-    evaluations that crash are skipped.
+    None if there are no losses, the last one is not finite, or the last step was not evaluated
+    (evaluations that crash are skipped).
     """
     column = run.curves.columns.get("eval/loss")
     if column and column[0]:
@@ -64,9 +64,9 @@ def result_of(point: Point, run_dir: Path) -> Result:
 
 
 def curve_axis(results: Sequence[Result]) -> str | None:
-    """Return the setting to find the optimum of: the learning rate, else one of positive numbers.
+    """Return the setting to optimize: the learning rate, else a setting with positive numbers.
 
-    None if there is no such setting with several values.
+    None if no such setting has several values.
     """
     axes = [axis for axis in results[0].values if axis not in WITHOUT_OPTIMUM]
     for axis in sorted(axes, key=lambda axis: axis != LEARNING_RATE):
@@ -84,7 +84,7 @@ def _number(label: str) -> float:
 
 
 def curves(results: Sequence[Result], axis: str | None) -> dict[str, dict[float, list[float]]]:
-    """Return {combination of the other settings: {value: losses of its seeds}} of done runs.
+    """Return {combination of the other settings: {value: its seeds' losses}} for done runs.
 
     Without an axis the value is 0.
     """
@@ -106,9 +106,9 @@ def _value(result: Result, axis: str | None) -> float:
 
 
 def optima(results: Sequence[Result], axis: str | None) -> dict[str, Optimum]:
-    """Return {combination of the other settings: the optimum of a setting}; {} without one.
+    """Return {combination of the other settings: optimum of `axis`}; {} without an axis.
 
-    Runs that gave up, failed, or ended without a finite loss are counted for their values.
+    Counts the runs of each value that gave up, failed or ended without a finite loss.
     """
     if axis is None:
         return {}
@@ -128,8 +128,8 @@ def require_one_metric(results: Sequence[Result]) -> None:
     kinds = {result.metric.partition(",")[0] for result in results if result.metric}
     if len(kinds) > 1:
         raise ConfigError(
-            "the runs: some have an eval/loss and some have none, so their losses cannot be "
-            "compared. Give all of them the same --val_data."
+            "the runs: only some have an eval/loss, so their losses cannot be compared. Give all "
+            "of them the same --val_data."
         )
 
 
@@ -159,7 +159,7 @@ def as_text(results: Sequence[Result], axis: str | None, found: Mapping[str, Opt
 
 
 def describe(axis: str, optimum: Optimum) -> str:
-    """Return the optimum in a sentence, with its uncertainty or why it has none."""
+    """Describe the optimum in a sentence, with its uncertainty or why none is known."""
     text = f"best {axis} {optimum.value:.3g}, loss {optimum.loss:.5f}"
     if optimum.parabola is None:
         fewer = "; fewer than three values, so no parabola was fitted"
@@ -174,9 +174,9 @@ def describe(axis: str, optimum: Optimum) -> str:
     if optimum.interval is not None:
         low, high = optimum.interval
         text += f", 90% interval {low:.3g} to {high:.3g} from {optimum.seeds} seeds"
-        text += " or beyond: the noise hides the curve" if optimum.open_ended else ""
+        text += " or wider: noise hides the curve" if optimum.open_ended else ""
     elif optimum.parabola is not None:
-        text += ", no interval with one seed"
+        text += ", no interval: only one seed"
     if optimum.at_edge:
         text += ". The best value has no comparable neighbour on "
         text += f"{'one side' if len(optimum.missing) == 1 else 'either side'}: "

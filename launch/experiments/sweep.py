@@ -1,7 +1,7 @@
-"""`zerolm sweep`: start a run for each point of a grid, by `zerolm train`, and name the optimum.
+"""`zerolm sweep`: start a run with `zerolm train` for each point of a grid, and report the optimum.
 
-All points are checked before the first one starts. Each is an ordinary run, so the same command
-resumes a sweep that was stopped or killed: finished runs are skipped.
+All points are checked before the first one starts. Each point is an ordinary run, so the same
+command resumes a sweep that was stopped or killed, and skips finished runs.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from zerolm.engine.launcher_options import LAUNCHER_FLAGS
 from zerolm.parts.parse import parse_settings
 from zerolm.run_dir.events import DONE, GAVE_UP
 
-LOG = "console.log"  # in each run directory: what `zerolm train` has printed
-PLACES = ("hostfile", "num_nodes", "include", "exclude", "node_rank")  # of the launcher
+LOG = "console.log"  # in each run directory: the output of `zerolm train`
+PLACES = ("hostfile", "num_nodes", "include", "exclude", "node_rank")  # launcher flags
 POLL_SECONDS = 0.2
 
 
@@ -40,8 +40,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "%(prog)s --set NAME=V1,V2 [--set ...] --run_dir DIR [flags] [zerolm train's flags]"
     )
     parser.description = (
-        "Start a run for each combination of the values, each in a directory of DIR, and print and "
-        "draw their final losses and the best value. The same command skips the runs that are done "
+        "Start a run for each combination of the values, each in a subdirectory of DIR, then "
+        "print and plot the final losses and the best value. The same command skips finished runs "
         "and resumes the others. All other flags are passed to zerolm train."
     )
     parser.add_argument(
@@ -50,19 +50,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--model_config", action="append", default=[], metavar="PATH",
-        help="a Hugging Face config.json; several are an axis of the grid",
+        help="a Hugging Face config.json; repeat it to make an axis of the grid",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=count, metavar="N",
-        help="number of runs at a time, which share the devices and cores of this machine "
-        "(default: 1)",
+        help="number of concurrent runs, which share this machine's devices and cores (default: 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--table", action="store_true", help="start nothing: print and draw what there is"
+        "--table", action="store_true", help="start nothing: print and plot existing results"
     )
     parser.add_argument(
         "--render", metavar="FILE",
-        help="start nothing: write an array job for Slurm with a task for each run",
+        help="start nothing: write a Slurm array job with a task for each run",
     )  # fmt: skip
     group = parser.add_argument_group("the job file of --render")
     add_size_flags(group, default=1)
@@ -74,8 +73,8 @@ class Sweep:
     """The runs of a sweep.
 
     Attributes:
-        flags: flags of pretrain.py that all points share.
-        tokens: {name of a point: the tokens of its complete run}.
+        flags: pretrain.py's flags shared by all points.
+        tokens: {name of a point: number of tokens in its complete run}.
     """
 
     run_dir: Path
@@ -118,10 +117,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Sweep, bool]:
-    """Return the sweep that the command line describes, and whether it is only to be checked.
+    """Return the sweep described by the command line, and whether to only check it.
 
     Raises:
-        ConfigError: every problem that can be found without reading any file but --settings.
+        ConfigError: lists every problem that can be found without reading files other than
+            --settings.
     """
     problems: list[str] = []
     given, models = list(arguments.axes), arguments.model_config
@@ -135,9 +135,9 @@ def _read(arguments: argparse.Namespace) -> tuple[Sweep, bool]:
     problems += found
     is_check = settings.check
     if not given:
-        problems.append(f"{COMMAND_LINE}: --set: missing. Write for example --set seed=0,1.")
+        problems.append(f"{COMMAND_LINE}: --set: missing. For example, write --set seed=0,1.")
     if settings.run_dir is None:
-        problems.append(f"{COMMAND_LINE}: --run_dir: missing, the directory of the sweep. Add it.")
+        problems.append(f"{COMMAND_LINE}: --run_dir: missing. Give a directory for the sweep.")
     for axis in axes:
         if settings.origins.get(axis, "").startswith(COMMAND_LINE):
             problems.append(f"{COMMAND_LINE}: --{axis}: given in --set too. Remove one of them.")
@@ -158,14 +158,14 @@ def _read(arguments: argparse.Namespace) -> tuple[Sweep, bool]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Check every point, then run those that are not done
+# Check every point, then run the points that are not done
 
 
 def _check(sweep: Sweep, jobs: int) -> None:
     """Check every point as `zerolm train` does, before anything is written.
 
     Raises:
-        ConfigError: every problem; those that only some points have are said to be theirs.
+        ConfigError: lists every problem; a problem of only some points names these points.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -196,7 +196,7 @@ def _check(sweep: Sweep, jobs: int) -> None:
 
 @dataclass
 class _Job:
-    """A run that was started, the place of its devices, and the number of signals it got."""
+    """A started run, the slot of its devices, and the number of signals forwarded to it."""
 
     point: Point
     process: subprocess.Popen[bytes]
@@ -206,7 +206,7 @@ class _Job:
 
 
 def _start(sweep: Sweep, jobs: int, master_port: int) -> int:
-    """Run all points that are not done; return the exit code of the sweep."""
+    """Run all points that are not done; return the sweep's exit code."""
     from launch.experiments.results import result_of
 
     waiting, failed, total = list(sweep.points), list[str](), len(sweep.points)
@@ -238,13 +238,13 @@ def _start(sweep: Sweep, jobs: int, master_port: int) -> int:
         point = waiting.pop(0)
         before = result_of(point, sweep.directory(point))
         if before.state == DONE and before.tokens >= sweep.tokens[point.name]:
-            _log(point, "was done")
+            _log(point, "already done")
         elif before.state == GAVE_UP:
-            _log(point, f"had given up, see zerolm status {before.run_dir}")
+            _log(point, f"gave up earlier, see zerolm status {before.run_dir}")
             failed.append(point.name)
         else:
             slot = min(set(range(jobs)) - {job.slot for job in running})
-            _log(point, f"starts, {total - len(waiting)} of {total}")
+            _log(point, f"starting, {total - len(waiting)} of {total}")
             running.append(_launch(sweep, point, slot, jobs, master_port))
     for each, handler in handlers.items():
         signal.signal(each, handler)
@@ -259,7 +259,7 @@ def _launch(sweep: Sweep, point: Point, slot: int, jobs: int, master_port: int) 
     """Start `zerolm train` for a point; it saves and stops if the sweep is killed."""
     options, environment = dict(sweep.launcher), dict(os.environ)
     ranks = int(options["num_gpus"])
-    if sweep.devices:  # the launcher takes all that it sees, unless a flag says otherwise
+    if sweep.devices:  # the launcher uses all visible devices unless a flag limits them
         del options["num_gpus"]
         chosen = [
             sweep.devices[(slot * ranks + each) % len(sweep.devices)] for each in range(ranks)

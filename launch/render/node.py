@@ -1,7 +1,7 @@
-"""`zerolm node`: start this node's ranks of a run under Slurm, Kubernetes or SkyPilot.
+"""`zerolm node`: start a run's ranks on this node under Slurm, Kubernetes or SkyPilot.
 
-The scheduler starts this command once on each node and gives the node's rank. DeepSpeed's launcher
-kills the ranks on a signal, so this process, or the supervisor if there is one, forwards signals to
+The scheduler starts this command once on each node and sets the node's rank. DeepSpeed's launcher
+kills the ranks on a signal. Therefore this process (or the supervisor, if any) forwards signals to
 the ranks, which save and stop.
 """
 
@@ -26,15 +26,15 @@ from zerolm.common.errors import EXIT_BUG, EXIT_STOPPED, ConfigError
 from zerolm.common.shipped import SCRIPT, module_command
 from zerolm.engine.launcher_options import DEFAULT_PORT
 
-# The node's rank, as set by Slurm, by an indexed Kubernetes Job, and by SkyPilot.
+# Variables with the node's rank, set by Slurm, an indexed Kubernetes Job, and SkyPilot.
 RANK_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --nodes N --devices_per_node D --master_addr A -- pretrain.py ..."
     parser.description = (
-        "Start this node's ranks of a run. The file of `zerolm render` and those of "
-        "docs/examples run this command once on each node. The node's rank is read from the "
+        "Start a run's ranks on this node. Job files from `zerolm render` and docs/examples run "
+        "this command once on each node. The node's rank is read from the "
         "variables that Slurm, an indexed Kubernetes Job or SkyPilot set."
     )
     add_size_flags(parser)
@@ -50,14 +50,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_size_flags(parser: argparse._ActionsContainer, default: int | None = None) -> None:
-    """Add the flags that a job file hands on to this command; required without a default."""
+    """Add the flags that a job file passes to this command; they are required without a default."""
     add = partial(parser.add_argument, type=count, required=default is None, default=default)
-    add("--nodes", metavar="N", help="number of nodes of the run")
+    add("--nodes", metavar="N", help="number of nodes in the run")
     add("--devices_per_node", metavar="D", help="number of ranks on each node")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run this node's ranks until they end; return the exit code of the run."""
+    """Run this node's ranks until they end; return the run's exit code."""
     flags = pretrain_flags(run_command(arguments))
     run_dir = Path(parse_pretrain_flags(flags).run_dir or "")
     rank = node_rank(arguments.node_rank, arguments.nodes, os.environ)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def node_rank(given: int | None, nodes: int, environment: Mapping[str, str]) -> int:
-    """Return the rank of this node, from the flag or else from the scheduler's variable.
+    """Return this node's rank, from the flag or else from the scheduler's variable.
 
     Raises:
         ConfigError: neither is set, or the rank is not below the number of nodes.
@@ -87,7 +87,7 @@ def node_rank(given: int | None, nodes: int, environment: Mapping[str, str]) -> 
     if not candidates:
         raise ConfigError(
             f"command line: --node_rank is missing, and none of {', '.join(RANK_VARIABLES)} is "
-            f"set. Give it: 0 on the first node, 1 on the next."
+            f"set. Give 0 on the first node, 1 on the next, and so on."
         )
     source, value = next(iter(candidates.items()))
     if not value.isdigit() or int(value) >= nodes:
@@ -106,7 +106,7 @@ def _run_ranks(command: Sequence[str], run_dir: Path) -> int:
         if len(signals) > num_forwarded:
             num_forwarded += 1
             _log(f"{signal.Signals(signals[0]).name}: asking the ranks to save and stop")
-            if not attempt.request_stop(signals[0]):  # there is no rank yet that could save
+            if not attempt.request_stop(signals[0]):  # no rank can save yet
                 attempt.kill()
                 attempt.finish()
                 return EXIT_STOPPED

@@ -28,12 +28,12 @@ MAX_NAME_LENGTH = 40
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s slurm --nodes N --devices_per_node D [flags] -- pretrain.py's flags"
     parser.description = (
-        "Write a job file that starts a run under Slurm, which requeues a run that ends with exit "
-        "code 75 (saved and stopped). docs/examples has files for Kubernetes and SkyPilot."
+        "Write a Slurm job file for a run. The job is requeued when the run ends with exit code "
+        "75 (saved and stopped). docs/examples has files for Kubernetes and SkyPilot."
     )
     parser.add_argument(
         "kind", choices=("slurm",),
-        help="the scheduler; for Kubernetes and SkyPilot copy a file of docs/examples",
+        help="the scheduler; for Kubernetes and SkyPilot copy a file from docs/examples",
     )  # fmt: skip
     add_size_flags(parser)
     parser.add_argument("--output", metavar="FILE", help="file to write (default: standard output)")
@@ -42,11 +42,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags of a job file that do not depend on what the job starts."""
-    parser.add_argument("--name", help="name of the job (default: last part of --run_dir)")
+    """Add the flags for a job file that do not depend on the command in the job."""
+    parser.add_argument("--name", help="job name (default: last part of --run_dir)")
     parser.add_argument(
         "--time", type=duration, default=86400.0, metavar="DURATION",
-        help="time limit of the job (default: 1d)",
+        help="time limit for the job (default: 1d)",
     )  # fmt: skip
     parser.add_argument(
         "--save_time", type=duration, default=600.0, metavar="DURATION",
@@ -63,7 +63,7 @@ def add_job_flags(parser: argparse._ActionsContainer) -> None:
     add_launcher_flags(parser, ["master_port"], master_port=DEFAULT_PORT)
     parser.add_argument(
         "--env", action="append", default=[], metavar="NAME=VALUE",
-        help="environment variable of the run, repeatable; for secrets use --secret",
+        help="environment variable for the run, repeatable; for secrets use --secret",
     )  # fmt: skip
     parser.add_argument(
         "--secret", action="append", default=[], metavar="NAME",
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def write_job(text: str, path: str, flag: str) -> None:
-    """Write a job file to the path that a flag has given, and print how to start it."""
+    """Write a job file to the path given by a flag, and print how to start it."""
     try:
         Path(path).write_text(text)
     except OSError as error:
@@ -96,7 +96,7 @@ def write_job(text: str, path: str, flag: str) -> None:
 
 
 def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
-    """Return the contents of the file."""
+    """Return the job that the file describes."""
     flags = pretrain_flags(command, arguments.settings)
     problems: list[str] = []
     run_dir = "run"
@@ -123,7 +123,7 @@ def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
 
 
 def _environment(arguments: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """Return (variables of --env, problems of --env and --secret)."""
+    """Return (variables from --env, problems with --env and --secret)."""
     environment: dict[str, str] = {}
     problems = []
     for pair in arguments.env:
@@ -133,12 +133,12 @@ def _environment(arguments: argparse.Namespace) -> tuple[dict[str, str], list[st
         elif is_secret_name(variable):
             problems.append(
                 f"--env: {variable} seems to be a secret, which must not be in a file. Write "
-                f"--secret {variable}, without its value."
+                f"--secret {variable} without its value."
             )
         environment[variable] = value
     problems += [
-        f"--secret: {variable.partition('=')[0]} must be the name of a variable only. Leave its "
-        f"value to the scheduler."
+        f"--secret: {variable.partition('=')[0]} must be only a variable name. Leave its value to "
+        f"the scheduler."
         for variable in arguments.secret
         if not VARIABLE_NAME.fullmatch(variable)
     ]
@@ -155,7 +155,7 @@ def _scheduler_problems(arguments: argparse.Namespace) -> list[str]:
             f"{arguments.time:.0f}s. Shorten it."
         )
     problems += [
-        f"--slurm: {option!r} must be one sbatch option such as --partition=gpu. Correct it."
+        f"--slurm: {option!r} must be a single sbatch option such as --partition=gpu. Correct it."
         for option in arguments.slurm
         if not SBATCH_OPTION.fullmatch(option)
     ]

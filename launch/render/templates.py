@@ -1,7 +1,7 @@
 """Render a `Job` as an sbatch script.
 
-It starts `zerolm node` on every node with the same flags of pretrain.py, and requeues a
-run that ends with exit code 75. No side effects.
+The script starts `zerolm node` on every node with the same pretrain.py flags, and requeues a run
+that ends with exit code 75. No side effects.
 """
 
 import math
@@ -15,17 +15,17 @@ from zerolm.common.shipped import ROOT, RUN_MODULE
 
 @dataclass(frozen=True)
 class Job:
-    """The content of a job file.
+    """The contents of a job file.
 
     Attributes:
         nodes, devices: number of nodes, and number of ranks on each.
         directory: path of this project, the same on each node.
-        python: interpreter: a path relative to `directory`, or a program's name.
+        python: interpreter: a path relative to `directory`, or a program name.
         secrets: variables whose values the scheduler supplies.
         save_seconds: time to save and stop before the time limit.
         slurm: additional `#SBATCH` options.
-        points: the further flags of each run of an array job.
-        at_once: how many runs of an array job may run at once; None: any number.
+        points: additional flags for each run in an array job.
+        at_once: maximum number of concurrent runs in an array job; None means no limit.
     """
 
     name: str
@@ -44,13 +44,13 @@ class Job:
     at_once: int | None = None
 
     def node_shell_command(self) -> str:
-        """Return the command that each node runs, for a shell whose `$master` is the address."""
+        """Return each node's shell command, which expects the address of node 0 in `$master`."""
         node = [self.python, run_module_on_nodes(self.directory), "launch", "node"]
         node += ["--nodes", str(self.nodes)]
         node += ["--devices_per_node", str(self.devices)]
         run = ["--", "pretrain.py", *self.flags]
         port, point = str(self.master_port), ""
-        if self.points:  # tasks of an array may share a node
+        if self.points:  # array tasks may share a node
             port, point = f"$(({port} + SLURM_ARRAY_TASK_ID))", ' "${point[@]}"'
         where = f'--master_port {port} --master_addr "$master"'
         return f"{shlex.join(node)} {where} {shlex.join(run)}{point}"
@@ -59,12 +59,12 @@ class Job:
 def slurm_script(job: Job) -> str:
     """Return an sbatch script: the supervisor on the first node, one task on each node.
 
-    Because of `exec` the supervisor is the process that receives `--signal`. It forwards the signal
-    to the ranks of its node, and all ranks save together. With `--requeue` the supervisor requeues
-    the job.
+    `exec` makes the supervisor the process that receives `--signal`. It forwards the signal to the
+    ranks on its node, and all ranks save together. With `--requeue` the supervisor requeues the
+    job.
     """
-    minutes = math.ceil(job.time_seconds / 60)  # Slurm takes 0 as no limit
-    # By default Slurm gives a task one core, and the memory of one core.
+    minutes = math.ceil(job.time_seconds / 60)  # 0 would mean no limit to Slurm
+    # By default Slurm allocates one core per task, and the memory of one core.
     own = ("--exclusive", "--cpus-per-", "-c", "--mem")
     shares_nodes = any(option.startswith(own) for option in job.slurm)
     lines = [
@@ -110,7 +110,7 @@ def slurm_script(job: Job) -> str:
 
 
 def run_module_on_nodes(directory: str) -> str:
-    """Return the path of `run_module.py` in this project on the nodes, or where it is installed."""
+    """Return the path of `run_module.py` on the nodes: in the project, or as installed here."""
     path = RUN_MODULE.relative_to(ROOT)
     is_elsewhere = Path(directory).is_dir() and not (directory / path).exists()
     return str(RUN_MODULE if is_elsewhere else path)

@@ -1,8 +1,8 @@
 """One launch of a run, as a child process: start it, watch its ranks, stop it, and clean up.
 
 Signals go to the ranks, which save and stop; DeepSpeed's launcher would kill them instead. Every
-process of a launch has a mark in its environment, by which this module finds it. Nothing is ever
-signalled by process name.
+process of a launch carries a mark in its environment, by which this module finds it. No process is
+ever signalled by name.
 """
 
 import contextlib
@@ -39,17 +39,17 @@ from zerolm.watchdog.progress import Heartbeat, read_heartbeat
 from zerolm.watchdog.silence import CEASED_BEATS, Ages
 
 POLL_SECONDS = 0.2
-ORPHAN_SECONDS = 30.0  # time for processes that a launch left behind to end by themselves
-MEET_SECONDS = 20.0  # for the launchers of all hosts to end, once a rank has before they connect
+ORPHAN_SECONDS = 30.0  # time for processes left behind by a launch to end without being killed
+MEET_SECONDS = 20.0  # time for all launchers to end after a rank has ended before connecting
 RANKS_GONE_SECONDS = 60.0  # time for the launcher to notice that its ranks have ended
-LAUNCHER_SECONDS = 1.5  # the same, if the cause is known: the launcher polls every second
-STOPPED_SECONDS = 30.0  # limit with all ranks of this host stopped (SIGSTOP), unable to report it
+LAUNCHER_SECONDS = 1.5  # the same time if the cause is known: the launcher polls every second
+STOPPED_SECONDS = 30.0  # limit if all ranks on this host are stopped (SIGSTOP) and cannot report it
 SILENT_SECONDS = 60.0  # added to a rank's own limit before its silence counts as a hang
-SUSPENDED_SECONDS = 6.0  # a check this late means that this process was suspended, too
-REASON_SECONDS = 30.0  # for ranks that outlive their launcher to find out why, and to end
+SUSPENDED_SECONDS = 6.0  # a check this late means that this process was suspended as well
+REASON_SECONDS = 30.0  # time for ranks that outlive their launcher to log the reason and end
 WHY_EVENTS = {*FINAL_EVENTS, *LOST_EVENTS, "corrupted"}
 KILL_SECONDS = 5.0
-STACKS_SECONDS = 2.0  # for ranks to write their stacks
+STACKS_SECONDS = 2.0  # time for ranks to write their stacks
 MAX_OUTPUT_LINES = 400
 PR_SET_PDEATHSIG = 1
 
@@ -72,18 +72,18 @@ class Attempt:
         self.mark = f"{processes.SUPERVISOR}={mark}"
         self.files, self.start_seconds = RunFiles(run_dir), start_seconds
         self.events_start = self.files.events.stat().st_size if self.files.events.exists() else 0
-        self.problem: str | None = None  # the last error of the supervisor's own checks
+        self.problem: str | None = None  # the last error in the supervisor's own checks
         earlier = progress.read_heartbeats(run_dir).values()
         self.earlier_tokens = {heartbeat["token"] for heartbeat in earlier}
         self.machine = processes.machine_id()
         self.output: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
         self.kill_reason: str | None = None
         self._oom_kills = machine.oom_kills()
-        self._ended_early: tuple[str, float] | None = None  # of several hosts, and when
+        self._ended_early: tuple[str, float] | None = None  # (reason, time)
         self._written: dict[int, tuple[int, float]] = {}  # heartbeats: (mtime, seen since)
         self._beats: list[Heartbeat] = []
         self._beats_read_at = 0.0
-        self._launcher_ended = 0.0  # on the clock of `time.time`
+        self._launcher_ended = 0.0  # measured with `time.time`
         self._gone_since: float | None = None
         self._stopped_since: float | None = None
         self._started = self._checked = time.monotonic()
@@ -93,8 +93,8 @@ class Attempt:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C reaches this process only, which forwards it
-            preexec_fn=end_with_parent,  # the ranks then save and stop
+            start_new_session=True,  # so Ctrl-C reaches only this process, which forwards it
+            preexec_fn=end_with_parent,  # which makes the ranks save and stop
         )
         self._reader = threading.Thread(target=self._copy_output, daemon=True)
         self._reader.start()
@@ -115,7 +115,7 @@ class Attempt:
         try:
             reason = self._stuck_reason(now)
             self._end_idle_launchers(now)
-        except Exception as error:  # a check must not end the run that it checks
+        except Exception as error:  # a failing check must not end the run
             reason, self.problem = None, f"cannot check the ranks: {error!r}"
         if reason is not None:
             self.kill_reason = reason
@@ -123,12 +123,13 @@ class Attempt:
         return self.process.poll() is None
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Return the last heartbeats of the ranks of this launch."""
+        """Return the last heartbeat of each rank in this launch."""
         mark = self.mark.partition("=")[2]
         return [
             beat
             for beat in progress.read_heartbeats(self.files.run_dir).values()
-            # DeepSpeed does not forward the mark to other hosts; ranks there have a new token.
+            # DeepSpeed does not forward the mark to other hosts; ranks there are recognized by a
+            # new token.
             if beat["supervisor"] == mark
             or (beat["supervisor"] is None and beat["token"] not in {None, *self.earlier_tokens})
         ]
@@ -136,7 +137,7 @@ class Attempt:
     def request_stop(self, number: int) -> bool:
         """Forward a signal to the ranks on this host; all ranks then save and stop together.
 
-        Returns False if no rank yet has anything to save.
+        Returns False if no rank has anything to save yet.
         """
         beats = self.heartbeats()
         local = [beat for beat in beats if beat["machine"] == self.machine]
@@ -144,19 +145,19 @@ class Attempt:
         if any(sent):
             return True
         tokens = {beat["token"] for beat in beats if beat["token"] and beat["state"] == "running"}
-        for token in tokens:  # no rank is on this host: rank 0 polls for this file
+        for token in tokens:  # no rank on this host: rank 0 polls for this file
             path = self.files.stop_request(token)
             with contextlib.suppress(OSError):
                 path.write_text(signal.Signals(number).name + "\n")
         return bool(tokens)
 
     def kill(self) -> list[int]:
-        """Kill every process of this launch on this host at once; return their process IDs."""
+        """Kill all of this launch's processes on this host immediately; return their IDs."""
         killed: set[int] = set()
-        for beat in self.heartbeats():  # of a rank that was started over ssh, without the mark
+        for beat in self.heartbeats():  # a rank started over ssh lacks the mark
             rank = processes.inspect_process(beat["pid"])
             if rank and not self._is_over(beat) and beat["machine"] == self.machine:
-                processes.signal_process(rank, signal.SIGKILL)  # its launcher then ends
+                processes.signal_process(rank, signal.SIGKILL)  # which makes its launcher end
                 killed.add(rank.pid)
         deadline = time.monotonic() + KILL_SECONDS  # a process may be stuck in the kernel
         while (alive := processes.marked_pids(self.mark)) and time.monotonic() < deadline:
@@ -186,7 +187,7 @@ class Attempt:
             if killed_ranks and (kills := machine.oom_kills() - self._oom_kills):
                 note = machine.oom_note(kills)
                 outcome.reasons += [note] * (note not in " ".join(outcome.reasons))
-        except Exception as error:  # a bug of the supervisor: the code of the launcher must do
+        except Exception as error:  # a bug in the supervisor: fall back to the launcher's code
             outcome = classify(code, [], [], output, self.kill_reason, killed)
             outcome.reasons.append(f"cannot read how the launch ended: {error!r}")
         return outcome
@@ -194,7 +195,7 @@ class Attempt:
     # ---- Launches that can make no progress, which DeepSpeed's launcher does not notice
 
     def _stuck_reason(self, now: float) -> str | None:
-        """Return why this launch can make no progress, None if it can."""
+        """Return why this launch cannot make progress, or None if it can."""
         if now - self._beats_read_at > len(self._beats) / HEARTBEATS_PER_SECOND:
             self._beats, self._beats_read_at = self.heartbeats(), now
         beats = self._beats
@@ -203,7 +204,8 @@ class Attempt:
             late = waited > self.start_seconds
             if self._ended_early and now - self._ended_early[1] > MEET_SECONDS:
                 return (
-                    f"{self._ended_early[0]} before the ranks had met, and the others wait for it"
+                    f"{self._ended_early[0]} before the ranks had connected, and the others are "
+                    f"waiting for it"
                 )
             return f"no rank has written a heartbeat in {waited:.0f} s" if late else None
         local = [beat for beat in beats if beat["machine"] == self.machine]
@@ -216,7 +218,7 @@ class Attempt:
         ]
         self._gone_since = None if alive or not local else self._gone_since or now
         if self._gone_since is not None and now - self._gone_since > RANKS_GONE_SECONDS:
-            return "its ranks have ended, and the launcher has not noticed"
+            return "all ranks on this host have ended, but the launcher has not noticed"
         stopped = bool(alive) and all(process.state == "T" for _, process in alive)
         self._stopped_since = (self._stopped_since or now) if stopped else None
         if self._stopped_since is not None and now - self._stopped_since > STOPPED_SECONDS:
@@ -227,10 +229,10 @@ class Attempt:
         return None
 
     def _end_idle_launchers(self, now: float) -> None:
-        """Kill the launchers if all ranks have ended and their log says why.
+        """Kill the launchers if all ranks have ended and logged the reason.
 
-        DeepSpeed's launcher would wait up to 30 s for every process that a rank has started, such
-        as a tracker's, which sends its last rows while the run starts again.
+        DeepSpeed's launcher would wait up to 30 s for every process that a rank has started. A
+        tracker's process, for example, can send its last rows while the run restarts.
         """
         gone = self._gone_since is not None and now - self._gone_since > LAUNCHER_SECONDS
         if not gone or any(beat["machine"] != self.machine for beat in self._beats):
@@ -243,7 +245,7 @@ class Attempt:
             self.process.send_signal(signal.SIGKILL)
 
     def _is_silent(self, beat: Heartbeat, now: float) -> bool:
-        """Return whether a rank's heartbeat has not changed for long; wall clocks may jump."""
+        """Return whether a heartbeat has been unchanged for long, by the monotonic clock."""
         rank = beat["rank"]
         try:
             mtime = self.files.heartbeat(rank).stat().st_mtime_ns
@@ -258,7 +260,7 @@ class Attempt:
     def _with_stacks(
         self, ranks: Sequence[tuple[Heartbeat, processes.Process]], reason: str
     ) -> str:
-        """Make ranks write their stacks; return the reason with their names and a stack file."""
+        """Make the ranks write their stacks; return the reason with the ranks and a stack file."""
         for _, process in ranks:
             if processes.handles_signal(process.pid, signal.SIGQUIT):
                 processes.signal_marked(process.pid, signal.SIGQUIT, self.mark)
@@ -289,12 +291,13 @@ class Attempt:
         return list(jsonl.read_rows(self.files.events, EventRow, start_bytes=self.events_start))
 
     def _wait_for_orphans(self) -> list[int]:
-        """Wait until no process of this launch is left on this host; kill and return late ones."""
+        """Wait until this launch has no process left on this host; kill and return late ones."""
         deadline = time.monotonic() + ORPHAN_SECONDS
         beats = [beat for beat in self.heartbeats() if beat["machine"] == self.machine]
         launchers, ranks = ({beat[key] for beat in beats} for key in ("launcher_pid", "pid"))
         while alive := processes.marked_pids(self.mark):
-            # If only `deepspeed` itself has ended, the ranks are saving, and their launcher waits.
+            # If only `deepspeed` itself has ended, the ranks are saving and their launcher is
+            # waiting.
             if not launchers.isdisjoint(alive) and not ranks.isdisjoint(alive):
                 deadline = time.monotonic() + ORPHAN_SECONDS
             elif time.monotonic() > deadline:
@@ -303,7 +306,7 @@ class Attempt:
         return []
 
     def _wait_for_reason(self) -> None:
-        """Wait while ranks on any host outlive their launcher and have not said why they end."""
+        """Wait while ranks on any host outlive their launcher and have not logged why they end."""
         deadline = time.monotonic() + REASON_SECONDS
         ages = Ages(lambda rank: read_heartbeat(self.files.heartbeat(rank)), self.files.heartbeat)
         while time.monotonic() < deadline:
@@ -316,9 +319,9 @@ class Attempt:
             time.sleep(POLL_SECONDS)
 
     def left_on_other_hosts(self) -> dict[str, str]:
-        """Return {host: shell command that kills ranks of this launch that may still exist}.
+        """Return {host: shell command that kills remaining ranks, such as stopped ones}.
 
-        Such as stopped ones. A process is killed only if its boot and its start time are the same.
+        A process is killed only if its boot and start time match.
         """
         commands: dict[str, str] = {}
         for beat in self.heartbeats():
@@ -334,7 +337,7 @@ class Attempt:
         return commands
 
     def _is_over(self, beat: Heartbeat) -> bool:
-        """Return whether a rank of this host has no process any more."""
+        """Return whether a rank on this host no longer has a process."""
         if beat["machine"] != self.machine:
             return False
         process = processes.inspect_process(beat["pid"])
@@ -342,7 +345,7 @@ class Attempt:
 
 
 def left_behind(run_dir: Path) -> list[int]:
-    """Return the processes on this host of the launches that the heartbeats of a run name."""
+    """Return this host's processes of the launches recorded in a run's heartbeats."""
     marks = {beat["supervisor"] for beat in progress.read_heartbeats(run_dir).values()}
     launches = [f"{processes.SUPERVISOR}={mark}" for mark in marks if mark is not None]
     return [pid for launch in launches for pid in processes.marked_pids(launch)]
@@ -358,5 +361,5 @@ def _is_writable(directory: Path) -> bool:
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process if its parent ends."""
+    """Make the kernel signal this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)

@@ -13,15 +13,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [flags] -- deepspeed ... pretrain.py ..."
     parser.description = (
         "Start a run and restart it after failures until it is done. A failure is reported with "
-        "its rank, host, signal, step and stacks; then the same command starts again and the run "
+        "its rank, host, signal, step and stacks; then the same command runs again, and the run "
         "resumes from its newest checkpoint. SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and Ctrl-C are "
-        "forwarded to the ranks, which save and stop. Exit codes are those of pretrain.py: 0 done, "
-        "1 keeps failing, 2 refused, 75 stopped on request, 76 gave up."
+        "forwarded to the ranks, which save and stop. Exit codes match pretrain.py's: 0 done, "
+        "1 kept failing, 2 refused, 75 stopped on request, 76 gave up."
     )
     add = parser.add_argument
     add(
         "--max_restarts", type=count, default=default.max_restarts, metavar="N",
-        help="maximum restarts in a row without a newer checkpoint or copy in memory "
+        help="maximum consecutive restarts without a newer checkpoint or in-memory copy "
         "(default: %(default)s)",
     )  # fmt: skip
     add(
@@ -31,8 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--backoff", type=duration, default=default.backoff, metavar="DURATION",
-        help="wait before a restart; doubled after each one without a newer checkpoint; none if "
-        "there is one (default: 5s)",
+        help="wait before a restart, doubled each time; no wait if there is a newer checkpoint "
+        "(default: 5s)",
     )  # fmt: skip
     add(
         "--max_backoff", type=duration, default=default.max_backoff, metavar="DURATION",
@@ -40,17 +40,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add(
         "--deadline", type=duration, metavar="DURATION",
-        help="save and stop after this time, counted over all restarts, e.g. 3h50m",
+        help="save and stop after this total time over all restarts, e.g. 3h50m",
     )  # fmt: skip
     add(
         "--min_hosts", type=count, metavar="N",
-        help="if the command has a --hostfile: minimum number of hosts to start on (default: as "
-        "many as the command requests)",
+        help="with a --hostfile: minimum number of hosts to start on (default: the number that "
+        "the command requests)",
     )  # fmt: skip
     add(
         "--leave_out_slow_hosts", action="store_true",
-        help="start without the hosts that were slower than the others when the run last ended, if "
-        "there are spares",
+        help="if there are spares, start without hosts that were slower than the others when the "
+        "run last ended",
     )  # fmt: skip
     add(
         "--host_check", metavar="COMMAND",
@@ -60,12 +60,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--host_check_timeout", type=duration, default=default.host_check_timeout,
         metavar="DURATION",
-        help="time for that command, which is tried twice (default: 60s)",
+        help="time limit for --host_check, which is tried twice (default: 60s)",
     )  # fmt: skip
     add(
         "--requeue", action="store_true",
-        help="in a Slurm job: requeue the job if the run stopped before it was done, or too few "
-        "hosts are left",
+        help="in a Slurm job: requeue it if the run stopped before it was done, or too few hosts "
+        "are left",
     )  # fmt: skip
 
 

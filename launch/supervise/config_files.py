@@ -1,6 +1,6 @@
-"""The JSON files that a command names, kept so that each restart reads what the first start read.
+"""The JSON files named in a command, kept so that each restart reads what the first start read.
 
-A run takes hours, and meanwhile its files may be edited for the next run, or deleted.
+A run takes hours, during which its files may be edited for the next run or deleted.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ NAMES = ("settings", "deepspeed_config", "model_config")
 
 
 class ConfigFiles:
-    """The content of a command's settings, DeepSpeed and model JSON, read on creation.
+    """The contents of a command's settings, DeepSpeed and model JSON, read on creation.
 
-    A file that cannot be read is left to pretrain.py, which refuses it. So is the run's own
-    run.json, which each start writes.
+    Unreadable files are left to pretrain.py, which refuses them. The run's own run.json is not kept
+    either, since each start writes it.
     """
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Callable[[str], None]):
@@ -36,7 +36,7 @@ class ConfigFiles:
         self._replaced: set[str] = set()
 
     def pinned(self, command: Sequence[str]) -> list[str]:
-        """Return the command with a copy in the run directory for each file that has changed.
+        """Return the command with each changed file replaced by a copy in the run directory.
 
         Raises:
             OSError: a copy cannot be written.
@@ -47,11 +47,11 @@ class ConfigFiles:
             copy = self.files.kept_config(name)
             copy.parent.mkdir(exist_ok=True)
             write_atomically(copy, self._kept[name])
-            pinned += [f"--{name}", str(copy)]  # of two values the last one counts
+            pinned += [f"--{name}", str(copy)]  # the last value of a flag counts
             if name not in self._replaced:
                 self.log(
-                    f"{self._paths[name]} has changed, or cannot be read: this run continues with "
-                    f"{copy}, its content when the supervisor started. To use the new content, "
+                    f"{self._paths[name]} has changed or cannot be read: this run continues with "
+                    f"{copy}, which has the original content. To use the new content, "
                     f"stop the supervisor and start it again"
                 )
         self._replaced = changed
@@ -59,7 +59,7 @@ class ConfigFiles:
 
 
 def _file_of(path: str) -> Path:
-    """Return the file that pretrain.py reads for the path of a file or of a model directory."""
+    """Return the file that pretrain.py reads for the path of a file or model directory."""
     file = find_config(path)
     return file / "config.json" if file.is_dir() else file
 

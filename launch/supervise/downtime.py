@@ -1,4 +1,4 @@
-"""When a launch failed, was noticed to have failed, and ended: the first parts of a recovery."""
+"""The first parts of a recovery: until a failure was noticed, and until the launch had ended."""
 
 import contextlib
 from collections.abc import Iterable
@@ -11,15 +11,15 @@ from zerolm.watchdog.progress import Heartbeat
 def downtime(
     files: RunFiles, heartbeats: Iterable[Heartbeat], launcher_ended: float, ended: float
 ) -> dict[str, Any]:
-    """Return the parts of the event `attempt_failed`; {} if no rank had connected.
+    """Return the keys to add to the event `attempt_failed`; {} if no rank had connected.
 
-    A rank that waits for a dead one makes no progress, so the fault began at the last progress of
-    any rank. It was noticed when a rank published its verdict, or else when the launcher ended.
+    Ranks that wait for a dead rank make no progress, so the failure began when a rank last made
+    progress. It was noticed when a rank published its verdict, or else when the launcher ended.
 
     Args:
         heartbeats: the launch's last heartbeat of each rank.
         launcher_ended, ended: when the launcher and then the last process were seen to have ended,
-            on the clock of `time.time`, like the times of files.
+            measured with `time.time`, like file times.
     """
     progressed, noticed = [], launcher_ended
     for beat in heartbeats:
@@ -31,7 +31,7 @@ def downtime(
             noticed = min(noticed, verdict)
     if not progressed:
         return {}
-    # A stopped rank keeps running for a moment when it is asked for its stacks.
+    # A stopped rank runs again for a moment to write its stacks.
     began = max((at for at in progressed if at <= noticed), default=noticed)
     parts = {"noticed": noticed - began, "ended": ended - noticed}
     shown = {name: round(max(0.0, seconds), 2) for name, seconds in parts.items()}

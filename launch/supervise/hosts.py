@@ -1,4 +1,4 @@
-"""The hosts of a run: check each host of a hostfile over ssh, and leave out those that fail.
+"""Checks each host in a hostfile over ssh, and leaves out the hosts that fail.
 
 DeepSpeed starts on the first `--num_nodes` hosts of a hostfile; further hosts are spares.
 """
@@ -33,18 +33,18 @@ from zerolm.engine.launcher_options import MPI_LAUNCHERS
 from zerolm.run_dir.files import RunFiles
 
 MAX_CONCURRENT_CHECKS = 64
-MPI_ADDRESS = re.compile(r"\bMASTER_ADDR=(\S+)")  # in the arguments of mpirun
+MPI_ADDRESS = re.compile(r"\bMASTER_ADDR=(\S+)")  # in mpirun's arguments
 
 
 class HostCheck(NamedTuple):
-    """A shell command that fails on a host that must not be used, and how long it may take."""
+    """A shell command that fails on unusable hosts, and its time limit in seconds."""
 
     command: str
     seconds: float
 
 
 class TooFewHostsError(ConfigError):
-    """The run needs more hosts than pass their check; later they may."""
+    """Too few hosts pass their check for the run to start; this may change later."""
 
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
@@ -63,7 +63,7 @@ def default_check() -> str:
 def remote_command(host: Host, command: str, ssh_port: str | None = None) -> list[str]:
     """Return the argv that runs a shell command on a host: over ssh, unless it is this host.
 
-    ssh gets the same extra options as from pdsh, and never prompts.
+    ssh gets the extra options that pdsh would pass, and never prompts.
     """
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return ["sh", "-c", command]
@@ -76,12 +76,12 @@ def remote_command(host: Host, command: str, ssh_port: str | None = None) -> lis
 def host_problem(
     host: Host, check: HostCheck, ssh_port: str | None = None, first: str = ""
 ) -> str | None:
-    """Run a check on a host; return why it failed, None if it passed.
+    """Run a check on a host; return why it failed, or None if it passed.
 
-    One that takes too long is tried again: what it imports is in memory then.
+    A check that times out is tried again, since its imports are cached by then.
 
     Args:
-        first: shell commands before the check.
+        first: shell commands to run before the check.
     """
     line = remote_command(host, first + check.command, ssh_port)
     for _ in range(2):
@@ -99,7 +99,7 @@ def host_problem(
         output = (done.stderr.strip() or done.stdout.strip()).splitlines()
         return f"exit code {done.returncode}" + (f": {output[-1]}" if output else "")
     return (
-        f"`{check.command}` did not end in {check.seconds:g} s, twice. Give it more time with "
+        f"`{check.command}` took longer than {check.seconds:g} s, twice. Give it more time with "
         f"--host_check_timeout, or a faster --host_check"
     )
 
@@ -113,7 +113,7 @@ def check_hosts(
     """Check hosts concurrently; return (hosts that passed, in order; {name: problem} of others).
 
     Args:
-        first: {short name of a host: shell commands before its check}.
+        first: {short host name: shell commands to run before its check}.
     """
 
     def problem_of(host: Host) -> str | None:
@@ -135,16 +135,16 @@ def without_failing_hosts(
     unwanted: Mapping[str, str] = MappingProxyType({}),
     left: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the command with a hostfile of the hosts that pass a check (see `Policy`).
+    """Return the command with a hostfile that lists only hosts that pass a check (see `Policy`).
 
     A command without a hostfile is returned unchanged.
 
     Args:
-        unwanted: {host: why it is left out if there are spares}.
-        left: {short name of a host: shell commands that end what an attempt has left there}.
+        unwanted: {host: why it should be left out if there are spares}.
+        left: {short host name: shell commands that end processes left there by an attempt}.
 
     Raises:
-        TooFewHostsError: fewer hosts than the minimum pass.
+        TooFewHostsError: fewer hosts pass than the minimum.
         ConfigError: the hostfile cannot be read, or variables would not reach the ranks.
     """
     hostfile = launcher_option(command, "--hostfile") or launcher_option(command, "-H")
@@ -176,7 +176,7 @@ def without_failing_hosts(
         log(f"{hostfile}: {name} is left out: {problem}")
     if len(passed) < minimum:
         raise TooFewHostsError(
-            f"{hostfile}: {len(passed)} of {len(hosts)} hosts pass the check, the run needs "
+            f"{hostfile}: {len(passed)} of {len(hosts)} hosts pass the check, but the run needs "
             f"{minimum}. Repair the others, add spares, or lower --min_hosts."
         )
     used = passed[:requested]

@@ -1,7 +1,7 @@
 """Classify how a launch ended, from its events, heartbeats, output and exit code. No side effects.
 
 The launcher's exit code alone is not trusted: `deepspeed` exits with 0 when its node launcher is
-killed. The events that the run itself logged during this launch decide.
+killed. The events that the run itself logged during this launch take precedence.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from zerolm.common.records import Count, mismatch
 from zerolm.run_dir.records import OLD_VALUE
 from zerolm.watchdog.progress import Heartbeat
 
-RUNNER_GONE = "deepspeed has ended"  # reason of a stop, as zerolm/watchdog/watchdog.py logs it
+RUNNER_GONE = "deepspeed has ended"  # reason for a stop, as logged by zerolm/watchdog/watchdog.py
 FINAL_EVENTS = {"done": EXIT_DONE, "stopped": EXIT_STOPPED, "gave_up": EXIT_GAVE_UP}
 LOST_EVENTS = ("rank_lost", "hang", "launcher_lost")  # the watchdog's
-# With several hosts pdsh writes their name before each line.
+# With several hosts, pdsh prefixes each line with the host's name.
 RETURN_CODE = re.compile(r"(?:^(?P<host>\S+): )?.*exits with return code = (?P<code>-?\d+)")
 TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: (?P<how>.+)")
 SIGNALS = {signal.strsignal(number): number.name for number in signal.Signals}
-SYMPTOMS = ("SIGABRT", "SIGTERM", "exit code 1")  # of ranks that have lost a peer
+SYMPTOMS = ("SIGABRT", "SIGTERM", "exit code 1")  # ends of ranks that have lost a peer
 ERROR_LINE = re.compile(r"(Error\b|Exception\b|refused|watchdog:|FAULT |pretrain\.py: |[Kk]illed)")
 MAX_ERROR_LINES = 8
 
@@ -39,7 +39,7 @@ class _LostRank(TypedDict):
 
 
 class _Lost(TypedDict):
-    """What this module reads from an event `rank_lost` or `hang`."""
+    """The fields of a `rank_lost` or `hang` event that this module reads."""
 
     ended: str | None
     ranks: list[_LostRank]
@@ -50,14 +50,14 @@ class _Place(TypedDict):
 
 
 class _SlowHost(TypedDict):
-    """What this module reads from an event `slow_host`."""
+    """The fields of a `slow_host` event that this module reads."""
 
     host: str
     slow: bool
 
 
 class _Corrupted(TypedDict):
-    """What this module reads from an event `corrupted`."""
+    """The fields of a `corrupted` event that this module reads."""
 
     reason: str
     places: list[_Place]
@@ -68,16 +68,16 @@ class Outcome:
     """How a launch ended.
 
     Attributes:
-        exit_code: one of zerolm's exit codes, whatever the launcher returned.
+        exit_code: one of zerolm's exit codes, which may differ from the launcher's.
         step: optimizer step in progress; None if no step had started.
-        sequences: (first, count) of that step's sequence numbers, if known.
+        sequences: (first, count) of the step's sequence numbers, if known.
         reasons: what happened, one line each.
-        values_changed: refused because a value of the command, or of a file that it names, differs
+        values_changed: refused because a value in the command, or in a file that it names, differs
             from the run's original value.
-        corrupt_hosts: hosts that have computed or stored wrong values.
-        slow_hosts: hosts that were slower than the others at the end.
+        corrupt_hosts: hosts that computed or stored wrong values.
+        slow_hosts: hosts that were slower than the others when the launch ended.
         error_lines: the last lines of the launch's output that look like errors.
-        downtime: further keys of the event `attempt_failed`, from `downtime.downtime`.
+        downtime: additional keys for the event `attempt_failed`, from `downtime.downtime`.
     """
 
     exit_code: int
@@ -108,11 +108,11 @@ def classify(
     """Return how a launch ended.
 
     Args:
-        returncode: the launcher's, as `subprocess` gives it.
-        events, heartbeats: only those of this launch.
+        returncode: the launcher's return code, as reported by `subprocess`.
+        events, heartbeats: events and heartbeats of this launch only.
         output: last lines of the launcher's output.
-        kill_reason: why the supervisor killed the launch; None if it ended by itself.
-        killed: process IDs that had to be killed after the launcher had ended.
+        kill_reason: why the supervisor killed the launch; None if it did not.
+        killed: IDs of processes that had to be killed after the launcher had ended.
         last_logged: step of the newest metrics.
     """
     steps = [beat["step"] for beat in heartbeats if beat["step"]]
@@ -149,7 +149,7 @@ def classify(
     if codes and not outcome.reasons and not saved:
         outcome.reasons.append(_ended_with(codes))
     if outcome.exit_code == EXIT_BUG and not outcome.reasons:
-        but = "the ranks still trained; they saved" if saved else "the run logged no `done` event"
+        but = "the ranks were alive and saved" if saved else "the run logged no `done` event"
         outcome.reasons.append(f"the launcher ended with {shown_code(returncode)}, but {but}")
     if killed:
         outcome.reasons.append(f"killed {len(killed)} orphaned process(es): {list(killed)}")
@@ -159,7 +159,8 @@ def classify(
 
 def _exit_code(returncode: int, events: Sequence[dict[str, Any]], output: Sequence[str]) -> int:
     if any(event.get("reason") == RUNNER_GONE for event in events):
-        # The ranks saved and stopped because `deepspeed` ended: on request, or was it killed?
+        # The ranks saved and stopped because `deepspeed` ended: did it end on request, or was it
+        # killed?
         for number in (signal.SIGTERM, signal.SIGHUP):
             if returncode in (-number, 128 + number):
                 return EXIT_STOPPED
@@ -170,13 +171,13 @@ def _exit_code(returncode: int, events: Sequence[dict[str, Any]], output: Sequen
             return code
     if returncode in (EXIT_REFUSED, EXIT_STOPPED, EXIT_GAVE_UP):
         return returncode
-    # Of two ranks that refuse, srun ends the slower one, and returns that.
+    # If several ranks refuse, srun kills the slower ones and returns their exit code.
     reported = {int(match["code"]) for match in map(RETURN_CODE.match, output) if match}
     return EXIT_REFUSED if EXIT_REFUSED in reported and _refusal(output) else EXIT_BUG
 
 
 def _codes(output: Iterable[str]) -> dict[str | None, str]:
-    """Return {host: how the first rank of it ended}, as launchers report it; None: of this host."""
+    """Return {host: how its first rank ended}, as reported by launchers; None is this host."""
     codes: dict[str | None, str] = {}
     for line in output:
         if match := RETURN_CODE.match(line):
@@ -189,26 +190,26 @@ def _codes(output: Iterable[str]) -> dict[str | None, str]:
 
 
 def _ended_with(codes: Mapping[str | None, str]) -> str:
-    """Return a reason from how the ranks of each host ended: not first, that they lost a peer."""
+    """Return how each host's ranks ended, as a message; mere loss of a peer comes last."""
     hosts = sorted(codes, key=lambda host: codes[host] in SYMPTOMS)
     clauses = [f"{f'on {host} ' if host else ''}ended with {codes[host]}" for host in hosts]
     return f"a rank {', another '.join(clauses)}"
 
 
 def _refusal(output: Sequence[str]) -> list[str]:
-    """Return the first problem of a refusal, with the line before it; nothing if none is shown."""
+    """Return the first problem of a refusal with the line before it; [] if none was printed."""
     first = (n for n, line in enumerate(output) if line.startswith("pretrain.py: refused"))
     return [" ".join(output[n : n + 2]) for n in first][-1:]
 
 
 def _add_event(outcome: Outcome, event: dict[str, Any], codes: Mapping[str | None, str]) -> None:
-    """Add the reasons that an event of the watchdog gives.
+    """Add the reasons from a watchdog event.
 
     Args:
-        codes: {host: how a rank of it ended}, as the launchers report it; None: of this host.
+        codes: {host: how one of its ranks ended}, as reported by the launchers; None is this host.
     """
     if event["event"] == "launcher_lost":
-        outcome.reasons.append(f"the node launcher on {event.get('host')} is gone")
+        outcome.reasons.append(f"the node launcher on {event.get('host')} has ended")
         return
     if mismatch(event, _Lost):
         return
@@ -233,7 +234,7 @@ def _short(host: str) -> str:
 
 
 def shown_code(code: int) -> str:
-    """Return a process's return code as `SIGKILL` or `exit code 1`."""
+    """Format a process's return code, as in `SIGKILL` or `exit code 1`."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return signal.Signals(-code).name

@@ -1,4 +1,4 @@
-"""When to restart a failed run, after what pause, and when to stop with a diagnosis."""
+"""Decides when to restart a failed run, after which pause, and when to stop with a diagnosis."""
 
 import contextlib
 import random
@@ -18,15 +18,17 @@ class Policy:
     """How the supervisor responds to failures.
 
     Attributes:
-        max_restarts: limit on restarts in a row without a newer checkpoint or copy in memory.
-        same_step_limit: limit on failures in one step, or before the first step ever, or by
-            refusals of changed values.
-        backoff, max_backoff: seconds before a restart, doubled for each restart without progress.
-        deadline: seconds from the start of the supervisor after which the run is asked to stop.
-        min_hosts: minimum number of hosts to start on; None: as many as the command requests.
-        leave_out_slow_hosts: start without the hosts that the run found slow, if there are spares.
-        host_check: shell command that fails on a host that must not be used; None: the default.
-        host_check_timeout: seconds that the check may take, tried twice.
+        max_restarts: limit on consecutive restarts without a newer checkpoint or in-memory copy.
+        same_step_limit: limit on failures in the same step, before the run's first step, or from
+            changed values.
+        backoff, max_backoff: initial and longest pause in seconds, doubled for each restart without
+            progress.
+        deadline: seconds after the supervisor's start at which it asks the run to stop.
+        min_hosts: minimum number of hosts to start on; None means the number that the command
+            requests.
+        leave_out_slow_hosts: if there are spares, start without hosts that the run found slow.
+        host_check: shell command that fails on unusable hosts; None means the default.
+        host_check_timeout: time limit for each of the check's two tries, in seconds.
         requeue: requeue the Slurm job if the run stopped before it was done.
     """
 
@@ -43,15 +45,15 @@ class Policy:
 
 
 class Restarts:
-    """The failures of a run so far, and the number of restarts since it last saved."""
+    """A run's failures so far, and the number of restarts since it last saved."""
 
     def __init__(self, policy: Policy, run_dir: Path):
         self.policy, self.run_dir = policy, run_dir
         self.count = 0
-        self.has_trained = False  # a launch of this supervisor has begun a step
+        self.has_trained = False  # a launch by this supervisor has begun a step
         self.progressed = False  # since the last failure
         self._failures: Counter[int | None] = Counter()  # by step
-        self._refusals = 0  # of changed values, in a row
+        self._refusals = 0  # consecutive, for changed values
         self._pauses = 0
         self._newest = -1
         self._saved_at_failure = self._saved()
@@ -64,27 +66,28 @@ class Restarts:
             self._saved_at_failure, self.count, self._pauses = saved, 0, 0
             self._failures.clear()
         self._failures[outcome.step] += 1
-        # A start that fails after others have worked: a file server or a host is away for a while.
+        # If a start fails after others have worked, a file server or host may be briefly
+        # unavailable.
         self.has_trained = self.has_trained or outcome.step is not None
         repeats = outcome.step is not None or not self.has_trained
         self._refusals = self._refusals + 1 if outcome.values_changed else 0
         if self._refusals >= self.policy.same_step_limit:
             return (
-                f"stopping: refused {self._refusals} times, since values have changed that the run "
-                f"began with; {self.shown_checkpoint()}. Correct what is named above, and start it "
-                f"again."
+                f"stopping: refused {self._refusals} times because values differ from those the "
+                f"run began with; {self.shown_checkpoint()}. Correct the values named above, and "
+                f"start it again."
             )
         if repeats and self._failures[outcome.step] >= self.policy.same_step_limit:
             return self._diagnosis(outcome)
         if self.count >= self.policy.max_restarts:
-            fix = "Save more often (--checkpoint_interval), or fix what fails."
+            fix = "Save more often (--checkpoint_interval), or fix the cause of the failures."
             if outcome.exit_code == EXIT_REFUSED:
-                fix = "The last one was refused: correct what is named above, and start it again."
+                fix = "The last one was refused: correct the problems above, and start it again."
             return f"stopping: {self.count} restarts without a newer checkpoint. {fix}"
         return None
 
     def pause_seconds(self) -> float:
-        """Return the back-off: none after progress, else doubled each time, with 25% of jitter."""
+        """Return the back-off: 0 after progress, else doubled each time, with 25% jitter."""
         if self.progressed:
             return 0.0
         seconds = self.policy.backoff * 2.0 ** min(self._pauses, 30)
@@ -94,10 +97,10 @@ class Restarts:
     def shown_checkpoint(self) -> str:
         """Return a sentence about the newest checkpoint."""
         step = self._newest_checkpoint()
-        return f"the newest checkpoint is of step {step}" if step else "there is no checkpoint"
+        return f"the newest checkpoint is from step {step}" if step else "there is no checkpoint"
 
     def _saved(self) -> int:
-        """Return the step of the newest checkpoint, or of a newer copy in this host's memory."""
+        """Return the step of the newest checkpoint, or of a newer copy in host memory."""
         copied = 0
         with contextlib.suppress(OSError):
             copied = memory.newest_step(self.run_dir)
@@ -105,7 +108,7 @@ class Restarts:
 
     def _newest_checkpoint(self) -> int:
         """Return the step of the newest published checkpoint, 0 if there is none."""
-        with contextlib.suppress(OSError):  # a file system that fails for a while
+        with contextlib.suppress(OSError):  # a file system that is briefly unavailable
             published = published_checkpoints(RunFiles(self.run_dir).checkpoints)
             self._newest = checkpoint_step(published[-1].name) if published else 0
         return max(self._newest, 0)

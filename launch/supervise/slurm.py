@@ -1,8 +1,8 @@
-"""Whether the Slurm job of a stopped run must return to the queue, and how.
+"""Requeue the Slurm job of a stopped run if needed.
 
-Slurm requeues by itself a job that it preempts, that loses a node, or that somebody requeues; one
-that is cancelled must stay so. All of these end the processes of the job by SIGTERM, so the state
-of the job decides. Tested with Slurm 22.05.
+Slurm itself requeues a job that is preempted, loses a node, or is requeued by a user. A cancelled
+job must stay cancelled. In all these cases Slurm ends the job's processes with SIGTERM, so only the
+job's state tells them apart. Tested with Slurm 22.05.
 """
 
 import os
@@ -14,17 +14,17 @@ SECONDS = 60
 
 
 class SlurmError(Exception):
-    """Slurm has not answered, or not done what was asked."""
+    """Slurm did not answer, or a Slurm command failed."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as Slurm's controller knows it.
+    """A job as reported by Slurm's controller.
 
     Attributes:
-        state: RUNNING; COMPLETING from the moment when Slurm ends it, for whatever reason.
-        reason: TimeLimit once its time has passed.
-        restarts: how often it has been requeued, also by what ends it now.
+        state: RUNNING; COMPLETING as soon as Slurm ends the job for any reason.
+        reason: TimeLimit once the job has reached its time limit.
+        restarts: number of requeues, including the one that is ending the job now.
     """
 
     state: str
@@ -33,10 +33,10 @@ class Job:
 
 
 def requeue(log: Callable[[str], None]) -> bool:
-    """Return the job of this process to the queue, unless Slurm has done so or it is cancelled.
+    """Requeue the job of this process, unless Slurm has done so or the job is cancelled.
 
     Returns:
-        Whether it will run again. Outside a job nothing happens.
+        Whether the job will run again; False outside a job.
     """
     number = job_number(os.environ)
     if number is None:
@@ -44,10 +44,10 @@ def requeue(log: Callable[[str], None]) -> bool:
     try:
         job = _ask(number)
         if job.restarts > int(os.environ.get("SLURM_RESTART_COUNT", "0")):
-            log(f"Slurm has requeued job {number} itself")
+            log(f"Slurm itself has requeued job {number}")
             return True
         if job.state != "RUNNING" and job.reason != "TimeLimit":
-            log(f"job {number} is not requeued: it is cancelled ({job.state})")
+            log(f"job {number} is not requeued: it was cancelled ({job.state})")
             return False
         _call("scontrol", "requeue", number)
     except SlurmError as error:
@@ -58,9 +58,9 @@ def requeue(log: Callable[[str], None]) -> bool:
 
 
 def job_number(environment: Mapping[str, str]) -> str | None:
-    """Return what names the job of this process alone.
+    """Return an ID that refers only to the job of this process.
 
-    The last task of an array has the number of the array: with it Slurm would requeue all tasks.
+    An array's last task has the array's own job ID, for which Slurm would requeue all tasks.
     """
     array, task = (environment.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
     return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
@@ -74,7 +74,7 @@ def _ask(number: str) -> Job:
         state, restarts, reason = shown.split(maxsplit=2)
         return Job(state, reason.strip(), int(restarts))
     except ValueError:
-        raise SlurmError(f"squeue: {shown[:200]!r} is not understood") from None
+        raise SlurmError(f"squeue: {shown[:200]!r} cannot be parsed") from None
 
 
 def _call(*command: str) -> str:

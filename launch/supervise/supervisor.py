@@ -1,9 +1,9 @@
 """Start a run, and restart it after failures until it is done.
 
-pretrain.py resumes by itself, so a restart is the same command again. Before each restart the
-supervisor checks what an operator would: whether the run always fails in the same step, whether it
-makes any progress, and whether its hosts work. A request to stop is forwarded to the ranks, and no
-restart follows.
+pretrain.py resumes automatically, so a restart repeats the same command. Before each restart the
+supervisor checks what an operator would check: whether the run always fails in the same step,
+whether it makes any progress, and whether its hosts work. A stop request is forwarded to the ranks,
+and no restart follows.
 """
 
 import contextlib
@@ -50,22 +50,22 @@ from zerolm.run_dir.records import find_run_json
 from zerolm.tracking import report_process
 from zerolm.watchdog import limits
 
-IN_USE = "another run is writing to it now"  # part of the refusal of zerolm/train/run_directory.py
-EARLIER_RUN_SECONDS = 1800.0  # for a save of ranks that a killed supervisor has left behind
+IN_USE = "another run is writing to it now"  # part of the refusal in zerolm/train/run_directory.py
+EARLIER_RUN_SECONDS = 1800.0  # time for ranks left behind by a killed supervisor to save
 FINAL = {
     EXIT_DONE: "done",
-    EXIT_STOPPED: "stopped on request, run the same command again to resume",
+    EXIT_STOPPED: "stopped on request; run the same command again to resume",
     EXIT_GAVE_UP: "gave up",
     EXIT_REFUSED: "refused",
 }
 
 
 class StopRequested(Exception):
-    """A signal or the deadline came while no launch was running."""
+    """A signal or the deadline arrived while no launch was running."""
 
 
 class Supervisor:
-    """Runs one command until its run is done."""
+    """Runs a command until its run is done."""
 
     def __init__(self, command: Sequence[str], policy: Policy):
         self.command, self.policy = list(command), policy
@@ -74,7 +74,7 @@ class Supervisor:
         self.identity = secrets.token_hex(8)
         self.attempts = 0
         self.unwanted_hosts: dict[str, str] = {}  # {host: why}
-        self.left: dict[str, str] = {}  # {host: commands that end what the last attempt left there}
+        self.left: dict[str, str] = {}  # {host: commands to end leftover processes}
         self.signals: list[int] = []
         self.stop_reason: str | None = None
         self.html_report: Child | None = None  # writes the HTML report after the last failure
@@ -86,7 +86,7 @@ class Supervisor:
         self.configs = ConfigFiles(self.command, self.run_dir, self.log)
 
     def run(self) -> int:
-        """Supervise the run to its end; return its exit code."""
+        """Supervise the run until it ends; return its exit code."""
         for number in processes.stop_signals():
             signal.signal(number, lambda number, frame: self.signals.append(number))
         code, may_run_later = EXIT_BUG, False
@@ -128,9 +128,9 @@ class Supervisor:
                     self.left,
                 )
                 attempt = self._start(command)
-            except OSError as error:  # no process, no space for the hostfile
+            except OSError as error:  # cannot fork, no space for the hostfile
                 outcome = Outcome(EXIT_BUG, reasons=[f"cannot start the run: {error}"])
-            except ConfigError as error:  # too few hosts pass their check
+            except ConfigError as error:  # such as too few hosts that pass their check
                 if policy.requeue or not self.restarts.has_trained:
                     raise
                 outcome = Outcome(EXIT_REFUSED, reasons=error.problems)
@@ -162,14 +162,14 @@ class Supervisor:
         if self.policy.leave_out_slow_hosts:
             slow = dict.fromkeys(outcome.slow_hosts, "it was slower than the others")
             self.unwanted_hosts |= slow
-        corrupt = dict.fromkeys(outcome.corrupt_hosts, "it has computed or stored wrong values")
+        corrupt = dict.fromkeys(outcome.corrupt_hosts, "it computed or stored wrong values")
         self.unwanted_hosts |= corrupt
 
     def _is_refused_for_now(self, outcome: Outcome) -> bool:
-        """Return whether a refused restart may succeed later: the same command worked before.
+        """Return whether a refused restart may succeed later, since the same command worked before.
 
-        A file server or a host may be unreachable for some minutes, or ranks of the last launch may
-        not have ended yet.
+        A file server or host may be unreachable for a few minutes, or ranks of the last launch may
+        still be running.
         """
         return outcome.exit_code == EXIT_REFUSED and (
             self.restarts.has_trained
@@ -179,7 +179,7 @@ class Supervisor:
     # ---- One launch
 
     def _wait_for_an_earlier_run(self) -> None:
-        """Wait for the ranks of a supervisor that was killed: they are saving, and would refuse."""
+        """Wait for ranks left by a killed supervisor: until they have saved, a start is refused."""
         deadline, logged = time.monotonic() + EARLIER_RUN_SECONDS, False
         while (left := left_behind(self.run_dir)) and time.monotonic() < deadline:
             if not logged:
@@ -218,7 +218,7 @@ class Supervisor:
         return outcome
 
     def _stop_signal(self) -> signal.Signals | None:
-        """Return the signal to send to the ranks, None if nothing has requested a stop."""
+        """Return the signal to send to the ranks, or None if no stop was requested."""
         if self.signals:
             number = signal.Signals(self.signals[0])
             self.stop_reason = self.stop_reason or number.name
@@ -249,7 +249,7 @@ class Supervisor:
         self._guarded("write the HTML report", self._start_report)
 
     def _start_report(self) -> None:
-        self._end_report(0.0)  # of the previous failure, in case its process hangs
+        self._end_report(0.0)  # end the previous report, whose process may hang
         self.html_report = report_process.start_for(self.run_dir)
         self.signals_before_report = len(self.signals)
 
@@ -268,9 +268,9 @@ class Supervisor:
             print(masked(f"supervise: {message}"), file=sys.stderr, flush=True)
 
     def _guarded(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a part of the bookkeeping; log any exception and return None.
+        """Call a bookkeeping function; on an exception, log it and return None.
 
-        An error in bookkeeping must not end a run that could continue.
+        A bookkeeping error must not end a run that could continue.
         """
         try:
             return call(*arguments)
@@ -287,7 +287,7 @@ class Supervisor:
         self._guarded(f"log the event {event}", append)
 
     def _remove_unused_run_dir(self) -> None:
-        """Remove the run directory again if the run refused to start and wrote nothing."""
+        """Remove the run directory if the run was refused and wrote nothing."""
         lock = RunFiles(self.run_dir).supervisor
         if self.run_dir.is_dir() and list(self.run_dir.iterdir()) == [lock]:
             lock.unlink()
@@ -295,7 +295,7 @@ class Supervisor:
 
 
 def shortened_files(run_dir: Path) -> list[str]:
-    """Return the shards of a run that have lost bytes, a line each: a read of these is a SIGBUS."""
+    """Return a line for each shard that has lost bytes; reading the missing part causes SIGBUS."""
     from zerolm.config.settings import split_weight
     from zerolm.shards.reader import open_source
 
@@ -305,7 +305,7 @@ def shortened_files(run_dir: Path) -> list[str]:
         paths = [split_weight(spec)[0] for spec in settings.get("data", [])]
         paths += settings.get("val_data", [])
     except (RecordError, ValueError):
-        return lines  # the next start reports that
+        return lines  # the next start reports the error
     for path in paths:
         try:
             lines += open_source(path).files.size_problems()
@@ -315,7 +315,7 @@ def shortened_files(run_dir: Path) -> list[str]:
 
 
 def _lock_run_directory(run_dir: Path) -> FileLock:
-    """Lock a run directory for one supervisor; the lock ends with this process."""
+    """Lock a run directory for one supervisor; the lock is released when this process ends."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         owner = json.dumps({"host": os.uname().nodename, "pid": os.getpid()}) + "\n"

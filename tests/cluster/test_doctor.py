@@ -129,7 +129,7 @@ def faults(cluster: Cluster, inputs: Path) -> dict[str, Fault]:
             ("cannot reach node2 (timed out)", "open all ports between the hosts"), "node1, node3"),
         "a slow host": Fault(
             "node3", f"tc qdisc add dev eth0 root tbf {rate}", "tc qdisc del dev eth0 root",
-            "network", ("/s per device to any host, the others have", "ethtool")),
+            "network", ("/s per device to its fastest peer; the others reach", "ethtool")),
         "the run's port is in use": Fault(
             "node1", listen, "kill $(cat /tmp/pid)", "port",
             (f"port {PORT}: in use by process", "--master_port")),
@@ -141,7 +141,7 @@ def faults(cluster: Cluster, inputs: Path) -> dict[str, Fault]:
             ("shard-00000.bin: contents differ", "zerolm data verify")),
         "a directory of its own": Fault(
             "node2", f"mount -t tmpfs none {inputs / 'run'}", f"umount {inputs / 'run'}", "run_dir",
-            ("does not see what node1 writes", "all hosts share")),
+            ("a file written by node1 is not visible there", "all hosts share")),
         "a full disk": Fault(
             "node1", f"mount -t tmpfs -o size=64k none {inputs / 'run'}",
             f"umount {inputs / 'run'}", "disk", ("64 KiB free", "--run_dir")),

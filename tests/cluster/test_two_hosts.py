@@ -73,7 +73,7 @@ def test_a_killed_rank_of_another_host_is_blamed_and_both_launchers_have_the_sam
     (lost,) = events(run_dir, "rank_lost")
     (blamed,) = lost["ranks"]
     assert (blamed["rank"], blamed["host"]) == (1, "node2")
-    assert "as the only rank on node2: the host has failed" in blamed["reason"]
+    assert "(the only rank on node2): the host has failed" in blamed["reason"]
     output = output_of(cluster, "killed").read_text()
     assert "supervise:   rank 1 on node2" in output and "launcher reported SIGKILL" in output
 
@@ -114,7 +114,7 @@ def test_a_cancelled_job_ends_and_a_preempted_one_is_requeued_once(cluster):
     job, log = submitted("cancelled")
     slurm.command("scancel", job)
     slurm.wait(lambda: slurm.state(job) == "CANCELLED", "the job to end")
-    assert f"supervise: job {job} is not requeued: it is cancelled" in log.read_text()
+    assert f"supervise: job {job} is not requeued: it was cancelled" in log.read_text()
 
     job, log = submitted("preempted")
     urgent = cluster.directory / "urgent"
@@ -122,6 +122,6 @@ def test_a_cancelled_job_ends_and_a_preempted_one_is_requeued_once(cluster):
     slurm.submit(urgent, "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
     slurm.wait(lambda: slurm.state(job) == "PENDING", "the job to be queued again")
     slurm.wait(lambda: "requeued" in log.read_text(), "the supervisor's line")
-    assert f"supervise: Slurm has requeued job {job} itself" in log.read_text()
+    assert f"supervise: Slurm itself has requeued job {job}" in log.read_text()
     assert "Restarts=1 " in slurm.command("scontrol", "show", "job", "--oneliner", job)
     slurm.command("scancel", job)

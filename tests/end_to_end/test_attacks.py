@@ -76,7 +76,7 @@ def test_edited_files_and_killed_trackers_change_nothing_of_a_supervised_run(
         assert run.wait(SECONDS) == 0, run.output()[-6000:]
         output = run.output()
         assert processes.marked_pids(run.mark) == []
-    assert output.count("has changed, or cannot be read") == 3
+    assert output.count("has changed or cannot be read") == 3
     assert (run_dir / "configs/settings.json").read_text() == original
     assert "resume" in [event["event"] for event in run.events()]
     rows = own_rows(run_dir)

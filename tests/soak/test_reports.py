@@ -15,7 +15,7 @@ STRUCK_AT = 1_000_000.0
 @pytest.mark.parametrize(
     ("output", "fault_after", "failures", "reported"),
     [
-        ("supervise: stopped on request, run", None, 0, True),
+        ("supervise: stopped on request; run", None, 0, True),
         ("supervise: stop requested (SIGTERM), but the run failed", None, 1, False),
         ("supervise: stop requested (SIGTERM), but the run failed", -2, 1, True),
         ("", 3, 1, True),

@@ -1,4 +1,4 @@
 """The training loop of one rank: steps, checkpoints, recovery, metrics.
 
-Used only by pretrain.py; nothing else in the project may import it.
+Only pretrain.py may import it.
 """

@@ -1,6 +1,6 @@
-"""`Checkpointing`: when a run saves and waits, how it logs saves, and how many may fail.
+"""`Checkpointing`: saves a run's checkpoints, logs the outcomes, and limits failures.
 
-Between the training loop and the `CheckpointWriter`. Every rank makes the same calls.
+Connects the training loop with the `CheckpointWriter`. Every rank makes the same calls.
 """
 
 import time
@@ -23,22 +23,22 @@ from zerolm.run_dir.files import checkpoint_name
 from zerolm.train.stability import StopRequest
 from zerolm.watchdog.progress import record_progress
 
-FIRST_PAUSE = 1 / 64  # of the interval, after which a save that failed is tried again
+FIRST_PAUSE = 1 / 64  # pause before the first retry of a failed save, as a share of the interval
 
 
 class Checkpointing:
-    """Saves checkpoints of a run, and ends the run if too many of them fail.
+    """Saves a run's checkpoints, and ends the run if too many of them fail.
 
-    A save that fails is tried again after a pause, which doubles with each failure. When it reaches
-    the interval, the run is down to its regular saves; only these count as failures.
+    A failed save is retried after a pause, which doubles with each failure. Once the pause reaches
+    the interval, only regular saves remain. Only failures of regular saves are counted.
 
     Args:
         probe_batches: returns the micro-batches of the fixed probe batch.
-        stop: the `StopRequest`, which records how long a save takes.
+        stop: the `StopRequest`, to which the duration of each save is reported.
 
     Attributes:
         newest: path of the newest complete checkpoint.
-        record: the run's run.json, from its start on.
+        record: contents of the run's run.json, set when the run starts.
     """
 
     record: dict[str, Any]
@@ -62,21 +62,21 @@ class Checkpointing:
         )
         self._consecutive_failures = 0
         self._retry_step: int | None = None
-        self._pause = 0  # steps, before the next try
+        self._pause = 0  # steps until the next try
         self._logged_problems: set[str] = set()
         self.newest: str | None = None
 
     @property
     def step(self) -> int | None:
-        """Step of the checkpoint that is being written, or None."""
+        """Step of the checkpoint being written, or None."""
         return self._writer.step
 
     def retries(self, step: int) -> bool:
-        """Return whether a save that failed is to be tried again after this step."""
+        """Return whether a failed save should be retried after this step."""
         return self._retry_step is not None and step >= self._retry_step
 
     def flags(self) -> tuple[float, ...]:
-        """Return this rank's status flags, to be summed over ranks in the next step."""
+        """Return this rank's status flags, which the next step sums over ranks."""
         return self._writer.flags()
 
     def save(
@@ -86,13 +86,13 @@ class Checkpointing:
         *,
         last: bool,
     ) -> None:
-        """Copy the state to host memory; a checkpoint is written from it in the background.
+        """Copy the state to host memory, and write a checkpoint from it in the background.
 
         Every rank must call this.
 
         Args:
             log: the run's `RunLog`, which is synced to disk first.
-            last: whether the run ends after this checkpoint, so that it is waited for.
+            last: whether the run ends after this checkpoint; if so, wait for it.
 
         Raises:
             CheckpointWriteError: on every rank: this checkpoint or the previous one failed, and
@@ -104,7 +104,7 @@ class Checkpointing:
         if self._writer.copying_to_memory:
             self.finish(log, last=False)
         elif self._writer.busy:
-            self._print_rank0(f"step={progress.step} waits for the previous checkpoint")
+            self._print_rank0(f"step={progress.step} waiting for the previous checkpoint")
             self.finish(log, last=False)
         waited = time.perf_counter() - start
         log.sync()
@@ -119,7 +119,7 @@ class Checkpointing:
         log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
 
     def _facts(self) -> dict[str, Any]:
-        """Return what a manifest says about the run."""
+        """Return a manifest's entries about the run."""
         plan = self._plan
         return {
             "optimizer": topology.optimizer_kind(plan.profile),
@@ -133,7 +133,7 @@ class Checkpointing:
         }
 
     def copy_to_memory(self, progress: Progress, log: Any, copies: MemoryCopies) -> None:
-        """Copy the state to the memory of the hosts, unless a checkpoint is being written.
+        """Copy the state to host memory, unless a checkpoint is being written.
 
         Every rank must call this.
         """
@@ -148,10 +148,10 @@ class Checkpointing:
         log.metrics({**row, "checkpoint/memory_seconds": seconds})
 
     def advance(self, sums: Sequence[float], log: Any, *, last: bool) -> None:
-        """Advance the checkpoint that is being written, after a step. Every rank must call this.
+        """Advance the checkpoint being written after a step. Every rank must call this.
 
         Args:
-            sums: sums over ranks of `flags`.
+            sums: `flags`, summed over ranks.
 
         Raises:
             CheckpointWriteError: see `save`.
@@ -159,7 +159,7 @@ class Checkpointing:
         self._log_outcome(self._writer.advance(sums), log, last)
 
     def finish(self, log: Any, *, last: bool) -> None:
-        """Wait for the checkpoint that is being written, if any. Every rank must call this.
+        """Wait for the checkpoint being written, if any. Every rank must call this.
 
         Raises:
             CheckpointWriteError: see `save`.
@@ -202,7 +202,7 @@ class Checkpointing:
             )
 
     def _next_try(self, step: int) -> int:
-        """Count a save that failed at `step`; return the step of the next one."""
+        """Count a failed save at `step`; return the step of the next try."""
         interval = self._settings.checkpoint_interval
         regular = step // interval * interval + interval
         self._consecutive_failures += step % interval == 0
@@ -211,7 +211,7 @@ class Checkpointing:
         return min(self._retry_step or regular, regular)
 
     def _log_copy(self, outcome: Outcome, log: Any) -> None:
-        """Log a copy in memory that failed: the run keeps the last one, or has none."""
+        """Log a failed in-memory copy; the previous copy, if any, remains valid."""
         if outcome.error is not None and outcome.error not in self._logged_problems:
             self._logged_problems.add(outcome.error)
             step = outcome.progress.step

@@ -1,7 +1,7 @@
-"""`DataFeed`: the micro-batches of one rank, for training and for the checkpoint probe.
+"""`DataFeed`: one rank's micro-batches, for training and for the checkpoint probe.
 
-Connects the plan with the streams of zerolm/data: decides which shard of the data a rank reads, and
-follows the stages of the mixture. Every rank makes the same calls.
+Connects the plan with the streams in zerolm/data: decides which shard of the data a rank reads, and
+tracks the stages of the mixture. Every rank makes the same calls.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from zerolm.plan.plan import Plan
 from zerolm.tracking.run_log import Row
 from zerolm.train import metrics
 
-UNBOUNDED = 1 << 62  # the stream has no end; the token budget ends the run
+UNBOUNDED = 1 << 62  # the stream is endless; the token budget ends the run
 
 
 class DataFeed:
-    """The data of a run on one rank.
+    """A run's data on one rank.
 
     Args:
         device: device of the micro-batches.
@@ -31,7 +31,7 @@ class DataFeed:
     Attributes:
         order: the data order, set by `batches`.
         traffic: number of blocks and bytes read from object stores and from the cache.
-        stage: stage of the mixture of the last sequence that was consumed.
+        stage: mixture stage of the last consumed sequence.
     """
 
     def __init__(self, plan: Plan, rank: int, device: Any, print_rank0: Callable[..., None]):
@@ -43,7 +43,7 @@ class DataFeed:
         self.stage = 0
 
     def token_bytes(self) -> torch.Tensor | None:
-        """Return the bytes of each token on the device; None if a rank cannot read them.
+        """Return each token's bytes on the device; None if any rank cannot read them.
 
         Every rank must call this.
         """
@@ -51,12 +51,12 @@ class DataFeed:
         known = collectives.gather_objects(table is not None)
         if table is None or not all(known):
             if any(known):
-                self.print_rank0("note: no bits per byte: a host lacks the tokenizer of the data")
+                self.print_rank0("note: no bits per byte: a host lacks the data's tokenizer")
             return None
         return torch.from_numpy(table.rows()).to(self.device)
 
     def stream_options(self, shard: int, num_shards: int) -> dict[str, Any]:
-        """Return the keyword arguments of a stream over one of `num_shards` shards of the data."""
+        """Return the keyword arguments for a stream over one of `num_shards` data shards."""
         return {
             "seq_len": self.settings.seq_len,
             "micro_batch_size": self.plan.settings.micro_batch_size,
@@ -88,13 +88,13 @@ class DataFeed:
         return iter(data.prefetch_to_device(loader, self.device))
 
     def take(self, batches: Any, sequences: int) -> list[dict[str, torch.Tensor]]:
-        """Return this rank's micro-batches of the next global batch."""
+        """Return this rank's micro-batches for the next global batch."""
         each = self.settings.micro_batch_size * self.plan.layout.replicas
         with record_function("data"):
             return [next(batches) for _ in range(sequences // each)]
 
     def row(self, progress: Progress) -> Row:
-        """Return what the run has read so far, as metrics."""
+        """Return metrics of the data that the run has read so far."""
         return metrics.store_row(self.traffic) | metrics.data_row(
             self.order,
             self.plan.source_names,
@@ -104,7 +104,7 @@ class DataFeed:
         )
 
     def _print_skipped_data_notices(self, progress: Progress) -> None:
-        """Print which epoch limits the run will exceed because rollbacks have skipped data."""
+        """Print the epoch limits that the run will exceed because rollbacks have skipped data."""
         left = -(-(self.settings.total_tokens - progress.tokens) // self.settings.seq_len)
         for line in epochs.skipped_data_notices(
             self.plan.mixture,
@@ -127,7 +127,7 @@ class DataFeed:
         return self.stage != before
 
     def probe_batches(self) -> Any:
-        """Return the micro-batches of the fixed probe batch, the same on every rank."""
+        """Return the micro-batches of the fixed probe batch, which is the same on every rank."""
         count = probe.num_sequences(self.plan)
         fixed = data.ValidationStream(
             self.plan.sources, num_sequences=count, **self.stream_options(0, 1)

@@ -1,4 +1,4 @@
-"""How a run ends: its budget is spent, it was asked to stop, or an error ends it on all ranks.
+"""The end of a run: its budget is spent, a stop was requested, or an error ends all ranks.
 
 Called by pretrain.py after the training loop. Every rank makes the same calls.
 """
@@ -29,7 +29,8 @@ def end(run: Run) -> int:
     _close_features(run)
     process_group.destroy(run.engine.destroy)
     _finish_child_processes(run)
-    # After an exit code other than 0 the launcher ends all other ranks, so rank 0 comes first.
+    # After a nonzero exit code the launcher ends all other ranks, so they wait for rank 0 to
+    # finish.
     while not run.finished and process_group.waits_for_rank0():
         record_progress("end")
         time.sleep(0.05)
@@ -37,7 +38,7 @@ def end(run: Run) -> int:
 
 
 def fail(run: Run, error: ZerolmError) -> None:
-    """Log the error for which all ranks end the run, and close everything."""
+    """Log the error that ends the run on all ranks, and close everything."""
     if isinstance(error, GaveUp):
         run.finish_checkpoint()
         _close_features(run)
@@ -54,13 +55,13 @@ def fail(run: Run, error: ZerolmError) -> None:
 
 
 def _close_features(run: Run) -> None:
-    """End the features of a run that will not be resumed from its last step."""
+    """Close the features at the end of a run."""
     for feature in run.features:
         feature.close()
 
 
 def _finish_child_processes(run: Run) -> None:
-    """Wait for the HTML report, the uploads and the trackers, each for a limited time."""
+    """Wait a limited time each for the HTML report, the uploads and the trackers."""
     run.html_report.finish()
     run.uploads.finish(run.settings.upload_wait)
     run.journal.log.finish_trackers()

@@ -1,8 +1,8 @@
-"""`Health`: clipping, weight norms, update ratios and gradient noise scale of reported steps.
+"""`Health`: clipping, weight norms, update ratios and gradient noise scale in reported steps.
 
 Measured during the step itself, without changing gradients, weights, optimizer states or RNG. State
-between steps is saved with the run's progress, so a resumed run reports the same bits. Must not
-know files or trackers.
+between steps is saved with the run's progress, so a resumed run reports bit-identical values. Must
+not depend on files or trackers.
 """
 
 import math
@@ -32,8 +32,8 @@ class HealthState:
 
     Attributes:
         steps: steps applied since the last report.
-        clipped: how many of them had a clipped gradient.
-        noise, signal: moving averages of `zerolm.train.noise_scale.Estimate`.
+        clipped: number of applied steps with a clipped gradient.
+        noise, signal: moving averages from `zerolm.train.noise_scale.Estimate`.
     """
 
     steps: int = 0
@@ -43,14 +43,14 @@ class HealthState:
 
 
 class Health:
-    """Measures the health metrics of one rank.
+    """Measures health metrics on one rank.
 
-    Every rank makes the same calls, in this order in each step: `begin`, `observe_backward` around
+    Every rank makes the same calls, in this order, in each step: `begin`, `observe_backward` around
     each backward pass, `before_update`, `end_step`, and `row` if the step is reported.
 
     Args:
-        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
-        gate: knows whether gradients are clipped at all.
+        engine: a DeepSpeed engine at ZeRO stage 1, 2 or 3.
+        gate: its `clip_norm` is the limit for gradients; 0 disables clipping.
     """
 
     def __init__(self, plan: Plan, engine: Engine, device: torch.device, gate: StepGate):
@@ -72,7 +72,7 @@ class Health:
     def begin(self, step: int, num_micro_batches: int) -> None:
         """Start a step, and decide whether to measure it."""
         self._measuring = step % self._interval == 0
-        # The noise scale compares two batch sizes, so a single micro-batch is not enough.
+        # The noise scale compares two batch sizes, which takes more than one micro-batch.
         several = num_micro_batches * self._layout.replicas > 1
         self._sampling = self._measuring and self._noise and several
         if self._sampling:
@@ -80,7 +80,7 @@ class Health:
             self._loss_scale = loss_scale(self._engine)
 
     def observe_backward(self, batch: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Return a context manager for the backward pass of a micro-batch."""
+        """Return a context manager for a micro-batch's backward pass."""
         if not self._sampling:
             return nullcontext()
         return self._small.backward((batch["targets"] != IGNORED).sum())
@@ -105,9 +105,9 @@ class Health:
         return vars(replace(old, steps=old.steps + 1, clipped=old.clipped + clipped))
 
     def row(self, state: dict[str, Any], result: StepResult) -> tuple[Row, dict[str, Any]]:
-        """Return the metrics of the last step, and the new state.
+        """Return the last step's metrics, and the new state.
 
-        Every rank must call this. All figures are reduced at once.
+        Every rank must call this. All figures are summed in a single all-reduce.
 
         Args:
             state: the result of `end_step`.
@@ -143,7 +143,7 @@ class Health:
         return row, vars(new_state)
 
     def parameter_norm(self) -> float | None:
-        """Return the 2-norm of all parameters, None if they are on NVMe. All ranks call this."""
+        """Return the 2-norm of all parameters, or None if they are on NVMe. All ranks call this."""
         return parameter_norm(self.blocks, self._device, self._layout)
 
     def _norms(self, key: str, squares: list[float]) -> Row:
@@ -160,7 +160,7 @@ class Health:
     def _estimate(self, figures: list[float], result: StepResult) -> Estimate | None:
         sums = SmallBatchSums(*figures)
         if AUXILIARY in result.penalties and not sums.are_equal:
-            return None  # the router loss is a mean over micro-batches, the others are over tokens
+            return None  # the router loss is averaged over micro-batches, the others over tokens
         return estimate(sums, result.grad_norm, self._layout.replicas, self._loss_scale)
 
 

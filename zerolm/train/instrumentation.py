@@ -1,8 +1,8 @@
-"""Instrumentation for tests and `zerolm plan --probe`: what a rank keeps and trains on.
+"""Instrumentation for tests and `zerolm plan --probe`: a rank's memory and training sequences.
 
-Off unless an environment variable names a directory, in which each rank then writes a file:
-`ZEROLM_MEMORY_PROBE`: bytes of weights, gradients, optimizer states and buffers, before each
-optimizer step; `ZEROLM_LEDGER`: the sequences of each step.
+Off unless one of these environment variables names a directory. Each rank then writes a file to it:
+for `ZEROLM_MEMORY_PROBE` the bytes of weights, gradients, optimizer states and buffers before each
+optimizer step, for `ZEROLM_LEDGER` the sequences in each step.
 """
 
 import json
@@ -20,7 +20,7 @@ MEMORY_VARIABLE, LEDGER_VARIABLE = "ZEROLM_MEMORY_PROBE", "ZEROLM_LEDGER"
 
 
 def record_memory(engine: Engine, step: int) -> None:
-    """Write `model_state_bytes` of this rank, if `ZEROLM_MEMORY_PROBE` names a directory."""
+    """Write this rank's `model_state_bytes` if `ZEROLM_MEMORY_PROBE` names a directory."""
     directory = os.environ.get(MEMORY_VARIABLE)
     if directory:
         found = {"step": step, **model_state_bytes(engine)}
@@ -28,10 +28,10 @@ def record_memory(engine: Engine, step: int) -> None:
 
 
 def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> None:
-    """Append the sequences of a step to this rank's ledger, if `ZEROLM_LEDGER` names a directory.
+    """Append a step's sequences to this rank's ledger if `ZEROLM_LEDGER` names a directory.
 
     Args:
-        micro_batches: tensors `sequence_ids` and `sources`, one entry per row.
+        micro_batches: each has tensors `sequence_ids` and `sources`, with one entry per row.
     """
     directory = os.environ.get(LEDGER_VARIABLE)
     if directory:
@@ -44,7 +44,7 @@ def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> N
 
 
 def read_sequences(directory: str | Path) -> dict[int, list[int]]:
-    """Return {step: sequence numbers of all ranks, ascending}; repeated steps: the last one."""
+    """Return {step: all ranks' sequence numbers, sorted}; a step's last repetition counts."""
     return {
         step: sorted(number for entry in entries for number in entry["sequences"])
         for step, entries in _last_lines(directory).items()
@@ -52,7 +52,7 @@ def read_sequences(directory: str | Path) -> dict[int, list[int]]:
 
 
 def read_sources(directory: str | Path) -> dict[int, dict[int, int]]:
-    """Return {step: {sequence number: source}} of all ranks; repeated steps: the last one."""
+    """Return {step: {sequence number: source}} over all ranks; a step's last repetition counts."""
     return {
         step: {
             number: source
@@ -64,7 +64,7 @@ def read_sources(directory: str | Path) -> dict[int, dict[int, int]]:
 
 
 def _last_lines(directory: str | Path) -> dict[int, list[dict[str, Any]]]:
-    """Return {step: the last line of each rank}, steps ascending."""
+    """Return {step: each rank's last line}, with steps ascending."""
     steps: dict[int, dict[str, dict[str, Any]]] = {}
     for path in sorted(Path(directory).glob("rank-*.jsonl")):
         for line in path.read_text().splitlines():
@@ -74,7 +74,7 @@ def _last_lines(directory: str | Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def fault_after_step(engine: Engine, step: int) -> None:
-    """Trigger the faults after an optimizer step; a flip is one of this rank's master weights."""
+    """Trigger faults after an optimizer step; a flip changes one of this rank's master weights."""
     if fault_point("step.end", step) == FLIP:
         from zerolm.integrity.checks import flip_bit
 

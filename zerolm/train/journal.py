@@ -1,6 +1,6 @@
-"""`Journal`: logging of a run: metrics, events, trackers, console.
+"""`Journal`: logs a run's metrics and events to files, trackers and the console.
 
-Between `Run`, which reports what has happened, and the `RunLog` with its trackers.
+Connects `Run`, which reports what has happened, with the `RunLog` and its trackers.
 """
 
 import time
@@ -33,7 +33,7 @@ class Journal:
     """Logs a run. Every rank makes the same calls; only rank 0 writes and prints.
 
     Attributes:
-        log: the `RunLog`; a new one after each start and rollback.
+        log: the `RunLog`, replaced after each start and rollback.
         stopwatch: times the steps between two reports.
     """
 
@@ -60,14 +60,14 @@ class Journal:
         self.slow_hosts = SlowHosts()
         self.console = Console(rank == 0)
         self.changed = plan.changed
-        self.trackers: Trackers | None = None  # handed over to the next log
-        self.first_step: int | None = None  # first step after this start, once logged
+        self.trackers: Trackers | None = None  # passed on to the next log
+        self.first_step: int | None = None  # the first step after this start, once logged
         self.failed = startup.interruption(plan.run_dir) if rank == 0 else None
         self.last_row_at = _modified_at(RunFiles(plan.run_dir).metrics)
         self.printed_breaks: str | None = None  # the last notice on torch.compile graph breaks
 
     def open(self, step: int) -> None:
-        """Open the log at a step; lines of later steps are removed."""
+        """Open the log at a step; lines from later steps are removed."""
         self.log = run_log.RunLog(self.plan.run_dir, step, writes=self.rank == 0)
 
     def log_start(
@@ -80,9 +80,9 @@ class Journal:
         """Log that the run starts or resumes; start the trackers and the progress bar.
 
         Args:
-            checkpoint: path of the one that was loaded; None at the start of a new run.
+            checkpoint: path of the loaded checkpoint; None at the start of a new run.
             damage: damaged checkpoints that were set aside.
-            resharded: what in the checkpoint was resharded.
+            resharded: parts of the checkpoint that were resharded.
         """
         for damaged in damage:
             aside = str(damaged.set_aside)
@@ -102,16 +102,16 @@ class Journal:
             self.print_rank0(f"note: {self.log.lacks_rows}; the run itself is complete")
         if self.changed:
             self.log.event("changed", step, changes=self.changed)
-            self.changed = {}  # log it once: a rollback starts the run again
+            self.changed = {}  # log it only once: a rollback starts the run again
         self.log.track(self.settings, before=self.trackers)
         self.trackers = self.log.trackers
         self.console.start(step, self.plan.total_steps)
 
     def log_startup(self, step: int, launcher: processes.Process | None) -> None:
-        """Log how long the parts of this start took, after its first step; and of a recovery.
+        """After the first step, log how long each part of this start and any recovery took.
 
         Args:
-            launcher: the process that began the start, if there is one.
+            launcher: the process that began the start, if any.
         """
         if self.rank:
             return
@@ -119,7 +119,7 @@ class Journal:
             self.first_step = step
             startup.mark("first step")
             parts, lost = startup.parts(launcher), {}
-            if self.last_row_at is not None:  # by the wall clock, which may have been set back
+            if self.last_row_at is not None:  # the wall clock may have been set back
                 lost = {"lost_seconds": round(max(0.0, time.time() - self.last_row_at), 2)}
             total = round(sum(parts.values()), 2)
             self.log.event("startup", step, seconds=total, parts=parts, **lost)
@@ -130,7 +130,7 @@ class Journal:
             self.failed = None
 
     def log_stage(self, step: int, stage: int) -> None:
-        """Log that this step has reached a new stage of the mixture, numbered from 0."""
+        """Log that this step has reached a new mixture stage, numbered from 0."""
         stages = self.plan.mixture.stages
         shares = mixture.stage_shares(stages[stage], self.plan.source_names)
         self.log.event("stage", step, stage=stage + 1, shares=shares)
@@ -144,11 +144,11 @@ class Journal:
         num_sequences: int,
         response: str | None,
     ) -> None:
-        """Log a step that was an anomaly, or was not applied, with the sequences of its batch.
+        """Log a step that was an anomaly or was not applied, with the sequences in its batch.
 
         Args:
-            progress: after the step.
-            num_sequences: size of its batch.
+            progress: progress after the step.
+            num_sequences: size of the step's batch.
             response: the guard's response to the step; a cooldown is logged too.
         """
         fields = stability.anomaly_fields(guard, progress, result, num_sequences)
@@ -167,7 +167,7 @@ class Journal:
             )
 
     def log_rollback(self, step: int, entry: Rollback) -> None:
-        """Log a rollback, and close the log: `open` opens the next one."""
+        """Log a rollback, and close the log; `open` opens the next one."""
         shown = {key: value for key, value in entry.items() if key != "order"}
         self.log.event("rollback", step, **shown)
         self.print_rank0(
@@ -180,7 +180,7 @@ class Journal:
         """Log the metrics since the last report: to metrics.jsonl, trackers and console.
 
         Args:
-            row: metrics of the run; throughput, memory and counts of anomalies are added here.
+            row: the run's metrics; throughput, memory and anomaly counts are added here.
         """
         plan = self.plan
         row |= {
@@ -193,7 +193,9 @@ class Journal:
             "health/rollbacks": progress.rollbacks,
         }
         if "throughput/mfu" not in row and not self._told_of_mfu:
-            self.print_rank0(f"no MFU: above 1 of {self.peak_flops:.3g} FLOP/s per device")
+            self.print_rank0(
+                f"no MFU: it would exceed 1 at a peak of {self.peak_flops:.3g} FLOP/s per device"
+            )
             self._told_of_mfu = True
         self.log.metrics(row)
         for event in self.slow_hosts.events(time.monotonic()):
@@ -216,13 +218,13 @@ class Journal:
                 self.print_rank0(notice)
 
     def close(self, how: str) -> None:
-        """Close the console and the log; pass on to the trackers how the run has ended."""
+        """Close the console and the log, which tells the trackers how the run ended."""
         self.console.close()
         self.log.close(how)
 
 
 def _modified_at(path: Path) -> float | None:
-    """Return when a file was last written, in seconds since the epoch; None without it."""
+    """Return when a file was last written, in seconds since the epoch; None if it is missing."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl that describe the step and its data, a function per group of metrics."""
+"""Metrics of a step and its data, with one function per group of metrics."""
 
 import math
 from collections import Counter
@@ -12,7 +12,7 @@ from zerolm.tracking.run_log import Row
 
 
 def training_row(result: StepResult, source_names: Sequence[str]) -> Row:
-    """Return the `train/` metrics of a step, and the loss of each source in its batch.
+    """Return a step's `train/` metrics, and the loss on each source in its batch.
 
     Args:
         result: `StepResult` of the step.
@@ -46,11 +46,11 @@ def data_row(
     seq_len: int,
     skipped_windows: skips.SkippedRanges = (),
 ) -> Row:
-    """Return the tokens and epochs of each source that the run has consumed.
+    """Return the tokens and epochs that the run has consumed from each source.
 
     Args:
         position: number of sequences consumed.
-        skipped_windows: sequences of the order that rollbacks skip.
+        skipped_windows: sequences in the data order that rollbacks skip.
     """
     row: Row = {}
     if len(order.starts) > 1:
@@ -65,10 +65,10 @@ def data_row(
 
 
 def store_row(traffic: Counter[str]) -> Row:
-    """Return metrics of reads from object stores and the cache; none for local data.
+    """Return metrics of reads from object stores and the cache; {} for local data.
 
     Args:
-        traffic: counts of a `WindowStream`.
+        traffic: a `WindowStream`'s counts.
     """
     blocks = traffic["hits"] + traffic["fetched"]
     if not blocks:
@@ -81,5 +81,5 @@ def store_row(traffic: Counter[str]) -> Row:
 
 
 def last_sequence(position: int, skipped_windows: skips.SkippedRanges) -> int:
-    """Return the number of the last sequence that a run at `position` has consumed."""
+    """Return the number of the last sequence consumed by a run at `position`."""
     return skips.sequence_range(0, position, skipped_windows)[1] - 1 if position else 0

@@ -1,15 +1,15 @@
 """Gradient noise scale, estimated from gradient norms of micro-batches and of the global batch.
 
 With a batch of B_simple tokens, gradient noise is as large as the signal: smaller batches need
-fewer tokens, larger ones fewer steps. The squared norm of a mean gradient over b tokens is that of
-the true gradient plus its variance / b, so two batch sizes give both:
+fewer tokens, larger batches need fewer steps. The squared norm of a mean gradient over b tokens is
+the true gradient's squared norm plus its variance / b, so two batch sizes determine both:
 
     |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)        tr(S) = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
 
-Both are noisy, so each is averaged over steps before the division: B_simple = tr(S) / |G|^2.
-Source: McCandlish et al. (2018), arXiv 1812.06162, appendix A.1. Micro-batch gradients are observed
-by hooks during their backward pass, before ZeRO reduces or accumulates them: no second pass, no
-copy.
+Both estimates are noisy, so each is averaged over steps before the division: B_simple = tr(S) /
+|G|^2. Source: McCandlish et al. (2018), arXiv 1812.06162, appendix A.1. Hooks observe micro-batch
+gradients during the backward pass, before ZeRO reduces or accumulates them, so no second pass or
+copy is needed.
 """
 
 import math
@@ -22,15 +22,15 @@ import torch
 
 from zerolm.train.norms import sum_of_squares
 
-DECAY = 0.95  # weight of the old moving average: it covers about the last 20 measured steps
+DECAY = 0.95  # weight of the old average, which covers about the last 20 measured steps
 
 
 class SmallBatches:
-    """Sums of this rank over the micro-batches of a step.
+    """This rank's sums over the micro-batches of a step.
 
     Args:
-        parameters: hooks are on them only while `backward` is active.
-        contributes: False if another rank has the same micro-batches, and counts them.
+        parameters: parameters to hook, only while `backward` is active.
+        contributes: False if another rank has the same micro-batches and counts them.
 
     Attributes:
         figures: (5,) float64 in the order of `SmallBatchSums`, to be summed over ranks.
@@ -49,12 +49,12 @@ class SmallBatches:
     def backward(self, num_targets: torch.Tensor) -> Iterator[None]:
         """Record the gradient norm of a backward pass.
 
-        A parameter's hook is called once per pass, with all that the pass adds to its gradient,
-        even if the parameter is tied. If it is called several times (re-entrant checkpointing of
-        shared layers), the step is not measured.
+        A parameter's hook is called once per pass with everything that the pass adds to the
+        gradient, even for a tied parameter. If a hook is called several times (re-entrant
+        checkpointing of shared layers), the step is not measured.
 
         Args:
-            num_targets: number of targets of the micro-batch, (), on the device.
+            num_targets: number of targets in the micro-batch, (), on the device.
         """
         squares: dict[int, torch.Tensor] = {}
         repeated: list[int] = []
@@ -78,7 +78,7 @@ class SmallBatches:
             return
         found = torch.stack([squares[number] for number in sorted(squares)])
         counted = num_targets.to(self._device).double()
-        known = counted > 0  # not read here: reading would wait for the device
+        known = counted > 0  # stays on the device: reading it would block
         sums = [found.sum().to(self._device) / counted**2, 1.0 / counted, counted, known.double()]
         if not self._contributes:
             sums[1:] = [torch.zeros_like(counted)] * 3
@@ -90,11 +90,11 @@ class SmallBatchSums(NamedTuple):
     """`SmallBatches.figures`, summed over all ranks.
 
     Attributes:
-        squares: sum of (gradient norm / number of targets)^2 of each micro-batch.
-        inverses: sum of 1 / number of targets of each micro-batch.
-        targets: number of targets of all micro-batches.
+        squares: sum over micro-batches of (gradient norm / number of targets)^2.
+        inverses: sum over micro-batches of 1 / number of targets.
+        targets: number of targets in all micro-batches.
         batches: number of micro-batches.
-        unknown: number of micro-batches whose gradient norm is not known.
+        unknown: number of micro-batches with an unknown gradient norm.
     """
 
     squares: float
@@ -110,10 +110,10 @@ class SmallBatchSums(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Noise and signal of the gradient, of one step or averaged over steps.
+    """Noise and signal of the gradient, for one step or averaged over steps.
 
     Attributes:
-        noise: trace of the covariance of a token's gradient, tr(S).
+        noise: trace of the covariance of per-token gradients, tr(S).
         signal: squared norm of the true gradient, |G|^2; may be negative in a single step.
     """
 
@@ -131,15 +131,15 @@ class Estimate(NamedTuple):
 def estimate(
     sums: SmallBatchSums, grad_norm: float, replicas: int, loss_scale: float = 1.0
 ) -> Estimate | None:
-    """Return the estimate of a step; None if there is too little information.
+    """Return the estimate for a step; None if there is too little information.
 
-    A micro-batch with n of the N targets is trained on the sum of its losses * replicas / N
-    (`Steps`), so the gradient of its mean loss is N / (n * replicas) times its own. For
+    A micro-batch with n of the N targets minimizes the sum of its losses * replicas / N (`Steps`),
+    so the gradient of its mean loss is N / (n * replicas) times the observed gradient. For
     micro-batches of different sizes, 1 / b is the mean of 1 / n.
 
     Args:
         grad_norm: norm of the global batch's gradient, before clipping, unscaled.
-        loss_scale: fp16's factor on the gradients of micro-batches.
+        loss_scale: fp16's factor on micro-batch gradients.
     """
     if sums.unknown or sums.batches < 2 or not math.isfinite(sums.squares + grad_norm):
         return None

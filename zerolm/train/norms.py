@@ -1,8 +1,7 @@
-"""Norms of weights and of their updates, in total and per block, from partitioned tensors.
+"""Norms of weights and their updates, in total and per block, from partitioned tensors.
 
-Used in steps that are reported. Each rank sums the squares of the values it holds, and one
-reduction over ranks makes norms of the sums; nothing is gathered. Must not know what the norms are
-used for.
+Used in reported steps. Each rank sums the squares of its own values, and one reduction over ranks
+combines the sums; nothing is gathered. Must not depend on how the norms are used.
 """
 
 import math
@@ -17,21 +16,21 @@ from zerolm.engine.protocol import Engine
 from zerolm.engine.states import OnNvme, master_slice
 from zerolm.model.architecture import block_of
 
-# Larger tensors are split into pieces of this many values, whose squares are added in float64. On a
-# CPU torch adds sequentially in float32: the relative error of the square is 2e-4 over 2^22 values,
-# 1e-6 over 2^16 (torch 2.13). On a GPU it adds as a tree.
+# Larger tensors are split into pieces of this many values, whose sums of squares are added in
+# float64. On a CPU torch adds sequentially in float32, with a relative error of 2e-4 over 2^22
+# values and 1e-6 over 2^16 (torch 2.13). On a GPU it adds in a tree.
 CPU_PIECE_VALUES, GPU_PIECE_VALUES = 1 << 16, 1 << 22
-# Master weights of a rank that are copied to measure an update: at most about 2^24 values, 64 MiB.
-# If a rank has more, they are sampled in windows at equal distances.
+# A rank copies at most about 2^24 master weights (64 MiB) to measure an update. If it has more,
+# they are sampled in evenly spaced windows.
 SAMPLE_VALUES, WINDOW_VALUES = 1 << 24, 1024
 
 
 class Blocks:
-    """The parameters of a model by block. A tied parameter belongs to its first block only.
+    """A model's parameters by block. A tied parameter belongs only to its first block.
 
     Attributes:
-        names: one per block, in the order of the model.
-        parameters: (parameter, index of its block) of each parameter.
+        names: names of the blocks, in model order.
+        parameters: (parameter, index of its block) pairs.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -56,8 +55,8 @@ class Blocks:
 
         Args:
             values: tensors of any shape, dtype and device.
-            block_indices: the block of each tensor.
-            scales: factor on the squares of each tensor.
+            block_indices: index of each tensor's block.
+            scales: factor for the squares of each tensor.
         """
         pieces: list[torch.Tensor] = []
         blocks: list[int] = []
@@ -91,26 +90,28 @@ def _squares(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     norms = list(torch._foreach_norm(pieces, 2, torch.float32))
     if len({norm.device for norm in norms}) > 1:
         norms = [norm.to(device) for norm in norms]
-    return torch.stack(norms).to(device).double().square()  # one copy for all pieces
+    return torch.stack(norms).to(device).double().square()  # a single copy for all pieces
 
 
 def is_counted_here(parameter: Any, contributes: bool) -> bool:
     """Return whether this rank counts a parameter; with tensor parallelism, shards always count.
 
     Args:
-        contributes: `Layout.contributes` of this rank.
+        contributes: `Layout.contributes` for this rank.
     """
     return contributes or is_shard(parameter)
 
 
 def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torch.Tensor | None:
-    """Return this rank's part of the sums of squares of all weights, (blocks,) float64.
+    """Return this rank's contribution to the sums of squared weights, (blocks,) float64.
 
-    At stage 3 that is its partition without padding. At other stages ranks have all weights (with
-    tensor parallelism, their shards of them), and the parameters are divided among ranks.
+    At stage 3 the part is the rank's partition without padding. At other stages each rank has all
+    weights (with tensor parallelism, its shard of them), and the parameters are divided among
+    ranks.
 
     Returns:
-        None if parameters are offloaded to NVMe, where reading them would take as long as a step.
+        None if parameters are offloaded to NVMe, from which reading them would take as long as a
+        step.
     """
     rank = torch.distributed.get_rank()
     shard_index, num_shards = layout.evaluation_shard(rank)
@@ -130,7 +131,7 @@ def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torc
 
 
 def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> float | None:
-    """Return the 2-norm of all parameters, None if they are on NVMe. Every rank must call this."""
+    """Return the 2-norm of all parameters; None if they are on NVMe. Every rank must call this."""
     squares = weight_squares(blocks, device, layout)
     if squares is None:
         return None
@@ -142,11 +143,11 @@ def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> floa
 def _masters(engine: Engine, blocks: Blocks, layout: Layout) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield (this rank's partition of a master weight, without padding; index of its block).
 
-    Weights that tensor-parallel ranks have in common are yielded on the first of them. Frozen
-    weights have no masters.
+    Weights shared by tensor-parallel ranks are yielded on the first of these ranks. Frozen weights
+    have no masters.
 
     Raises:
-        OnNvme: they are on NVMe.
+        OnNvme: the master weights are on NVMe.
     """
     contributes = layout.contributes(torch.distributed.get_rank())
     for parameter, block in blocks.parameters:
@@ -157,13 +158,13 @@ def _masters(engine: Engine, blocks: Blocks, layout: Layout) -> Iterator[tuple[t
 
 
 class UpdateMeter:
-    """Measures the update of an optimizer step: call `before` it, and `squares` after it.
+    """Measures the update in an optimizer step: call `before`, take the step, and call `squares`.
 
-    Copies the master weights of this rank for one step. Of more than `SAMPLE_VALUES` values it
-    copies windows at equal distances, and estimates the rest from them.
+    Copies this rank's master weights for one step. If there are more than `SAMPLE_VALUES`, it
+    copies evenly spaced windows, and extrapolates from them.
 
     Args:
-        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
+        engine: a DeepSpeed engine at ZeRO stage 1, 2 or 3.
     """
 
     def __init__(self, engine: Engine, blocks: Blocks, layout: Layout):
@@ -171,7 +172,7 @@ class UpdateMeter:
         self._before: list[torch.Tensor] = []
 
     def before(self) -> None:
-        """Copy this rank's master weights, or windows of them; nothing if they are on NVMe."""
+        """Copy this rank's master weights, or windows of them; do nothing if they are on NVMe."""
         try:
             masters = [flat for flat, _ in self._masters()]
         except OnNvme:
@@ -186,10 +187,10 @@ class UpdateMeter:
     def squares(self, device: torch.device) -> torch.Tensor | None:
         """Return the sums of squares of this rank's changes since `before`, (blocks,) float64.
 
-        None if nothing was copied. Each copy of a state has its part of them.
+        None if nothing was copied. With several copies of a state, each copy contributes its share.
 
         Args:
-            device: where to put the result, for the all-reduce.
+            device: device of the result, for the all-reduce.
         """
         if not self._before:
             return None
@@ -197,7 +198,7 @@ class UpdateMeter:
         changes, block_indices, scales = [], [], []
         for old, (flat, block) in zip(before, self._masters(), strict=True):
             if old.numel():
-                # In place, because the copy is no longer needed; the sign does not matter.
+                # In place: the copy is no longer needed, and the sign does not matter.
                 changes.append(old.sub_(windows(flat, self._every)))
                 block_indices.append(block)
                 scales.append(flat.numel() / old.numel() / self._layout.copies)
@@ -209,13 +210,13 @@ class UpdateMeter:
 
 
 def windows(flat: torch.Tensor, every: int) -> torch.Tensor:
-    """Return a view of one in `every` values, in windows; of all values if one window is enough.
+    """Return a view of windows with one in `every` values; of all values if one window is enough.
 
     Args:
         flat: (N,) values.
 
     Returns:
-        (N,) or (windows, WINDOW_VALUES). The distance of windows is odd, so that they cover
+        (N,) or (windows, WINDOW_VALUES). The distance between windows is odd, so they cover
         different columns of a matrix.
     """
     if every == 1 or flat.numel() <= WINDOW_VALUES:

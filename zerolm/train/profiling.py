@@ -1,8 +1,8 @@
-"""`StepProfiler`: a torch profiler trace and a memory snapshot of chosen steps (`--profile 20:23`).
+"""`StepProfiler`: torch profiler traces and memory snapshots of selected steps (`--profile 20:23`).
 
-Each rank of the first host writes files of its own into `profile/` of the run directory, after each
-chosen step. A failure to write them is logged, and training continues; profiling does not change
-the result of a step. Checkpoints and evaluations between two steps are not recorded.
+After each selected step, each rank on the first host writes its own files to `profile/` in the run
+directory. If writing fails, this is logged and training continues. Profiling does not change the
+result of a step. Checkpoints and evaluations between steps are not recorded.
 """
 
 import gc
@@ -23,7 +23,7 @@ from zerolm.run_dir.files import RunFiles, checkpoint_name
 from zerolm.train.journal import Journal
 from zerolm.watchdog.progress import record_progress
 
-MAX_MEMORY_EVENTS = 500_000  # allocations and frees in a snapshot; the oldest are dropped
+MAX_MEMORY_EVENTS = 500_000  # allocations and frees per snapshot; older ones are dropped
 TABLE_ROWS = 40  # operators in the table
 
 
@@ -31,7 +31,7 @@ class StepProfiler:
     """Profiles the steps of one rank.
 
     Args:
-        steps: the first and the last step to profile; None for none.
+        steps: first and last step to profile, or None.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class StepProfiler:
         self.steps, self.on_gpu = steps, device.type == "cuda"
         self.journal = journal
         self.rank, local_rank, _ = process_group.environment_rank()
-        self.writes = self.rank == local_rank  # a rank of the first host
+        self.writes = self.rank == local_rank  # true for ranks on the first host
         self.directory = RunFiles(run_dir).profile
         self._has_begun = False
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile a step if it is one of `steps`. Every rank may call; no rank waits for another.
+        """Profile a step if it is in `steps`. Every rank may call this; no rank waits for another.
 
         Args:
-            number: 1 for the first step.
+            number: number of the step, from 1.
         """
         if self.steps is None or not self.writes or number < self.steps[0]:
             yield
@@ -63,7 +63,7 @@ class StepProfiler:
             self.steps = None
             if not self._has_begun:
                 self.journal.print_rank0(
-                    f"note: --profile {first}:{last}: the run is past these steps, none is profiled"
+                    f"note: --profile {first}:{last}: the run is past these steps; none is profiled"
                 )
             yield
             return
@@ -71,7 +71,7 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self.on_gpu:
             activities.append(ProfilerActivity.CUDA)
-            # C++ stacks would be unwound at every allocation, and take minutes to write.
+            # C++ stacks would be unwound at every allocation, and would take minutes to write.
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_MEMORY_EVENTS)
         with (
             torch.profiler.profile(
@@ -84,7 +84,7 @@ class StepProfiler:
         if self.on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
         del profile
-        gc.collect()  # it holds millions of small objects
+        gc.collect()  # the profile holds millions of small objects
 
     def _write(self, profile: Any, number: int) -> None:
         """Write the files of a step, and log an event."""
@@ -109,14 +109,14 @@ class StepProfiler:
             sync_directory(self.directory)
         except (OSError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            print(f"rank {self.rank}: no profile was written: {reason}", file=sys.stderr)
+            print(f"rank {self.rank}: cannot write the profile: {reason}", file=sys.stderr)
             self.journal.log.event("profile_failed", number, error=reason)
             return
         self.journal.log.event("profile", number, trace=trace, seconds=time.monotonic() - start)
         self.journal.print_rank0(f"step={number} profile={self.directory / trace}")
 
     def _write_file(self, name: str, write: Callable[[Path], Any]) -> None:
-        temporary = self.directory / f".tmp-{name}"  # torch compresses by the suffix .gz
+        temporary = self.directory / f".tmp-{name}"  # torch compresses if the name ends in .gz
         try:
             write(temporary)
             os.replace(temporary, self.directory / name)

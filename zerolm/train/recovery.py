@@ -1,7 +1,7 @@
-"""Recovery from anomalies: rollback to a checkpoint from before them, without a restart.
+"""Recovery from anomalies: roll back to an earlier checkpoint without a restart.
 
-Called by pretrain.py after each step. All ranks decide alike: decisions use figures that were
-reduced over ranks, and what rank 0 has read from disk.
+Called by pretrain.py after each step. All ranks make the same decisions, based on figures reduced
+over ranks and on what rank 0 read from disk.
 """
 
 from functools import partial
@@ -20,19 +20,19 @@ from zerolm.train.stability import advice
 
 
 def plan_rollback(run: Run) -> Rollback | None:
-    """Return the rollback that the spike guard asks for after the last step, if it does.
+    """Return the rollback requested by the spike guard after the last step, if any.
 
-    None too if there is no checkpoint to roll back to yet. Every rank must call this; only rank 0
-    reads the disk.
+    Also returns None if there is no checkpoint to roll back to yet. Every rank must call this; only
+    rank 0 reads the disk.
 
     Raises:
-        GaveUp: on every rank: the guard gives up, `max_rollbacks` is reached, or no checkpoint is
-            from before the spike and no more steps may be refused.
+        GaveUp: on every rank: the guard gives up, `max_rollbacks` is reached, or no checkpoint
+            predates the spike and no more steps may be refused.
     """
     guard, response = run.spike_guard, run.anomaly_response
     if response not in (ROLL_BACK, GIVE_UP):
         return None
-    run.finish_checkpoint()  # the one being written may be the rollback's target
+    run.finish_checkpoint()  # the checkpoint being written may be the target
     progress, settings = run.progress, run.settings
     first_anomaly = [*guard.recent(progress.step), progress.step][0]
     why = f"{guard.reason or f'{MAX_CONSECUTIVE_OVERFLOWS} consecutive fp16 overflows'}."
@@ -53,8 +53,8 @@ def plan_rollback(run: Run) -> Rollback | None:
         return entry
     elif response == ROLL_BACK:
         if not guard.weights_lost and not guard.skips_exhausted(progress.step):
-            return None  # the step was refused, the weights are intact
-        why += " No checkpoint is from before the spike."
+            return None  # the step was refused, so the weights are intact
+        why += " No checkpoint predates the spike."
     elif guard.reason:
         limit = f"--max_skips {settings.max_skips} in {SKIP_WINDOW_STEPS} steps"
         why += f" The limit {limit} is reached."
@@ -70,7 +70,7 @@ def roll_back(run: Run, batches: Any, entry: Rollback) -> Any:
     run.journal.log_rollback(run.progress.step, entry)
     if run.rank == 0:
         rollback.record(run.run_dir, entry)
-    collectives.barrier()  # every rank reads what rank 0 has written
+    collectives.barrier()  # every rank reads the record that rank 0 has written
     fault_point("rollback.load", entry["from_step"])
     resume.start(run)
     if run.rank == 0:

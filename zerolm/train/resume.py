@@ -1,6 +1,6 @@
 """Starts or resumes a run: loads the newest complete checkpoint, and opens the logs at its step.
 
-Connects rollback, load, reshard and probe of zerolm/checkpoint, which do not know each other.
+Connects rollback, loading, resharding and the probe, which do not depend on each other.
 """
 
 from collections.abc import Mapping
@@ -26,13 +26,13 @@ from zerolm.watchdog.progress import record_progress
 
 
 class ResumePoint(NamedTuple):
-    """Where a run starts or resumes.
+    """The point at which a run starts or resumes.
 
     Attributes:
-        progress: the checkpoint's, with the effects of later rollbacks.
-        found: the checkpoint that was loaded into the engine; None for a new run.
-        damage: newer checkpoints that are damaged, and were set aside.
-        in_memory: `found` is a copy in the memory of the hosts.
+        progress: the checkpoint's progress, with the effects of later rollbacks.
+        found: the checkpoint loaded into the engine; None for a new run.
+        damage: newer checkpoints that were found damaged and set aside.
+        in_memory: whether `found` is a copy in host memory.
     """
 
     progress: Progress
@@ -44,13 +44,14 @@ class ResumePoint(NamedTuple):
 def start(run: Run) -> bool:
     """Load the newest complete checkpoint if there is one, write run.json and open the logs.
 
-    Every rank must call, at the start of the run and after each rollback.
+    Every rank must call this, at the start of the run and after each rollback.
 
     Returns:
         Whether there was a checkpoint.
 
     Raises:
-        CheckpointError: on every rank: there are checkpoints, but the run can resume from none.
+        CheckpointError: on every rank: there are checkpoints, but none from which the run can
+            resume.
     """
     run.progress, found, damage, in_memory = _load_newest(run)
     if in_memory:
@@ -80,12 +81,13 @@ def start(run: Run) -> bool:
 def _load_newest(run: Run) -> ResumePoint:
     """Finish interrupted rollbacks, and load the newest complete checkpoint or copy, if any.
 
-    A new run with `--init_optimizer` loads the states of its source. Every rank must call this.
+    A new run with `--init_optimizer` loads its source's optimizer states. Every rank must call
+    this.
     """
     plan, run_dir = run.plan, run.run_dir
     rollbacks = collectives.broadcast_object(read_rollbacks(run_dir))
     record_progress("load")
-    if run.rank == 0:  # which holds the lock of the run directory
+    if run.rank == 0:  # rank 0 holds the run directory's lock
         for entry in rollbacks:
             run_log.archive(run_dir, entry["number"], entry["to_step"])
         rollback.apply_recorded(run_dir)
@@ -97,7 +99,7 @@ def _load_newest(run: Run) -> ResumePoint:
         found, in_memory = newer or found, in_memory or newer is not None
         for problem in problems:
             run.print_rank0(
-                f"note: a copy in memory is damaged, the run resumes from disk: {problem}"
+                f"note: an in-memory copy is damaged, so the run resumes from disk: {problem}"
             )
     if found is None:
         found, damage = load.newest_complete(run_dir, run.rank, run.engine.world_size)
@@ -116,12 +118,12 @@ def _load_newest(run: Run) -> ResumePoint:
 def continued(found: Checkpoint, rollbacks: list[Rollback], new: Mapping[str, Any]) -> Progress:
     """Return the progress from which a run continues after loading a checkpoint.
 
-    What a rollback skips has the sequence numbers of the data order that the run had then, which
-    may differ both from the checkpoint's and from the present one.
+    The sequences that a rollback skips are numbered in the data order at that time, which may
+    differ from both the checkpoint's and the current data order.
 
     Args:
-        rollbacks: all rollbacks of the run; those before the checkpoint have no effect.
-        new: `data_order` of this run.
+        rollbacks: all of the run's rollbacks; rollbacks before the checkpoint have no effect.
+        new: the current `data_order`.
     """
     progress, order = found.progress, found.manifest.get("order", new)
     for entry in rollbacks:
@@ -139,7 +141,7 @@ def position_after(plan: Plan, found: Checkpoint) -> int:
 
 
 def _is_usable(plan: Plan, rollbacks: list[Rollback], copy: Checkpoint) -> bool:
-    """Return whether this run continues a copy: same settings and topology, not rolled back."""
+    """Return whether this run can resume a copy: same settings and topology, not rolled back."""
     return (
         copy.manifest.get("plan") == plan.fingerprint()
         and not plan.resharded(copy.manifest)

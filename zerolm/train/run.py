@@ -1,8 +1,8 @@
-"""`Run`: the parts of a run on one rank, and what the training loop of pretrain.py does with them.
+"""`Run`: the parts of a run on one rank, and the methods that pretrain.py's training loop calls.
 
 It connects data feed, step, features, spike guard, checkpointing, evaluations, journal and more,
-which do not know each other. What may be off is a feature; `Steps.take` shows the order of their
-hooks. How a run starts, rolls back and ends is in the modules `resume`, `recovery` and `ending`.
+which do not depend on each other. Optional parts are features; `Steps.take` shows the order of
+their hooks. The modules `resume`, `recovery` and `ending` start a run, roll it back and end it.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,10 @@ class Run:
     """A run on one rank: its engine, its progress and its logs. Every rank makes the same calls.
 
     Args:
-        features: built by `zerolm.features.build`; they have changed the model and the engine.
+        features: built by `zerolm.features.build`, with their changes to model and engine applied.
 
     Attributes:
-        progress: how far the run is, as saved in checkpoints.
+        progress: the run's progress, as saved in checkpoints.
         stopping: whether the ranks have agreed to save and stop.
     """
 
@@ -76,7 +76,7 @@ class Run:
         self.uploads = Uploads(plan.run_dir, settings.upload_to, settings.upload_keep, is_first)
         self.html_report = HtmlReport(plan.run_dir, settings.report_interval, is_first)
         self.profiler = StepProfiler(settings.profile, plan.run_dir, device, self.journal)
-        self.anomaly_response: str | None = None  # the spike guard's, to the last step
+        self.anomaly_response: str | None = None  # the spike guard's response to the last step
 
     @property
     def finished(self) -> bool:
@@ -89,7 +89,7 @@ class Run:
         return self.finished or self.stopping
 
     def due(self, interval: int) -> bool:
-        """Return whether this step is a multiple of `interval`, or the last one."""
+        """Return whether this step is a multiple of `interval` or the last step."""
         return self.ends or self.progress.step % interval == 0
 
     def batches(self) -> Any:
@@ -99,7 +99,7 @@ class Run:
     # ---- One step
 
     def step(self, batches: Any) -> None:
-        """Read one global batch, take the optimizer step with it, and log what happened."""
+        """Read a global batch, take an optimizer step on it, and log the outcome."""
         number, stopwatch = self.progress.step + 1, self.journal.stopwatch
         sequences = self.plan.batch_schedule(self.progress.position)
         record_progress("data", number, (self.progress.position, sequences))
@@ -115,7 +115,7 @@ class Run:
         self.end_step(step, result, sequences)
 
     def next_step(self, micro_batches: Any, sequences: int) -> Step:
-        """Return the step after the last one, with this rank's micro-batches."""
+        """Return the next step, with this rank's micro-batches."""
         number, rate = self.progress.step + 1, self.plan.learning_rate
         tokens = sequences * self.settings.seq_len
         return Step(
@@ -129,7 +129,7 @@ class Run:
         )
 
     def waits_for_device(self, step: Step, result: StepResult) -> bool:
-        """Return whether a step is followed by a report, save or evaluation, or is the last one."""
+        """Return whether a step is the last one, or a report, save or evaluation follows it."""
         settings = self.settings
         intervals = [settings.log_interval, settings.checkpoint_interval, settings.eval_interval]
         intervals += [settings.downstream_interval, *(each.interval for each in self.features)]
@@ -138,7 +138,7 @@ class Run:
         return last or stops or any(each and step.number % each == 0 for each in intervals)
 
     def end_step(self, step: Step, result: StepResult, sequences: int) -> None:
-        """Count and log a step; advance the checkpoint that is being written."""
+        """Count and log a step; advance the checkpoint being written."""
         progress, guard = self.progress, self.spike_guard
         stop_requests, *checkpoint_flags = result.flags  # sums over ranks
         self.last_step, self.last_result, self.stopping = step, result, stop_requests > 0
@@ -184,7 +184,7 @@ class Run:
         self.journal.report(progress, row)
 
     def save_if_due(self) -> None:
-        """Copy this step's state to host memory; a checkpoint is written from it in the background.
+        """Copy this step's state to host memory, and write a checkpoint from it in the background.
 
         Raises:
             GaveUp: the weights are not finite.
@@ -200,16 +200,16 @@ class Run:
         self.checkpointing.save(self.progress, self.journal.log, last=self.ends)
 
     def finish_checkpoint(self) -> None:
-        """Wait for the checkpoint that is being written, if any."""
+        """Wait for the checkpoint being written, if any."""
         self.checkpointing.finish(self.journal.log, last=self.ends)
 
     def evaluate_if_due(self) -> None:
-        """Run the evaluations that are due at this step, after its checkpoint is complete."""
+        """Run the evaluations due at this step, after its checkpoint is complete."""
         self.evaluations.run_due(
             self.progress, self.journal.log, self.due, self.finish_own_checkpoint
         )
 
     def finish_own_checkpoint(self) -> None:
-        """Wait for the checkpoint of this step, so that a crash in an evaluation loses no step."""
+        """Wait for this step's checkpoint, so that a crash in an evaluation loses no steps."""
         if self.checkpointing.step == self.progress.step:
             self.finish_checkpoint()

@@ -1,6 +1,6 @@
 """The run directory: its lock, and `run.json`, which describes the run.
 
-`run.json` is enough to start the run again: `--settings runs/first/run.json`.
+`run.json` suffices to repeat the run: `--settings runs/first/run.json`.
 """
 
 import os
@@ -23,7 +23,7 @@ from zerolm.run_dir.files import RunFiles, foreign_entries
 
 
 def claim(run_dir: str | Path) -> FileLock:
-    """Create the run directory and lock it. Only rank 0 may call.
+    """Create the run directory and lock it. Only rank 0 may call this.
 
     Raises:
         ConfigError: another process is using the directory.
@@ -39,19 +39,21 @@ def claim(run_dir: str | Path) -> FileLock:
         ) from error
     if lock.unsupported is not None:
         print_safely(
-            f"note: {run_dir}: the file system has no locks ({lock.unsupported}), so nothing stops "
-            f"a second run from writing here; start only one"
+            f"note: {run_dir}: the file system does not support locks ({lock.unsupported}), so "
+            f"nothing prevents a second run from writing here; start only one"
         )
     if foreign := foreign_entries(files.checkpoints):
         print_safely(
-            f"note: {files.checkpoints}: not checkpoints of this run: {', '.join(foreign[:8])}"
-            f"{' ...' if len(foreign) > 8 else ''}. They are left alone; links are never followed"
+            f"note: {files.checkpoints}: contains entries that are not this run's checkpoints: "
+            f"{', '.join(foreign[:8])}"
+            f"{' ...' if len(foreign) > 8 else ''}. They are left untouched; links are never "
+            f"followed"
         )
     return lock
 
 
 def record(plan: Plan) -> dict[str, Any]:
-    """Return the content of `run.json`: resolved settings and configs, data, versions, sizes."""
+    """Return the contents of `run.json`: resolved settings and configs, data, versions, sizes."""
     import psutil
 
     return {
@@ -79,16 +81,16 @@ def record(plan: Plan) -> dict[str, Any]:
 
 
 def write(run_dir: Path, content: dict[str, Any], rank: int) -> None:
-    """Write `run.json`, and check that every host sees it. Every rank must call this.
+    """Write `run.json`, and check that it is visible on every host. Every rank must call this.
 
     Raises:
-        ConfigError: on every rank: the directory is not shared by all hosts.
+        ConfigError: on every rank: not all hosts share the directory.
     """
     path = RunFiles(run_dir).record
     if rank == 0:
         write_json(path, content)
-    collectives.barrier()  # until rank 0 has written
+    collectives.barrier()  # wait until rank 0 has written
     collectives.require_on_all_ranks(
         wait_until_visible(path),
-        f"--run_dir {run_dir}: not every host sees it. Use a file system that all hosts share.",
+        f"--run_dir {run_dir}: not visible on every host. Use a file system that all hosts share.",
     )

@@ -1,4 +1,4 @@
-"""Requests to stop, the spike guard of a run, and the check of weights before they are saved."""
+"""Stop requests, a run's spike guard, and the check of weights before they are saved."""
 
 import math
 import os
@@ -14,18 +14,18 @@ from zerolm.data.skips import sequence_range
 from zerolm.ds_config.profile import Profile
 from zerolm.optim.spikes import History, Policy, SpikeGuard
 
-SAVE_MARGIN = 1.5  # factor on the longest save so far, to estimate the last one
+SAVE_MARGIN = 1.5  # time reserved for the last save, relative to the longest save so far
 
 
 class StopRequest:
     """A request to save and stop: a signal, or the deadline of --stop_after.
 
-    A second Ctrl-C ends the process at once; checkpoints on disk stay complete.
+    A second Ctrl-C ends the process immediately; checkpoints on disk stay complete.
 
     Args:
-        stop_after: seconds from now by which the run must have saved and ended; None: no deadline.
-            The request is made early enough for one more step and one more save, going by the
-            durations seen so far.
+        stop_after: seconds from now by which the run must have saved and ended; None means no
+            deadline. The request is made early enough for one more step and one more save, judging
+            by the durations so far.
     """
 
     def __init__(self, stop_after: float | None):
@@ -38,11 +38,11 @@ class StopRequest:
 
     def _request(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.reason is not None:
-            os._exit(128 + number)  # an exception would wait for collectives and threads
-        self.reason = self.reason or signal.Signals(number).name  # a launcher sends others after it
+            os._exit(128 + number)  # an exception would wait for collectives and threads to end
+        self.reason = self.reason or signal.Signals(number).name  # launchers send more than one
 
     def poll(self) -> bool:
-        """Return whether this rank is to stop; the ranks must still agree. Call once per step."""
+        """Return whether this rank should stop; the ranks must still agree. Call once per step."""
         now = time.monotonic()
         step_seconds = now - (self._polled_at or now)
         self._polled_at = now
@@ -53,16 +53,16 @@ class StopRequest:
         return self.reason is not None
 
     def record_save(self, seconds: float) -> None:
-        """Record the duration of a save, to reserve as much time for the last one."""
+        """Record the duration of a save, to reserve that time for the last save."""
         self._save_seconds = max(self._save_seconds, seconds)
 
 
 def spike_guard(settings: Resolved, profile: Profile) -> SpikeGuard:
-    """Return the spike guard that the settings describe, with an empty history.
+    """Return a spike guard with the given settings and an empty history.
 
     Args:
-        profile: decides whether the norm is the gradient's (not with Muon), and whether skipped
-            steps are normal (fp16).
+        profile: determines whether the reported norm is the gradient's (not with Muon), and whether
+            skipped steps are normal (fp16).
     """
     policy = Policy(
         threshold=settings.spike_threshold,
@@ -82,12 +82,12 @@ def spike_guard(settings: Resolved, profile: Profile) -> SpikeGuard:
 def anomaly_fields(
     guard: SpikeGuard, progress: Progress, result: Any, num_sequences: int
 ) -> dict[str, Any]:
-    """Return the fields of the event of a step that was an anomaly, or was not applied.
+    """Return the event fields for a step that was an anomaly or was not applied.
 
     Args:
-        progress: after the step.
+        progress: progress after the step.
         result: `StepResult` of the step.
-        num_sequences: size of its batch.
+        num_sequences: size of the step's batch.
     """
     start, end = progress.position - num_sequences, progress.position
     return {
@@ -99,11 +99,11 @@ def anomaly_fields(
 
 
 def require_finite_weights(norm: float | None, step: int, checkpoint: str | None) -> None:
-    """Check the weights before they are saved, so that no checkpoint ever holds a NaN.
+    """Check the weights before they are saved, so that no checkpoint ever contains a NaN.
 
     Args:
-        norm: 2-norm of the parameters, the same on every rank; None if it is not known.
-        checkpoint: the newest complete one, for the message.
+        norm: 2-norm of the parameters, the same on every rank; None if unknown.
+        checkpoint: newest complete checkpoint, for the message.
 
     Raises:
         GaveUp: the norm is not finite.
@@ -113,6 +113,6 @@ def require_finite_weights(norm: float | None, step: int, checkpoint: str | None
 
 
 def advice(checkpoint: str | None) -> str:
-    """Return what a user can do after a run has given up, with its last good checkpoint."""
+    """Return advice for a user whose run has given up, with the last good checkpoint."""
     where = f"The last good checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
     return f"{where}. A lower --learning_rate or more --warmup_tokens usually helps."

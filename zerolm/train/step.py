@@ -1,10 +1,11 @@
-"""`Steps`: an optimizer step has the same gradient at any ZeRO stage, world size and micro-batch.
+"""`Steps`: optimizer steps with the same gradient at any ZeRO stage, world size and micro-batch.
 
 The loss of a micro-batch is the sum over its target tokens, divided by the number of targets in the
-GLOBAL batch, and multiplied by what DeepSpeed later divides gradients by (the world size, unless
-ranks share sequences). Gradients are then those of the mean loss per token, however the batch is
-divided into micro-batches and ranks. DeepSpeed's own division by the accumulation steps is off, and
-the accumulation boundary is set by hand, so that the batch size may change during a run.
+GLOBAL batch, and multiplied by the number that DeepSpeed later divides gradients by (the world
+size, unless ranks share sequences). The result is the gradient of the mean loss per token, however
+the batch is divided into micro-batches and ranks. DeepSpeed's own division by the accumulation
+steps is off, and the accumulation boundary is set explicitly, so the batch size may change during a
+run.
 """
 
 import hashlib
@@ -30,19 +31,19 @@ from zerolm.train import instrumentation
 from zerolm.train.health import AUXILIARY, Health
 from zerolm.watchdog.progress import record_progress
 
-DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # factor on a loss, by fault name
+DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # factor for a loss, by fault name
 
 
 @dataclass
 class _Sums:
-    """What a pass over a global batch adds up on this rank.
+    """Sums over a global batch on this rank.
 
     Attributes:
-        num_batches: of this rank.
-        tokens, targets: numbers in the global batch.
-        by_source: (2, S) losses and targets of each source; (4, S) with those of text and bytes.
+        num_batches: number of this rank's micro-batches.
+        tokens, targets: number of tokens and targets in the global batch.
+        by_source: (2, S) losses and targets per source; (4, S) with text losses and bytes.
         penalties: weighted losses by metric; the same keys on every rank.
-        micro_losses: the mean loss of each micro-batch.
+        micro_losses: mean loss of each micro-batch.
     """
 
     num_batches: int
@@ -58,12 +59,12 @@ class _Sums:
 
 
 class Steps:
-    """Takes the optimizer steps of a run on one rank. Every rank makes the same calls.
+    """Takes a run's optimizer steps on one rank. Every rank makes the same calls.
 
     Args:
-        features: their hooks are called in the order of `Feature`.
-        timing_forward: context manager for each forward pass.
-        token_bytes: bytes of text of each token, for `sums_by_source`; None if not known.
+        features: features whose hooks are called, in the order documented in `Feature`.
+        timing_forward: returns a context manager for each forward pass.
+        token_bytes: bytes of text in each token, for `sums_by_source`; None if unknown.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Steps:
         self.health, self.guard, self.timing_forward = health, guard, timing_forward
         self.token_bytes = token_bytes
         self.contributes = plan.layout.contributes(engine.global_rank)
-        # 1, except for optimizers with several rates, such as Muon's for matrices and for others.
+        # 1, except for optimizers with several rates, such as Muon for matrices and other weights.
         peak = plan.learning_rate.peak if plan.learning_rate else 1.0
         self.rate_ratios = [group["lr"] / peak for group in engine.optimizer.param_groups]
 
@@ -93,7 +94,7 @@ class Steps:
             GaveUp: fp16 found no loss scale at which the gradients are finite.
         """
         compute = partial(self.accumulate, step)
-        for feature in reversed(self.features):  # the first one is the outermost
+        for feature in reversed(self.features):  # the first feature is the outermost
             compute = partial(feature.passes, compute, step)
         result = compute()
         instrumentation.record_memory(self.engine, step.number)
@@ -140,7 +141,7 @@ class Steps:
         return _Sums(len(batches), tokens, targets, by_source)
 
     def forward(self, batch: Batch, sums: _Sums, fault: str | None) -> torch.Tensor:
-        """Return the loss to minimize of a micro-batch, and add what is logged of it to `sums`."""
+        """Return a micro-batch's loss to minimize, and add its logged losses to `sums`."""
         with self.timing_forward(), ExitStack() as contexts:
             for feature in self.features:
                 contexts.enter_context(feature.forward(batch))
@@ -160,7 +161,7 @@ class Steps:
         sums.micro_losses.append(losses_BT.detach().mean())
         num_sources = len(self.plan.sources)
         sums.by_source += sums_by_source(losses_BT, batch, num_sources, self.token_bytes)
-        if auxiliary is not None and AUXILIARY not in penalties:  # of a micro-batch
+        if auxiliary is not None and AUXILIARY not in penalties:  # a mean over the micro-batch
             of_all = sums.num_batches * self.layout.replicas
             sums.add(AUXILIARY, auxiliary.detach().double() / of_all)
             loss = loss + auxiliary / sums.num_batches
@@ -168,7 +169,7 @@ class Steps:
             sums.add(name, part.detach().double())
             loss = loss + part * self.layout.gradient_divisor
         if fault == "inf":
-            loss = loss * torch.inf  # an infinite gradient; the logged loss stays finite
+            loss = loss * torch.inf  # makes the gradient infinite; the logged loss stays finite
         return loss
 
     def reduce(self, sums: _Sums, flags: Sequence[float]) -> StepResult:
@@ -182,7 +183,7 @@ class Steps:
             *(zero[None][:0] if each is None else each for each in of_features),
         ]
         for number, flag in enumerate(flags):
-            parts[2][number].fill_(flag)  # a copy of a tensor would wait for the device
+            parts[2][number].fill_(flag)  # copying a tensor would wait for the device
         figures = iter(sum_over_ranks(torch.cat(parts)).tolist())
         by_source, penalties, flags_summed, *received = (
             [*islice(figures, len(part))] for part in parts
@@ -225,7 +226,7 @@ class Steps:
         with record_function("optimizer step"):
             gate.step(engine, refused, guard.check_grad_norm)
         result.applied = engine.was_step_applied()
-        if not result.applied:  # DeepSpeed's scheduler, if there is one, has not advanced either
+        if not result.applied:  # DeepSpeed's scheduler, if any, has not advanced either
             for group, rate in zip(groups, scheduled, strict=True):
                 group["lr"] = rate
         # None: DeepSpeed found an overflow before it computed the norm.
@@ -233,6 +234,6 @@ class Steps:
 
 
 def seed_step(seed: int, position: int, rank: int) -> None:
-    """Seed dropout from the position in the data, so that no RNG state has to be checkpointed."""
+    """Seed dropout from the position in the data, so that checkpoints need no RNG state."""
     digest = hashlib.sha256(f"{seed}/step/{position}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -10,9 +10,9 @@ import torch
 
 
 class Stopwatch:
-    """Sums up time and tokens between two reports.
+    """Adds up time and tokens between reports.
 
-    Only time inside `timing_step()` counts, so saving and evaluating do not.
+    Only time inside `timing_step()` counts, so saves and evaluations are excluded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,9 +29,9 @@ class Stopwatch:
         self.seconds += time.perf_counter() - start
 
     def wait_for_device(self) -> None:
-        """Wait for the update that the device still computes, while its step is timed.
+        """Wait for the device to finish the update while the step is being timed.
 
-        Else the next step has that time, unless a report, save or evaluation comes in between.
+        Otherwise this time counts for the next step, or is lost to a report, save or evaluation.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -45,7 +45,7 @@ class Stopwatch:
 
     @contextmanager
     def timing_forward(self) -> Iterator[None]:
-        """Time a forward pass. It waits for no other rank, unless ZeRO-3 gathers weights."""
+        """Time a forward pass; it does not wait for other ranks, unless ZeRO-3 gathers weights."""
         if self.device.type == "cuda":
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -58,7 +58,7 @@ class Stopwatch:
             self.forward_seconds += time.perf_counter() - start
 
     def own_seconds(self) -> float:
-        """Return the seconds per step, since the last report, that do not depend on other ranks.
+        """Return the seconds per step since the last report that do not depend on other ranks.
 
         These are the wait for data and the forward passes; the backward pass and the optimizer step
         wait for the other ranks.
@@ -80,7 +80,7 @@ class Stopwatch:
     ) -> dict[str, float]:
         """Return the `throughput/` metrics since the last report, and reset.
 
-        There is no MFU if it would exceed 1: then the peak of the device is not what was assumed.
+        MFU is omitted if it would exceed 1, since the assumed peak is then wrong.
 
         Args:
             flops_per_token: floating-point operations per token, forward and backward.
@@ -101,7 +101,7 @@ class Stopwatch:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Return the `memory/` metrics in bytes: of the GPU or this process, and of the host."""
+    """Return the `memory/` metrics in bytes, for the GPU or this process and for the host."""
     import psutil
 
     host = psutil.virtual_memory()
@@ -121,16 +121,16 @@ def memory(device: torch.device) -> dict[str, int]:
 
 
 class PowerMeter:
-    """Reads the power draw of a GPU from its driver, unless that fails once."""
+    """Reads a GPU's power draw from its driver; stops after the first failure."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.works = device, device.type == "cuda"
 
     def row(self) -> dict[str, float]:
-        """Return `power/watts`; empty on a CPU, and where it cannot be read, as with MIG."""
+        """Return `power/watts`; empty on a CPU or if it cannot be read, as with MIG."""
         if self.works:
             try:
                 return {"power/watts": torch.cuda.power_draw(self.device) / 1000}
-            except Exception:  # NVML and amdsmi have kinds of their own; torch needs nvidia-ml-py
+            except Exception:  # NVML and amdsmi raise their own types; torch needs nvidia-ml-py
                 self.works = False
         return {}

@@ -1,4 +1,4 @@
-"""The copy of a run in an object store: uploads in the background, and restore.
+"""A run's copy in an object store: background uploads, and restore.
 
 Must not depend on the training loop.
 """

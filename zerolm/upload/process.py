@@ -1,7 +1,7 @@
-"""`Uploads`: copies the published checkpoints of a run to `--upload_to URL` in the background.
+"""`Uploads`: copies a run's published checkpoints to `--upload_to URL` in the background.
 
-The first rank polls for new checkpoints, and starts `zerolm upload RUN_DIR URL`, which
-sends what is missing and ends. That process logs its own events; its failures never end the run.
+The first rank polls for new checkpoints, and starts `zerolm upload RUN_DIR URL`, which sends the
+missing files and exits. That process logs its own events; its failures never end the run.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ FIRST_PAUSE_SECONDS = 10.0  # after a failed upload
 
 
 class Uploads:
-    """Starts the uploader when there is a checkpoint to send. Only `finish` blocks.
+    """Starts the uploader whenever there is a checkpoint to send. Only `finish` blocks.
 
     Args:
         url: URL of the store; None or "off" makes every method a no-op.
-        keep: number of checkpoints to keep in the store, 0 for all.
+        keep: number of checkpoints to keep in the store; 0 keeps all.
         active: whether this is the first rank; False makes every method a no-op.
     """
 
@@ -53,9 +53,9 @@ class Uploads:
             self._start()
 
     def finish(self, seconds: float) -> None:
-        """Wait at most `seconds` for the uploads, and report the checkpoints that were not sent.
+        """Wait at most `seconds` for the uploads, and report checkpoints that were not sent.
 
-        A failed upload is not retried: the uploader has made several attempts itself.
+        A failed upload is not retried, since the uploader itself makes several attempts.
         """
         if not self.active:
             return
@@ -63,7 +63,7 @@ class Uploads:
         if not self._child.running:
             self._start()
         while self._check(self._child.wait(deadline, waiting=partial(record_progress, "end"))):
-            self._start()  # a checkpoint may have been published while it was sending
+            self._start()  # a checkpoint may have been published during the upload
         self._child.kill()  # the next upload sends only the files that are missing
         missing = sorted(name for name, _ in self._published() - self._sent)
         if missing:
@@ -73,13 +73,13 @@ class Uploads:
                     self.run_dir, "upload_unfinished", step, url=self.url, checkpoints=missing
                 )
             print_safely(
-                f"upload: not in {self.url} at the end of the run: {', '.join(missing)}. The next "
-                f"start of this run sends them, or: "
+                f"upload: not sent to {self.url} by the end of the run: {', '.join(missing)}. The "
+                f"next start of this run will send them; or run: "
                 f"zerolm upload {quote(str(self.run_dir))} {quote(str(self.url))}"
             )
 
     def _published(self) -> set[tuple[str, int]]:
-        """Return (name, time of its manifest in ns) of each checkpoint to keep in the store."""
+        """Return (name, mtime of its manifest in ns) for each checkpoint to keep in the store."""
         published = set()
         checkpoints = published_checkpoints(RunFiles(self.run_dir).checkpoints)
         for directory in checkpoints[-self.keep :] if self.keep else checkpoints:
@@ -95,11 +95,11 @@ class Uploads:
         try:
             self._child.start()
         except OSError as error:
-            print_safely(f"upload: cannot start its process, training continues: {error}")
+            print_safely(f"upload: cannot start the uploader; training continues: {error}")
         self._sending = published
 
     def _check(self, code: int | None) -> bool:
-        """Return whether an upload has ended and sent everything that it was started for."""
+        """Return whether an upload has ended and sent every checkpoint that it was started for."""
         if code != 0:
             return False
         self._sent = self._sending

@@ -2,8 +2,8 @@
 
 `pretrain.py --upload_to` does the same when its run directory has no checkpoint. The newest
 complete checkpoint is fetched into a temporary directory, which is renamed once every file matches
-the manifest. If it is damaged, that is logged and the previous one is fetched. A checkpoint without
-a manifest does not exist. A store that does not answer is an error: the run must not restart at
+the manifest. If it is damaged, this is logged and the previous one is fetched. A checkpoint without
+a manifest counts as missing. A store that does not respond is an error: the run must not restart at
 step 0.
 """
 
@@ -38,15 +38,15 @@ class _Listed(TypedDict):
 def restore(
     url: str, run_dir: Path, step: int | None = None, log: Callable[[str], None] = print
 ) -> Checkpoint | None:
-    """Fetch the newest complete checkpoint of a store, and the run's record stored with it.
+    """Fetch a store's newest complete checkpoint, and the run's record stored with it.
 
     Args:
-        run_dir: run directory. The caller holds its lock, so that no run writes to it.
+        run_dir: run directory, locked by the caller so that no run writes to it.
         step: fetch the checkpoint of this step instead of the newest.
-        log: called with one line for each damaged checkpoint, and for the restored one.
+        log: called with a line for each damaged checkpoint and for the restored one.
 
     Returns:
-        The checkpoint on disk; None when the store has no complete one.
+        The checkpoint on disk; None if the store has no complete checkpoint.
 
     Raises:
         CheckpointError: the store cannot be read; every checkpoint in it is damaged; it lacks the
@@ -73,13 +73,13 @@ def restore(
         raise _unreadable(error) from error
     if problems:
         raise CheckpointError(
-            [*problems, f"{url}: no checkpoint in it is complete. Nothing was changed"]
+            [*problems, f"{url}: contains no undamaged checkpoint. Nothing was changed"]
         )
     return None
 
 
 def complete_steps(url: str, step: int | None = None) -> list[str]:
-    """Return the names of the complete checkpoints of a store, oldest first.
+    """Return the names of a store's complete checkpoints, oldest first.
 
     Args:
         step: return only the checkpoint of this step.
@@ -102,15 +102,15 @@ def complete_steps(url: str, step: int | None = None) -> list[str]:
 def _unreadable(error: StoreError) -> CheckpointError:
     return CheckpointError(
         f"{error}. Nothing was restored, and a run would start at step 0. Wait until the store "
-        f"answers, or correct the URL or the credentials."
+        f"responds, or correct the URL or the credentials."
     )
 
 
 def if_lost(run_dir: Path, url: str | None) -> Checkpoint | None:
-    """Restore a run from its store, if it has one and its directory has no checkpoint. Rank 0 only.
+    """Restore a run whose directory has no checkpoint from its store, if any. Rank 0 only.
 
     Raises:
-        CheckpointError: as `restore`. A store without a complete checkpoint is not an error.
+        CheckpointError: see `restore`. A store without a complete checkpoint is not an error.
     """
     if url in (None, OFF) or not is_lost(run_dir):
         return None
@@ -136,7 +136,7 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
     """Fetch one checkpoint, publish it, and return its size in bytes.
 
     Raises:
-        Mismatch: it is damaged in the store.
+        Mismatch: the checkpoint is damaged in the store.
         CheckpointError: the disk is too full.
     """
     checkpoints = RunFiles(run_dir).checkpoints
@@ -148,7 +148,7 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
     free = shutil.disk_usage(checkpoints).free
     if free < size:
         raise CheckpointError(
-            f"{checkpoints}: {name} needs {size / 1e9:.2f} GB, its file system has "
+            f"{checkpoints}: {name} needs {size / 1e9:.2f} GB, but the file system has only "
             f"{free / 1e9:.2f} GB free. Make room, or choose another directory."
         )
     remove_unfinished(checkpoints, temporary)
@@ -179,9 +179,9 @@ def _fetch_files(store: Store, name: str, temporary: Path, entries: list[ListedF
 
 
 def _move_record(fetched: Path, run_dir: Path) -> None:
-    """Move the run's record into the run directory, before its checkpoint is published."""
+    """Move the run's record into the run directory before the checkpoint is published."""
     files = RunFiles(run_dir)
-    printed = {files.console, files.earlier_console}  # of this start, too
+    printed = {files.console, files.earlier_console}  # include lines from this start
     appended = {files.events, *printed}
     for file in record_files(fetched):
         source, target = fetched / file, run_dir / file
@@ -196,7 +196,7 @@ def _move_record(fetched: Path, run_dir: Path) -> None:
 
 
 def _is_longer(source: Path, target: Path) -> bool:
-    """Return which of two copies of an append-only log is longer: it has all lines of the other."""
+    """Return whether `source` is the longer copy of an append-only log, and so has all lines."""
     return source.stat().st_size > target.stat().st_size
 
 
@@ -204,7 +204,7 @@ def _manifest(store: Store, name: str) -> dict[str, Any]:
     """Read and check the manifest of a checkpoint.
 
     Raises:
-        Mismatch: it is missing or damaged, or of another step.
+        Mismatch: the manifest is missing, damaged, or belongs to another step.
     """
     where = f"{store.url}/{name}/{MANIFEST}"
     try:
@@ -219,10 +219,10 @@ def _manifest(store: Store, name: str) -> dict[str, Any]:
 
 
 def _record(store: Store, name: str) -> list[ListedFile]:
-    """Read and check the list of the files of the run's record.
+    """Read and check the list of files in the run's record.
 
     Raises:
-        Mismatch: it is missing or damaged, or a path in it leads out of the checkpoint.
+        Mismatch: the list is missing or damaged, or a path in it leads outside the checkpoint.
     """
     try:
         content = parse_record(store.read(name), f"{store.url}/{name}", _Listed)

@@ -16,16 +16,16 @@ from zerolm.config.settings import COMMAND_LINE, Settings
 from zerolm.run_dir.records import RunJson
 from zerolm.upload.run_store import RECORD_DIRECTORY, Store
 
-REACH_SECONDS = 90.0  # limit for reaching the store when a run starts
+REACH_SECONDS = 90.0  # time limit for reaching the store when a run starts
 
 
 def store_url(settings: Settings) -> str | None:
-    """Return the URL of the store, None if the run has none."""
+    """Return the store's URL, or None if the run has no store."""
     return None if settings.upload_to == OFF else settings.upload_to
 
 
 def upload_problems(settings: Settings) -> list[str]:
-    """Return the problems of the upload settings, without using the network."""
+    """Return problems with the upload settings, without using the network."""
     url = store_url(settings)
     if url is None:
         return []
@@ -54,13 +54,12 @@ def is_lost(run_dir: Path) -> bool:
 
 
 def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping[str, Any]] | None:
-    """Return (URL, content) of the run.json that a restore would fetch; None if there is none.
+    """Return (URL, contents) of the run.json that a restore would fetch, or None.
 
-    It reads from the store, so only one rank should call it.
+    Reads from the store, so only one rank should call it.
 
     Args:
-        problems: a problem is appended if the store does not answer: the run might restart at
-            step 0.
+        problems: receives a problem if the store does not respond: the run might restart at step 0.
     """
     url = store_url(settings)
     if url is None or not is_lost(Path(settings.run_dir or "")):
@@ -83,6 +82,6 @@ def _newest_record(url: str) -> tuple[str, Mapping[str, Any]] | None:
         where = f"{name}/{RECORD_DIRECTORY}/run.json"
         try:
             return f"{store.url}/{where}", dict(parse_record(store.read(where), where, RunJson))
-        except (Missing, RecordError):  # damaged, and so is its checkpoint
+        except (Missing, RecordError):  # its checkpoint is damaged as well
             continue
     return None

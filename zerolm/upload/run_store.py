@@ -1,9 +1,9 @@
-"""`Store`: the copy of a run in an object store, with checkpoints as `URL/step-00001000/`.
+"""`Store`: a run's copy in an object store, with checkpoints at `URL/step-00001000/`.
 
 A checkpoint is complete once its manifest exists. A thin layer over fsspec, which supports s3://,
 gs://, hf:// and file://. Files are hashed while they are streamed in pieces, so memory does not
-grow with the checkpoint. A failed call is retried a few times. Credentials come from where the
-store's own library finds them; they are refused in URLs, and removed from messages.
+grow with the checkpoint. A failed call is retried a few times. Credentials are found by the store's
+own library; they are refused in URLs and removed from messages.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ class _Progress(TypedDict, total=False):
 
 
 class _Marker(TypedDict):
-    """What this module reads from a checkpoint's manifest."""
+    """The part of a checkpoint's manifest that this module reads."""
 
     progress: _Progress
 
 
 def record_files(directory: Path) -> list[str]:
-    """Return the names of the files in a run's record, whether they exist or not.
+    """Return the names of all files that a run's record may contain.
 
     Args:
-        directory: run directory, or a copy of its record; archived metrics are looked up in it.
+        directory: run directory or a copy of its record, which is searched for archived metrics.
     """
     files = RunFiles(directory)
     state = [
@@ -64,12 +64,12 @@ def record_files(directory: Path) -> list[str]:
 
 
 class Store:
-    """The copy of one run in an object store.
+    """A run's copy in an object store.
 
     Args:
         url: URL with a scheme and without credentials, used by this run only.
-        progress: called whenever data has moved, so that the caller can detect a hang.
-        attempts: number of attempts of a call before it raises a StoreError.
+        progress: called whenever data was transferred, so that the caller can detect a hang.
+        attempts: number of times that a call is tried before it raises a StoreError.
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class Store:
         self._has_directories = scheme in ("file", "local", "memory")
         self._fs, self._root = fsspec.core.url_to_fs(self.url, **store_options(scheme))
         if hasattr(self._fs, "retries"):
-            self._fs.retries = 1  # s3fs: botocore's retries and ours are enough
+            self._fs.retries = 1  # s3fs: botocore's retries and ours suffice
 
     # ---- List and read
 
     def steps(self) -> list[str]:
-        """Return the names of the step directories, lowest step first, complete or not.
+        """Return the names of all step directories, complete or not, ordered by step.
 
         Raises:
-            StoreError: the store, or its bucket, cannot be read.
+            StoreError: the store or its bucket cannot be read.
         """
         names = [name for name in self._names() if CHECKPOINT_NAME.fullmatch(name)]
         return sorted(names, key=checkpoint_step)
@@ -101,7 +101,7 @@ class Store:
             self._fs.invalidate_cache()
             try:
                 listed = self._fs.ls(self._root, detail=False)
-            except FileNotFoundError:  # an empty prefix, or not even a bucket
+            except FileNotFoundError:  # an empty prefix or a missing bucket
                 bucket = self._root.strip("/").split("/")[0]
                 if not self._has_directories:
                     self._fs.ls(bucket, detail=False)
@@ -111,7 +111,7 @@ class Store:
         return self._tried(self.url, names)
 
     def files(self, step: str) -> dict[str, int]:
-        """Return {name: size in bytes} of the files of a step."""
+        """Return {name: size in bytes} for a step's files."""
 
         def files() -> dict[str, int]:
             self._fs.invalidate_cache()
@@ -128,7 +128,7 @@ class Store:
         return self._tried(f"{self.url}/{step}", files)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small object.
+        """Return the contents of a small object.
 
         Raises:
             Missing: there is no such object.
@@ -136,12 +136,12 @@ class Store:
         return self._tried(f"{self.url}/{name}", lambda: self._fs.cat_file(self._path(name)))
 
     def complete(self, damaged: bool = True) -> list[str]:
-        """Return the names of the complete steps, in the order in which they were trained.
+        """Return the names of the complete steps, in training order.
 
-        After a rollback this is not the order of their numbers.
+        After a rollback this differs from the order of their numbers.
 
         Args:
-            damaged: also return those whose manifest cannot be read, last.
+            damaged: also return steps with an unreadable manifest, at the end.
         """
         steps = self.steps()
         with ThreadPoolExecutor(LISTING_STREAMS) as pool:
@@ -154,7 +154,7 @@ class Store:
         return [step for count, _, step in sorted(found) if damaged or count != UNREADABLE]
 
     def marker(self, step: str) -> bytes | None:
-        """Return the manifest of a step, None if the step is not complete."""
+        """Return a step's manifest, or None if the step is not complete."""
         try:
             return self.read(f"{step}/{MANIFEST}")
         except Missing:
@@ -166,7 +166,7 @@ class Store:
         """Copy a file into the store.
 
         Raises:
-            Mismatch: the file has another checksum: it is damaged.
+            Mismatch: the file is damaged: its checksum differs.
         """
         size = source.stat().st_size
         piece = max(PIECE_BYTES, -(-size // MAX_PIECES))
@@ -198,7 +198,7 @@ class Store:
         """Copy an object to a new file, synced to disk.
 
         Raises:
-            Mismatch: the object is missing, or has another size or checksum.
+            Mismatch: the object is missing, or its size or checksum differs.
         """
 
         def fetch() -> tuple[int, str]:
@@ -227,7 +227,7 @@ class Store:
             raise Mismatch(f"{where}: {actual}, but the manifest says {checksum.digest}")
 
     def remove(self, step: str) -> None:
-        """Delete a step, its manifest first, so that a partial step never counts as complete."""
+        """Delete a step, starting with its manifest: a partial step never counts as complete."""
         files = self.files(step)
         for name in sorted(files, key=lambda name: name != MANIFEST):
             self.remove_file(f"{step}/{name}")
@@ -238,7 +238,7 @@ class Store:
         """Delete an object if it exists."""
 
         def remove() -> None:
-            with contextlib.suppress(FileNotFoundError):  # an earlier attempt has deleted it
+            with contextlib.suppress(FileNotFoundError):  # deleted by an earlier attempt
                 self._fs.rm_file(self._path(name))
 
         self._tried(f"{self.url}/{name}", remove)
@@ -249,11 +249,11 @@ class Store:
         return f"{self._root}/{name}"
 
     def _tried(self, where: str, call: Callable[[], T]) -> T:
-        """Return the result of a call, retried a few times.
+        """Return the result of a call, which is retried a few times.
 
         Raises:
             Missing: there is no such object.
-            StoreError: the last attempt failed, or one failed permanently.
+            StoreError: the last attempt failed, or the failure was permanent.
         """
 
         def attempt() -> T:
@@ -264,7 +264,7 @@ class Store:
 
 
 def _num_rollbacks(marker: bytes) -> int:
-    """Return the number of rollbacks before a checkpoint; UNREADABLE for a damaged manifest."""
+    """Return the number of rollbacks before a checkpoint, or UNREADABLE for a damaged manifest."""
     try:
         return parse_record(marker, MANIFEST, _Marker)["progress"].get("rollbacks", 0)
     except RecordError:

@@ -1,10 +1,10 @@
 """Sends published checkpoints to an object store: `zerolm upload RUN_DIR URL`.
 
-`Uploads` starts this process during a run; a user may start it, too. It sends the newest checkpoint
-that the store lacks, then the previous one, and so on, and ends. It creates hard links first, so a
-checkpoint may be rotated away while it is sent. The manifest is sent last: without it a checkpoint
-does not exist in the store. Sent files are recorded, so that the next upload resumes where a killed
-one ended. A failure is an event and a line on the console. Must not depend on torch.
+`Uploads` starts this process during a run; users may also start it. It sends the newest checkpoint
+that the store lacks, then the previous one, and so on. It creates hard links first, so a checkpoint
+may be rotated away during its upload. The manifest is sent last: without it a checkpoint does not
+count. Sent files are recorded, so that an upload resumes where a killed one ended. A failure is
+logged as an event and printed. Must not depend on torch.
 """
 
 import contextlib
@@ -29,30 +29,32 @@ from zerolm.run_dir import events, jsonl
 from zerolm.run_dir.files import MANIFEST, RunFiles, checkpoint_directories, checkpoint_step
 from zerolm.upload.run_store import CHECKSUMS, RECORD_DIRECTORY, Store, record_files
 
-SENT_SUFFIX = ".sent"  # of the list of a checkpoint's files that were sent
+SENT_SUFFIX = ".sent"  # list of a checkpoint's files already sent
 STREAMS = 4
-STALLED_SECONDS = 180.0  # longer than all attempts of a call take, so a library hangs
-LOCK_SECONDS = 10.0  # the uploader of a killed run needs a moment to notice and end
+STALLED_SECONDS = 180.0  # longer than all attempts of a call take: a library hangs
+LOCK_SECONDS = 10.0  # a killed run's uploader needs a moment to notice and exit
 
 
 def upload(run_dir: Path, url: str, keep: int) -> list[str]:
-    """Send every published checkpoint that is not in the store, the newest first.
+    """Send every published checkpoint that is not in the store, newest first.
 
     Args:
         run_dir: run directory; the run may still be running.
-        keep: number of checkpoints to keep in the store, 0 for all; older ones are not sent.
+        keep: number of checkpoints to keep in the store (0: all); older ones are not sent.
 
     Returns:
-        The names of the checkpoints that were sent.
+        The names of the sent checkpoints.
 
     Raises:
-        ConfigError: another upload of this run is in progress, or this is not a run directory.
-        StoreError: a call failed in all attempts; it has been logged.
+        ConfigError: another upload of this run is in progress, or `run_dir` is not a run directory.
+        StoreError: all attempts of a call failed; this has been logged.
         CheckpointError: some checkpoints are damaged on disk; the others were sent.
     """
     paths = RunFiles(run_dir)
     if not paths.checkpoints.is_dir():
-        raise ConfigError(f"{run_dir}: not a run with checkpoints. Give the --run_dir of one.")
+        raise ConfigError(
+            f"{run_dir}: not a run directory with checkpoints. Give the --run_dir of a run."
+        )
     paths.uploads.mkdir(exist_ok=True)
     sent: list[str] = []
     damaged: dict[str, str] = {}
@@ -61,7 +63,7 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
     def failed(error: object) -> None:
         step = checkpoint_step(sending) if sending else -1
         print(f"upload: failed: {error}", flush=True)
-        with contextlib.suppress(OSError):  # a full disk is reported by the run
+        with contextlib.suppress(OSError):  # the run itself reports a full disk
             events.append_event(run_dir, "upload_failed", step, url=url, error=str(error))
 
     with _lock(paths.uploads_lock):
@@ -75,7 +77,7 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
                     if _send(run_dir, sending, store):
                         sent.append(sending)
                         _rotate(store, keep)
-                except (Mismatch, CheckpointError) as error:  # the previous one may be complete
+                except (Mismatch, CheckpointError) as error:  # the previous one may be intact
                     damaged[sending] = str(error)
                     failed(error)
         except StoreError as error:
@@ -90,10 +92,9 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
 
 
 class StallGuard:
-    """Ends this process when an upload makes no progress for `STALLED_SECONDS`.
+    """Ends this process if an upload makes no progress for `STALLED_SECONDS`.
 
-    A library that hangs in a call cannot be interrupted, and it is safe to end the process at any
-    time.
+    A hanging library call cannot be interrupted, and it is safe to end the process at any time.
     """
 
     def __init__(self, failed: Callable[[str], None]):
@@ -115,10 +116,10 @@ class StallGuard:
 
 
 def _lock(path: Path) -> FileLock:
-    """Take the lock of a run's uploads.
+    """Acquire the lock for a run's uploads.
 
     Raises:
-        ConfigError: another process holds it for longer than `LOCK_SECONDS`.
+        ConfigError: another process holds the lock for longer than `LOCK_SECONDS`.
     """
     deadline = time.monotonic() + LOCK_SECONDS
     try:
@@ -134,7 +135,7 @@ def _remove_links(run_dir: Path) -> None:
 
 
 def _remove_partial(run_dir: Path, store: Store) -> None:
-    """Remove from the store the partly sent checkpoints that no longer exist on disk."""
+    """Remove partly sent checkpoints that no longer exist on disk from the store."""
     paths = RunFiles(run_dir)
     for sent_list in paths.uploads.glob(f"*{SENT_SUFFIX}"):
         name = sent_list.name.removesuffix(SENT_SUFFIX)
@@ -145,7 +146,7 @@ def _remove_partial(run_dir: Path, store: Store) -> None:
 
 
 def _newest_missing(checkpoints: Path, store: Store, keep: int, damaged: set[str]) -> str:
-    """Return the name of the newest published checkpoint that the store lacks, "" if it has all."""
+    """Return the newest published checkpoint that the store lacks, or "" if it has all."""
     published = published_checkpoints(checkpoints)
     for directory in reversed(published[-keep:] if keep else published):
         if directory.name in damaged:
@@ -157,7 +158,7 @@ def _newest_missing(checkpoints: Path, store: Store, keep: int, damaged: set[str
 
 
 def _send(run_dir: Path, name: str, store: Store) -> bool:
-    """Send one checkpoint; return False if it was rotated away before it could be linked."""
+    """Send a checkpoint; return False if it was rotated away before it could be linked."""
     start, step, paths = time.monotonic(), checkpoint_step(name), RunFiles(run_dir)
     staging = paths.uploads / name
     try:
@@ -169,7 +170,7 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
         raise CheckpointError(f"{paths.checkpoint(name)} is damaged: {error}") from error
     manifest = (staging / MANIFEST).read_bytes()
     stored = store.files(name)
-    if MANIFEST in stored:  # another checkpoint of this name, which is now overwritten
+    if MANIFEST in stored:  # an older checkpoint with this name, to be overwritten
         store.remove_file(f"{name}/{MANIFEST}")
     sent_list = staging.with_name(name + SENT_SUFFIX)
     sent = _read_sent_list(sent_list)
@@ -189,11 +190,11 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
     for file, path in files.items():
         if arrived.get(file) != (size := path.stat().st_size):
             raise StoreError(
-                f"{store.url}/{name}/{file}: {size} bytes were sent, {arrived.get(file, 'none')} "
-                f"arrived"
+                f"{store.url}/{name}/{file}: {size} bytes were sent, but "
+                f"{arrived.get(file, 'none')} arrived"
             )
     for file in sorted(arrived.keys() - files.keys()):
-        store.remove_file(f"{name}/{file}")  # of another checkpoint of this name
+        store.remove_file(f"{name}/{file}")  # from an older checkpoint with this name
     fault_point("upload.marker", step)
     store.write(f"{name}/{MANIFEST}", manifest)
     sent_list.unlink(missing_ok=True)
@@ -207,14 +208,14 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
 
 
 def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], dict[str, Checksum]]:
-    """Link the files of a checkpoint, and copy the run's record, into the directory `staging`.
+    """Link a checkpoint's files and copy the run's record into the directory `staging`.
 
     Returns:
         {name in the store: local file} and {name in the store: checksum}, without the manifest.
 
     Raises:
-        FileNotFoundError: a file is missing: the checkpoint was rotated away, or is damaged.
-        CheckpointError: its manifest cannot be read.
+        FileNotFoundError: a file is missing: the checkpoint was rotated away or is damaged.
+        CheckpointError: the manifest cannot be read.
     """
     checkpoint = read(RunFiles(run_dir).checkpoint(name))
     (staging / RECORD_DIRECTORY).mkdir(parents=True)
@@ -227,7 +228,7 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
             os.link(source, target)
         except FileNotFoundError:
             raise
-        except OSError:  # no hard links on this file system: sending fails if it is rotated away
+        except OSError:  # no hard links here: sending fails if the checkpoint is rotated away
             target = source
         files[entry["file"]], checksums[entry["file"]] = target, checksum_of(entry)
     for file in record_files(run_dir):
@@ -236,7 +237,7 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
             (staging / record).parent.mkdir(parents=True, exist_ok=True)
             try:
                 shutil.copyfile(source, staging / record)
-            except FileNotFoundError:  # rank0.log, which has just become rank0-earlier.log
+            except FileNotFoundError:  # rank0.log was just renamed to rank0-earlier.log
                 continue
             files[record] = staging / record
             checksums[record] = checksum_file(staging / record, SHA256)
@@ -252,7 +253,7 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
 
 
 def _read_sent_list(path: Path) -> dict[str, str]:
-    """Return {file: digest} of the files that a killed upload has sent; skip incomplete lines."""
+    """Return {file: digest} for the files that a killed upload has sent; skip incomplete lines."""
     sent: dict[str, str] = {}
     with contextlib.suppress(OSError):  # without the list, all files are sent again
         for line in path.read_bytes().splitlines() if path.is_file() else ():

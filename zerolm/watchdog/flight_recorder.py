@@ -1,9 +1,9 @@
-"""Which collectives this rank has entered, in each process group, and which of them have finished.
+"""The collectives that this rank has entered and finished in each process group.
 
-Both are read from torch, which numbers the collectives of a group and records them in its flight
-recorder, for Gloo as for NCCL, whichever library called them. Nothing is added to a collective. An
-NCCL collective only enters a queue of the device, and the rank then waits elsewhere, in `.tolist()`
-for example: these numbers show for whom. Does not import torch.
+Both are read from torch, which numbers the collectives in a group and records them in its flight
+recorder, with Gloo and NCCL, whichever library called them. Collectives get no overhead. An NCCL
+collective only enters a queue on the device, and the rank then waits elsewhere, for example in
+`.tolist()`; the numbers show which rank it waits for. Does not import torch.
 """
 
 import contextlib
@@ -21,13 +21,13 @@ from zerolm.watchdog.progress import Group
 
 MAX_CALLS = 512  # in a heartbeat
 Call = tuple[str, int, str]  # process group, number, kind and size
-# Their sizes may differ between ranks.
+# Collectives whose sizes may differ between ranks.
 UNEVEN = ("alltoall", "all_to_all", "gather", "scatter", "send", "recv")
 FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 class _Data(pickle.Unpickler):
-    """Reads what torch pickles of its own lists and dicts, and runs no other code."""
+    """Unpickles torch's own lists and dicts, and runs no other code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module != "torch.jit._pickle":
@@ -36,14 +36,14 @@ class _Data(pickle.Unpickler):
 
 
 def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]:
-    """Return the collectives of the process groups of several ranks that this rank is in.
+    """Return the collectives in this rank's process groups with several ranks.
 
     Args:
-        with_calls: also read the flight recorder, which takes some milliseconds.
+        with_calls: also read the flight recorder, which takes a few milliseconds.
 
     Returns:
-        ({group: its collectives}, the last calls, oldest first); empty if torch does not have them.
-        A group's key is its name and its first rank, which together are the same on all of its
+        ({group: its collectives}, the last calls, oldest first); empty if torch does not record
+        them. A group's key is its name and first rank, which together are the same on all of its
         ranks.
     """
     groups: dict[str, Group] = {}
@@ -61,7 +61,7 @@ def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]
         if not name or entry["is_p2p"]:
             continue
         group, number, call = groups[name], entry["collective_seq_id"], describe(entry)
-        if calls and calls[-1][:2] == (name, number):  # several are coalesced into one
+        if calls and calls[-1][:2] == (name, number):  # coalesced into one collective
             call = f"{calls.pop()[2]}, {call}"
         calls.append((name, number, call))
         if group["finished"] is None:
@@ -69,7 +69,7 @@ def collectives(with_calls: bool = False) -> tuple[dict[str, Group], list[Call]]
         done = entry["retired"] or entry["state"] == "completed"
         if done and group["finished"] == number - 1:
             group["finished"] = number
-        if entry["time_discovered_started_ns"]:  # known for NCCL, if it measures times
+        if entry["time_discovered_started_ns"]:  # known for NCCL if it measures times
             group["started"] = number
     return groups, calls[-MAX_CALLS:]
 
@@ -78,13 +78,13 @@ def keep(files: RunFiles, token: str | None, rank: int, remove_others: bool) -> 
     """Write the flight recorder's records, with stacks, to a file for `torchfrtrace`.
 
     Args:
-        token: identifies this start of the run; None: nothing is written.
-        remove_others: remove the files of other starts.
+        token: identifies this start of the run; None writes nothing.
+        remove_others: remove the files from other starts.
     """
     if token is None:
         return
     prefix = files.flight_recorder(token)
-    with contextlib.suppress(Exception):  # the rank exits after this, whatever happens
+    with contextlib.suppress(Exception):  # the rank exits after this in any case
         for path in files.flight_recorders() if remove_others else []:
             if not path.name.startswith(prefix.name):
                 path.unlink(missing_ok=True)
@@ -92,7 +92,7 @@ def keep(files: RunFiles, token: str | None, rank: int, remove_others: bool) -> 
             content = recorder(includeCollectives=True, includeStackTraces=True, onlyActive=False)
             if b"collective_seq_id" in content:
                 trace = _Data(io.BytesIO(content)).load()
-                for group, ranks in _members().items():  # which Gloo does not record
+                for group, ranks in _members().items():  # Gloo does not record them
                     known = {"name": group.group_name, "desc": group.group_desc}
                     trace["pg_config"].setdefault(group.group_name, known | {"ranks": str(ranks)})
                 prefix.with_name(f"{prefix.name}{rank}").write_bytes(pickle.dumps(trace))
@@ -102,14 +102,14 @@ def keep(files: RunFiles, token: str | None, rank: int, remove_others: bool) -> 
 def write_to(prefix: Path) -> None:
     """Make torch's own watchdog write the flight recorder to `prefix` followed by the rank.
 
-    It does so at the timeout of a process group, if that is shorter than `--hang_timeout`.
+    It does so when a process group times out, if that timeout is shorter than `--hang_timeout`.
     """
     if not any(name in os.environ for name in FILE_VARIABLES):
         os.environ[FILE_VARIABLES[0]] = str(prefix)
 
 
 def _members() -> dict[Any, list[int]]:
-    """Return {process group: its ranks, sorted} of the groups that this rank is in."""
+    """Return {process group: its ranks, sorted} for the groups that contain this rank."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
         return {}
@@ -120,10 +120,10 @@ def _members() -> dict[Any, list[int]]:
 
 
 def _recorders(*names: str) -> list[Any]:
-    """Return torch's functions of these names, as far as its build has them (NCCL's may be absent).
+    """Return the named torch functions that its build contains (NCCL's may be absent).
 
-    They query CUDA events. The watchdog's thread starts on device 0, where each rank of the host
-    would so create a context of half a gigabyte.
+    They query CUDA events. The watchdog's thread starts on device 0, where each rank on the host
+    would otherwise create a context of half a gigabyte.
     """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is not None and cuda.is_initialized():
@@ -133,7 +133,7 @@ def _recorders(*names: str) -> list[Any]:
 
 
 def _entries() -> list[dict[str, Any]]:
-    """Return the records of the flight recorder, oldest first; none if it is off."""
+    """Return the flight recorder's records, oldest first; [] if it is off."""
     entries: list[dict[str, Any]] = []
     with contextlib.suppress(Exception):  # private to torch
         for recorder in _recorders("_dump_nccl_trace_json", "_dump_fr_trace_json"):
@@ -143,7 +143,7 @@ def _entries() -> list[dict[str, Any]]:
 
 
 def describe(entry: dict[str, Any]) -> str:
-    """Return the kind and the size of a call, which must be the same on all ranks of its group."""
+    """Return a call's kind and size, which must be the same on all ranks in its group."""
     kind = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
     if not sizes or any(kind.lstrip("_").startswith(name) for name in UNEVEN):

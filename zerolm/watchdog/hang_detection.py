@@ -1,13 +1,13 @@
-"""Decides which ranks hang, from the heartbeats of all of them.
+"""Decides which ranks hang, from the heartbeats of all ranks.
 
-A rank that waits in a collective is held up by another rank. The ranks of a process group number
+A rank that waits in a collective is held up by another rank. The ranks in a process group number
 its collectives, so the numbers show which rank waits for which, even if a rank waits for its device
-outside of all collectives, as with NCCL. The blame goes to
+outside any collective, as with NCCL. The blame goes to
 
-- a rank that entered a collective whose kind or size differs from the others' of the same number;
+- a rank that entered a collective whose kind or size differs from the others' with that number;
 - a rank that has not entered a collective for which others wait, and waits for no other rank;
-- a rank without progress while no rank lacks a collective and this one waits for none;
-- no rank, if all have entered the same collectives and they do not finish.
+- a rank without progress that waits in no collective while no rank is behind another;
+- no rank, if all have entered the same collectives but these do not finish.
 
 Clocks of different hosts are never compared. Every rank that reads the same heartbeats reaches the
 same verdict. No side effects.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 Heartbeat = Mapping[str, Any]
 CONTEXT = 8
-MAX_CONTEXT = 64  # calls before one that ranks disagree on, to compare with earlier steps
+MAX_CONTEXT = 64  # calls before a mismatch that are compared with earlier steps
 MAX_NAMED = 8  # ranks or hosts in a message
 
 
@@ -27,8 +27,8 @@ class Verdict(NamedTuple):
     """Why the run hangs.
 
     Attributes:
-        blamed: {blamed rank: what it did}; empty if the communication is to blame.
-        reason: what all ranks wait for, if no rank is blamed.
+        blamed: {blamed rank: description}; empty if the communication is to blame.
+        reason: the collective that all ranks wait for, if no rank is blamed.
         witnesses: the ranks whose heartbeats support the verdict.
     """
 
@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 
 
 class _Member(NamedTuple):
-    """A rank's part in one process group."""
+    """A rank's state in a process group."""
 
     rank: Heartbeat
     group: Mapping[str, Any]
@@ -48,9 +48,9 @@ def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> V
     """Return the ranks that hang, or None if the run is only slow.
 
     Args:
-        heartbeats: those of every rank that has not ended. Used keys: `rank`, `host`,
-            `quiet_seconds` (time since its last progress), `limit_seconds` (how long it may be
-            quiet in its phase), `waiting` (is inside a collective), `doing`, `groups`, `calls`.
+        heartbeats: heartbeats of all ranks that have not ended. Keys used: `rank`, `host`,
+            `quiet_seconds` (time since its last progress), `limit_seconds` (limit for that time in
+            its phase), `waiting` (is inside a collective), `doing`, `groups`, `calls`.
         complete: whether every rank is included; a missing rank may be making progress.
     """
     ranks = sorted(heartbeats, key=_number)
@@ -71,7 +71,7 @@ def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> V
     else:
         culprits = [rank for rank in overdue if not _waits(rank)]
         if len(culprits) == len(ranks) > 1 and members and not _finished_known(ranks):
-            culprits = []  # they may wait for their devices
+            culprits = []  # they may be waiting for their devices
     if not culprits and len(overdue) == len(ranks) and complete:
         culprits = [rank for rank in ranks if _number(rank) in roots]
     if culprits:
@@ -82,9 +82,9 @@ def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> V
         }
         return Verdict(blamed, "", list(blamed))
     if len(overdue) < len(ranks) or not complete:
-        return None  # the others wait for a rank that makes progress or still has time left
+        return None  # a rank that others wait for makes progress or has time left
     everyone = [_number(rank) for rank in ranks]
-    if lacks:  # a cycle: every rank waits for another rank
+    if lacks:  # a cycle: every rank waits for another
         circle = [rank for rank in ranks if _number(rank) in held_up]
         return Verdict(_out_of_order(circle, held_up), "", everyone)
     if (late := _late_devices(members)) is not None:
@@ -95,9 +95,9 @@ def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> V
 def _behind_and_ahead(
     groups: Mapping[str, list[_Member]],
 ) -> tuple[dict[int, str], dict[int, tuple[str, int]]]:
-    """Return ({rank: group in which others are ahead of it}, {rank: call that others lack}).
+    """Return ({rank: group in which it is behind others}, {rank: its call that others lack}).
 
-    A call is (group, number). Of several groups, the one with the most ranks is named.
+    A call is (group, number). If there are several groups, the one with the most ranks is returned.
     """
     behind: dict[int, str] = {}
     ahead: dict[int, tuple[str, int]] = {}
@@ -116,7 +116,7 @@ def _behind_and_ahead(
 
 
 def _mismatch(groups: Mapping[str, list[_Member]]) -> Verdict | None:
-    """Blame the ranks that entered a different collective from the others under the same number."""
+    """Blame the ranks whose collective differs from the others' with the same number."""
     for name, members in groups.items():
         finished = min(member.group["finished"] or 0 for member in members)
         calls = {_number(member.rank): _calls(member.rank, name) for member in members}
@@ -137,17 +137,17 @@ def _mismatch(groups: Mapping[str, list[_Member]]) -> Verdict | None:
 def _out_of_order(
     ranks: Sequence[Heartbeat], held_up: Mapping[int, tuple[str, int]]
 ) -> dict[int, str]:
-    """Blame the ranks that called collectives of several groups in a different order from the rest.
+    """Blame the ranks that called several groups' collectives in a different order from the rest.
 
     Args:
         ranks: ranks that wait for each other.
-        held_up: {rank: the group and number of a collective that it waits in}.
+        held_up: {rank: (group, number) of the collective that it waits in}.
     """
     calls = {_number(rank): (rank, *held_up[_number(rank)]) for rank in ranks}
     wrong = _unusual({rank: name for rank, (_, name, _) in calls.items()}, calls)
     return {
-        rank: f"entered {_calls(beat, name).get(number, 'a collective')} of another process group "
-        "than the ranks that wait for it"
+        rank: f"entered {_calls(beat, name).get(number, 'a collective')} in a different process "
+        f"group from the ranks that wait for it"
         for rank, (beat, name, number) in calls.items()
         if rank in wrong
     }
@@ -156,12 +156,12 @@ def _out_of_order(
 def _unusual(
     values: Mapping[int, str], calls: Mapping[int, tuple[Heartbeat, str, int]]
 ) -> list[int]:
-    """Return the ranks whose value is not the most common; all of them if none stands out.
+    """Return the ranks whose value is not the most common one, or all if there is none.
 
-    Without a majority, the ranks whose calls are most like those of earlier steps are right.
+    If several values are equally common, the ranks whose calls best match earlier steps are right.
 
     Args:
-        calls: {rank: (its heartbeat, its call's group, the call's number)}.
+        calls: {rank: (heartbeat, group of its call, number of its call)}.
     """
     (usual, most), *others = Counter(values.values()).most_common()
     right = {usual}
@@ -174,10 +174,10 @@ def _unusual(
 
 
 def _familiarity(rank: Heartbeat, name: str, number: int) -> tuple[int, int]:
-    """Return how many calls, up to this one, the rank has made in the same order before.
+    """Return how many calls, up to this one, the rank has made before in the same order.
 
     Returns:
-        (length of the longest such sequence, how often one of `CONTEXT` calls occurs).
+        (length of the longest such sequence, number of occurrences with `CONTEXT` calls).
     """
     history = [(group, kind) for group, _, kind in rank["calls"]]
     numbers = [(group, each) for group, each, _ in rank["calls"]]
@@ -196,9 +196,9 @@ def _familiarity(rank: Heartbeat, name: str, number: int) -> tuple[int, int]:
 def _account(
     rank: Heartbeat, name: str | None, groups: Mapping[str, list[_Member]], waiting: Sequence[int]
 ) -> str:
-    """Return what a rank without progress does, and which of the `waiting` ranks wait for it.
+    """Describe what a rank without progress is doing, and which ranks wait for it.
 
-    `name` is the group in which others are ahead of it, if any.
+    `name` is the group in which it is behind others, if any; `waiting` lists ranks in collectives.
     """
     text = f"has made no progress for {rank['quiet_seconds']:.0f} s"
     text += f" ({rank['doing']})" if rank.get("doing") else ""
@@ -221,8 +221,8 @@ def _late_devices(groups: Mapping[str, list[_Member]]) -> dict[int, str] | None:
             continue
         least = min(started.values())
         return {
-            rank: f"has entered collective {least + 1} of {_named(members)}, but its device has "
-            "not begun it, as others have: it is stuck in an earlier kernel"
+            rank: f"has entered collective {least + 1} of {_named(members)}, but unlike other "
+            f"devices its device has not begun it: it is stuck in an earlier kernel"
             for rank, number in started.items()
             if number == least
         }
@@ -230,7 +230,7 @@ def _late_devices(groups: Mapping[str, list[_Member]]) -> dict[int, str] | None:
 
 
 def _communication(ranks: list[Heartbeat], groups: Mapping[str, list[_Member]]) -> str:
-    """Return which collective does not finish, and between which hosts."""
+    """Return a message with the collective that does not finish and its hosts."""
     what, members = "a collective", [_Member(rank, {}) for rank in ranks]
     for name, group in groups.items():
         pending = [each for each in group if _unfinished(each.group)]
@@ -241,8 +241,8 @@ def _communication(ranks: list[Heartbeat], groups: Mapping[str, list[_Member]]) 
             break
     hosts = list(dict.fromkeys(member.rank["host"] for member in members))
     return (
-        f"{_named(members)} on {_list('host', hosts)} have all entered {what}, and it does not "
-        "finish: no rank is at fault, but the network or the links between the devices"
+        f"{_named(members)} on {_list('host', hosts)} have all entered {what}, but it does not "
+        f"finish: the network or the links between the devices are at fault, not a rank"
     )
 
 
@@ -255,7 +255,7 @@ def _number(rank: Heartbeat) -> int:
 
 
 def _calls(rank: Heartbeat, name: str) -> dict[int, str]:
-    """Return {number: kind and size} of the last calls of a rank in a group."""
+    """Return {number: kind and size} for a rank's last calls in a group."""
     return {number: call for group, number, call in rank["calls"] if group == name}
 
 

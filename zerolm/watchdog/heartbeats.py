@@ -1,8 +1,8 @@
-"""The heartbeat files of the ranks, which the other ranks and `status` read.
+"""The ranks' heartbeat files, which the other ranks and `status` read.
 
-Each heartbeat has the token of its launch of the run, so that files of earlier launches are
-ignored. Thousands of ranks share one directory: a heartbeat overwrites the last one in place, which
-does not change the directory, and all ranks together write only a few a second.
+Each heartbeat contains its launch's token, so files from earlier launches are ignored. Thousands of
+ranks share a directory. Therefore a heartbeat overwrites the last one in place, which does not
+change the directory, and all ranks together write only a few per second.
 """
 
 import json
@@ -17,28 +17,28 @@ from zerolm.common.files import write_atomically
 from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog import flight_recorder, liveness, progress
 
-HEARTBEATS_PER_SECOND = 32  # of all ranks, while that allows one in `MAX_SECONDS` to each
-MIN_SECONDS, MAX_SECONDS = 2.0, 20.0  # between two heartbeats of a rank
-SIZE_BYTES = 2048  # of a heartbeat, whose end is blank, so that it covers the last one
+HEARTBEATS_PER_SECOND = 32  # over all ranks, unless `MAX_SECONDS` requires more
+MIN_SECONDS, MAX_SECONDS = 2.0, 20.0  # between a rank's heartbeats
+SIZE_BYTES = 2048  # a heartbeat is padded with blanks to cover the last one
 
 
 def interval_seconds(world_size: int) -> float:
-    """Return the time between two heartbeats of a rank."""
+    """Return the time between a rank's heartbeats."""
     return min(MAX_SECONDS, max(MIN_SECONDS, world_size / HEARTBEATS_PER_SECOND))
 
 
 class Heartbeats:
-    """Writes the heartbeat of this rank and reads those of the others.
+    """Writes this rank's heartbeat and reads the other ranks'.
 
     Args:
         run_dir: the run directory; must exist before the first heartbeat is written.
-        launcher: process ID of the launcher, if there is one.
+        launcher: process ID of the launcher, if any.
 
     Attributes:
-        token: identifies this launch of the run, once the ranks are connected.
+        token: identifies this launch, once the ranks are connected.
         state: `running` or `ended`.
         reason: why this rank has ended.
-        written_at: `time.monotonic()` of the last successful write; 0: never.
+        written_at: `time.monotonic()` of the last successful write, 0 before it.
         seconds: time between two heartbeats.
     """
 
@@ -56,7 +56,7 @@ class Heartbeats:
         self.written_at, self.seconds = 0.0, MIN_SECONDS
 
     def identity(self) -> dict[str, Any]:
-        """Return the constant part of the heartbeat: which process this rank is."""
+        """Return the constant part of the heartbeat, which identifies this rank's process."""
         return {
             "rank": self.rank, "host": self.host, "machine": self.machine, "pid": self.process.pid,
             "start_ticks": self.process.start_ticks, "launcher_pid": self.launcher,
@@ -65,7 +65,7 @@ class Heartbeats:
         }  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        """Return the complete heartbeat: which process this rank is and what it is doing."""
+        """Return the complete heartbeat: this rank's identity and what it is doing."""
         current = progress.CURRENT
         limit = round(self.monitor.limit_seconds(), 1) if self.monitor.hang_timeout else 0
         stalled = self.monitor.is_stalled
@@ -83,7 +83,7 @@ class Heartbeats:
         }  # fmt: skip
 
     def write(self) -> None:
-        """Write the heartbeat; on a full disk, touch the last one. Never raises OSError."""
+        """Write the heartbeat, or touch the last one if the disk is full. Never raises OSError."""
         if self.rank and self.token is None:
             return
         path = self.files.heartbeat(self.rank)
@@ -105,18 +105,18 @@ class Heartbeats:
             self.write()
 
     def read(self, rank: int) -> progress.Heartbeat | None:
-        """Return the last heartbeat of another rank of this launch, None if there is none."""
+        """Return another rank's last heartbeat from this launch, or None."""
         heartbeat = progress.read_heartbeat(self.files.heartbeat(rank))
         return heartbeat if heartbeat is not None and heartbeat["token"] == self.token else None
 
     def remove_stale(self, world_size: int) -> None:
-        """Remove the files of earlier launches that no rank of this launch will overwrite."""
+        """Remove files from earlier launches that no rank of this launch will overwrite."""
         for path in self.files.stale_rank_files(world_size):
             path.unlink(missing_ok=True)
 
 
 def _overwrite(path: Path, content: bytes) -> bool:
-    """Write over the start of a file; return False if there is none, or it is longer."""
+    """Overwrite a file in place; return False if it is missing or longer than `content`."""
     try:
         file = os.open(path, os.O_WRONLY)
     except FileNotFoundError:
@@ -126,5 +126,5 @@ def _overwrite(path: Path, content: bytes) -> bool:
             return False
         os.pwrite(file, content, 0)
     finally:
-        os.close(file)  # which sends it to a network file system
+        os.close(file)  # flushes it to a network file system
     return True

@@ -1,6 +1,6 @@
-"""Limits of this process and its machine: on open files, memory, processes and disk space.
+"""Limits on open files, memory, processes and disk space, for this process and its machine.
 
-`explain` names the limit behind an error, which Python and torch report by its symptom.
+`explain` names the limit behind an error; Python and torch report only the symptom.
 """
 
 import errno
@@ -18,12 +18,12 @@ from zerolm.common.files import barrier
 from zerolm.common.values import shown_bytes
 
 MAX_FILES = 1 << 16
-# Of 2 ranks on a CPU rank 0 has 41 open files, 8 of them sockets; rank 1 has 27 and 5. Gloo joins
-# all ranks with each other; NCCL does not, but each has a connection to the store of rank 0.
+# With 2 ranks on a CPU, rank 0 has 41 open files, 8 of them sockets; rank 1 has 27 and 5. Gloo
+# connects all pairs of ranks; NCCL does not, but each rank has a connection to rank 0's store.
 FIXED_FILES, FILES_PER_CPU, FILES_PER_GPU = 48, 4, 1
 SHARED_MEMORY = Path("/dev/shm")
-FULL_BYTES = 1 << 20  # less free space is none
-COMPILERS = ("torch._inductor.exc", "torch._dynamo.exc")  # modules of the errors of --compile
+FULL_BYTES = 1 << 20  # less free space counts as full
+COMPILERS = ("torch._inductor.exc", "torch._dynamo.exc")  # modules of errors raised by --compile
 
 _AGAIN = "Run the same command again once it works: the run resumes."
 LARGER_SHARED_MEMORY = (
@@ -34,28 +34,28 @@ _TEXTS = {  # {error: cause and fix}
     errno.EMFILE: "too many open files: {files} are allowed. {raise_files}",
     errno.ENFILE: "too many open files on this host. Raise sysctl fs.file-max.",
     errno.ENOMEM: "out of memory{address_space}. Lower --micro_batch_size or --num_workers, use "
-    "more hosts, or end other processes; a container or a job may have a limit of its own.",
-    errno.EAGAIN: "no more processes or threads{processes}. Raise `ulimit -u`, or the limit on "
-    "PIDs of the container; or lower --num_workers and OMP_NUM_THREADS.",
-    errno.EACCES: "{path}: this user may not read or write it. Change its permissions, or name "
-    "another.",
+    "more hosts, or end other processes; a container or job may have its own limit.",
+    errno.EAGAIN: "no more processes or threads{processes}. Raise `ulimit -u`, or the container's "
+    "PID limit; or lower --num_workers and OMP_NUM_THREADS.",
+    errno.EACCES: "{path}: this user may not read or write it. Change its permissions, or use "
+    "another path.",
     errno.ENOSPC: "{path}: no {what} left. Remove files there, and run the same command again.",
-    errno.EDQUOT: "{path}: the disk quota is used up. Remove files, or ask for more.",
-    errno.EROFS: "{path}: the file system is read-only; after an error the kernel makes it so, "
-    f"see dmesg. {_AGAIN}",
+    errno.EDQUOT: "{path}: the disk quota is used up. Remove files, or request a larger quota.",
+    errno.EROFS: "{path}: the file system is read-only, possibly after an error that dmesg "
+    f"shows. {_AGAIN}",
     errno.ESTALE: f"{{path}}: the file server has lost this file. {_AGAIN}",
     errno.EIO: f"{{path}}: its disk or file server fails (input/output error). {_AGAIN}",
 }
-_PHRASES = {  # of errors of torch and Python without a number
+_PHRASES = {  # in torch and Python errors without a number
     "can't allocate memory": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
     "insufficient shared memory": errno.ENOSPC,
 } | {
     os.strerror(number): number
     for number in _TEXTS
-    if number != errno.EAGAIN  # of a socket that timed out
+    if number != errno.EAGAIN  # a socket timeout has this text
 }
-# torch's allocator; the CUDA runtime, alone or within an error of NCCL; and cuBLAS.
+# Messages from torch's allocator, the CUDA runtime (alone or in an NCCL error), and cuBLAS.
 _OUT_OF_GPU_MEMORY = re.compile(
     r"(?i:.*(cuda|hip|xpu|npu).*out of memory.*)"
     r"|.*CUBLAS_STATUS_ALLOC_FAILED.*|.*Failed to CUDA calloc.*"
@@ -63,7 +63,7 @@ _OUT_OF_GPU_MEMORY = re.compile(
 
 
 class _LossyFile(io.FileIO):
-    """A file that drops what cannot be written to it."""
+    """A file that discards output that cannot be written."""
 
     def write(self, data: Any) -> int:
         try:
@@ -73,9 +73,9 @@ class _LossyFile(io.FileIO):
 
 
 def drop_unwritable_output() -> None:
-    """Make stdout and stderr drop output that a full disk or a closed terminal does not accept.
+    """Make stdout and stderr discard output if the disk is full or the terminal closed.
 
-    Otherwise a library's print would raise and end the run: DeepSpeed prints at each start.
+    Otherwise a library's print would raise and end the run; DeepSpeed prints at each start.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -85,10 +85,10 @@ def drop_unwritable_output() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit on open files, usually 1,024, to the hard one, or `MAX_FILES`.
+    """Raise the soft limit on open files, usually 1,024, to the hard limit or `MAX_FILES`.
 
-    The soft limit is that low for programs with select(2). A rank has connections to the others,
-    and two maps for each open shard.
+    The soft limit is low for the sake of programs that use select(2). A rank has connections to
+    other ranks, and two memory maps for each open shard.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
@@ -97,28 +97,28 @@ def raise_file_limit() -> None:
 
 
 def file_limit_problem(world_size: int, is_gpu: bool) -> str | None:
-    """Return why a rank may not open enough files for a run, None if it may."""
+    """Return why a rank may not open enough files for a run, or None if it may."""
     limit = _limit(resource.RLIMIT_NOFILE)
     required = FIXED_FILES + (FILES_PER_GPU if is_gpu else FILES_PER_CPU) * world_size
     if limit is None or limit >= required:
         return None
     return (
-        f"environment: ulimit -n: {limit} open files are allowed, a rank needs {required}. "
+        f"environment: ulimit -n: {limit} open files are allowed, but a rank needs {required}. "
         f"{_raise_files(max(4096, required))}"
     )
 
 
 def explain(error: BaseException | None) -> str | None:
-    """Return what of the machine has caused an error, and the fix; None if nothing has."""
+    """Return which limit of the machine caused an error, and the fix; None if there is none."""
     while error is not None:
         text = str(error)
         if found := _OUT_OF_GPU_MEMORY.search(text):
-            # torch's says what was asked for, and which processes hold the rest.
+            # torch's message has the requested size, and the processes that hold the rest.
             cause = found[0].partition(" Of the allocated memory")[0].rstrip(".")
             return (
                 f"{cause}. Lower --micro_batch_size, or add --gradient_checkpointing: the loss "
-                f"curve stays the same. `zerolm plan` shows what takes the memory. If "
-                f"another process holds it, end that."
+                f"curve stays the same. `zerolm plan` shows what uses the memory. If another "
+                f"process holds it, end that process."
             )
         number = _number(error)
         if number is not None:
@@ -137,16 +137,17 @@ def explain(error: BaseException | None) -> str | None:
 
 
 def bus_error() -> str:
-    """Return a likely cause of a SIGBUS that no shortened file explains."""
+    """Return a likely cause for a SIGBUS that is not explained by a shortened file."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     return (
-        f"a memory map lost its file: no shard is shorter than its manifest says; {SHARED_MEMORY} "
-        f"may have been full ({shown_bytes(free)} are free now). {LARGER_SHARED_MEMORY}"
+        f"a memory-mapped file lost its data: no shard is shorter than its manifest states; "
+        f"{SHARED_MEMORY} may have been full ({shown_bytes(free)} are free now). "
+        f"{LARGER_SHARED_MEMORY}"
     )
 
 
 def refusal(error: ConfigError | OSError) -> ConfigError:
-    """Return the refusal of a run that met an error before it began; raise one without a cause."""
+    """Return a start-up error as a refusal; raise it if its cause is unknown."""
     if isinstance(error, ConfigError):
         return error
     cause = explain(error)
@@ -172,7 +173,7 @@ def _path(error: BaseException) -> Path | None:
 
 
 def _cause(number: int, path: Path | None) -> str:
-    """Return the text of an error of the system."""
+    """Return the text for a system error."""
     full = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free < FULL_BYTES
     if number == errno.ENOSPC and (SHARED_MEMORY in path.parents if path else full):
         return f"{SHARED_MEMORY}: no space left. {LARGER_SHARED_MEMORY}"

@@ -1,7 +1,7 @@
-"""Whether this process is working or waiting, judged from outside its main thread.
+"""Determines from outside the main thread whether this process is working or waiting.
 
-The watchdog's thread reads it every few seconds from Linux's /proc and Python's stack frames. The
-training loop only records its progress.
+Every few seconds the watchdog's thread reads Linux's /proc and Python's stack frames. The training
+loop only records its progress.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from pathlib import Path
 from zerolm.common import machine, processes
 from zerolm.watchdog.progress import CURRENT, PHASES
 
-START_FACTOR = 3.0  # on the limit until the first step is done: building, compiling, loading
+START_FACTOR = 3.0  # multiplies the limit until the first step is done
 SLOW_FACTOR = 5.0  # a phase may take this many times its longest duration so far
-STALL_SHARE = 1 / 3  # of the limit without progress: heartbeats then say more
+STALL_SHARE = 1 / 3  # share of the limit after which heartbeats contain more details
 LIBRARIES = ("site-packages", "<frozen", sysconfig.get_path("stdlib"), "torch/")
-PROGRESS_BYTES = 1 << 16  # read or written between two updates
+PROGRESS_BYTES = 1 << 16  # minimum read or written between updates
 
 
 class ProgressMonitor:
-    """Measures how long the main thread has made no progress, and how long it may.
+    """Measures the time without progress in the main thread, and its limit.
 
-    The watchdog's thread calls `update`; its own input and output does not count.
+    The watchdog's thread calls `update`; that thread's own I/O does not count.
 
     Args:
-        hang_timeout: limit in seconds during training; 0: none.
+        hang_timeout: limit in seconds during training; 0 means no limit.
     """
 
     def __init__(self, hang_timeout: float):
@@ -37,13 +37,13 @@ class ProgressMonitor:
         self._bytes, self._progress_at = 0, time.monotonic()
 
     def reset(self) -> None:
-        """Start counting from now, after the process was suspended."""
+        """Restart the count, after the process was suspended."""
         self._progress_at = CURRENT.recorded_at = time.monotonic()
 
     def update(self) -> None:
-        """Count file input and output as progress, in phases that consist of it.
+        """Count file I/O as progress in phases that consist of I/O.
 
-        During a start, building an operator counts too: one rank compiles, the others wait for it.
+        During a start, building an operator also counts: one rank compiles, the others wait for it.
         """
         moved = bytes_moved()
         has_moved = PHASES[CURRENT.phase] and moved - self._bytes > PROGRESS_BYTES
@@ -58,25 +58,25 @@ class ProgressMonitor:
 
     @property
     def is_starting(self) -> bool:
-        """Whether this rank builds, compiles or loads, which may block all of its threads."""
+        """Whether this rank is building, compiling or loading, which may block all threads."""
         return "optimizer" not in CURRENT.longest_seconds or CURRENT.phase in ("start", "load")
 
     @property
     def is_stalled(self) -> bool:
-        """Whether this rank may hang: an explanation is worth some milliseconds."""
+        """Whether this rank may hang, which justifies a few milliseconds for an explanation."""
         stall_seconds = STALL_SHARE * self.limit_seconds()
         return self.hang_timeout > 0 and self.quiet_seconds() > stall_seconds
 
     def limit_seconds(self) -> float:
-        """Return how long this phase may be quiet, from the setting and from its past durations."""
+        """Return how long this phase may be quiet, given the setting and its past durations."""
         limit = self.hang_timeout * (START_FACTOR if self.is_starting else 1.0)
         return max(limit, SLOW_FACTOR * CURRENT.longest_seconds.get(CURRENT.phase, 0.0))
 
 
 def bytes_moved() -> int:
-    """Return the bytes that other threads have read and written, by calls or mapped files.
+    """Return the bytes that other threads have read and written, through calls or mapped files.
 
-    The heartbeats and stacks of a rank that hangs are not its progress.
+    The heartbeats and stacks that a hanging rank writes do not count as progress.
     """
     own = f"/proc/self/task/{threading.get_native_id()}/io"
     with contextlib.suppress(OSError, ValueError):
@@ -90,7 +90,7 @@ def _bytes_in(path: str) -> int:
 
 
 def in_collective() -> bool:
-    """Return whether the main thread is inside a collective operation, by its Python frames."""
+    """Return whether the main thread is inside a collective, judging by its Python frames."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if "torch/distributed/" in frame.f_code.co_filename:
@@ -100,7 +100,7 @@ def in_collective() -> bool:
 
 
 def doing() -> str:
-    """Return the function that the main thread is in, and the one of no library that called it."""
+    """Return the main thread's current function and its nearest caller outside libraries."""
     thread = threading.main_thread()
     frame = sys._current_frames().get(thread.ident or 0)
     places: list[str] = []
@@ -119,19 +119,19 @@ def doing() -> str:
 
 
 def why_silent(process: processes.Process) -> str:
-    """Return why the watchdog of a process does not run, by the state of its main thread."""
+    """Return why a process's watchdog does not run, judging by the state of its main thread."""
     held = "without releasing Python's interpreter lock"
     return {
-        "R": f"its native code computes {held}",
-        "S": f"its native code sleeps or waits {held}",
-        "D": "it waits for a disk or a network file system",
+        "R": f"its native code is computing {held}",
+        "S": f"its native code is sleeping or waiting {held}",
+        "D": "it is waiting for a disk or a network file system",
         "T": "it is stopped",
     }.get(process.state, "")
 
 
 def raised_in_collective(error: BaseException) -> bool:
-    """Return whether an error was raised by a collective: then another rank is the likely cause."""
+    """Return whether a collective raised an error: another rank is then the likely cause."""
     frames = traceback.extract_tb(error.__traceback__)
-    # Only the innermost frame: a signal handler may raise something else while a rank waits.
+    # Check only the innermost frame: a signal handler may raise another error while a rank waits.
     raised_there = bool(frames) and "torch/distributed/" in frames[-1].filename
     return raised_there or any(name in str(error) for name in ("gloo", "NCCL", "c10d"))

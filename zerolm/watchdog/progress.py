@@ -1,8 +1,8 @@
-"""The progress of this rank, and the heartbeat files in which the ranks publish theirs.
+"""This rank's progress, and the heartbeat files in which ranks publish their progress.
 
 The training loop calls `record_progress` when it enters a phase, which costs a few assignments. The
 watchdog's thread writes the progress to `ranks/rank-00000.json` in the run directory, where ranks
-of other hosts and the supervisor read it. Makes no decisions. Standard library only.
+on other hosts and the supervisor read it. Makes no decisions. Standard library only.
 """
 
 import time
@@ -13,14 +13,14 @@ from zerolm.common.errors import RecordError
 from zerolm.common.records import Count, Name, read_record
 from zerolm.run_dir.files import RunFiles
 
-# Phases of the main thread, and whether reading and writing files counts as progress in them.
+# {phase of the main thread: whether file I/O counts as progress in it}.
 PHASES = {
     "start": True,
     "load": True,
     "data": True,
     "forward": False,
     "backward": False,
-    "reduce": False,  # sums over ranks, where a rank waits for its device and for the others
+    "reduce": False,  # sums over ranks: waits for the device and for other ranks
     "optimizer": False,
     "checkpoint": True,
     "evaluate": False,
@@ -28,19 +28,19 @@ PHASES = {
     "end": True,
 }
 
-OVERWRITE_SECONDS = 0.05  # a file that is read while it is overwritten may seem damaged
+OVERWRITE_SECONDS = 0.05  # a file read while it is being overwritten may seem damaged
 
 
 class Progress:
-    """The last record of the main thread.
+    """The main thread's last record.
 
     Attributes:
         phase: a key of `PHASES`.
         step: the optimizer step in progress, or the last one.
-        sequences: (first, count) of the sequence numbers of the step's global batch.
-        num_records: calls of `record_progress` so far.
+        sequences: (first, count) of the step's sequence numbers.
+        num_records: number of calls to `record_progress` so far.
         recorded_at: `time.monotonic()` of the last call.
-        longest_seconds: {phase: longest time from one record in it to the next}.
+        longest_seconds: {phase: longest time between a record in it and the next record}.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ def record_progress(
 
     Args:
         phase: a key of `PHASES`.
-        step: the optimizer step in progress; None: unchanged.
-        sequences: (first, count) of the step's sequence numbers; None: unchanged.
+        step: the optimizer step in progress; None leaves it unchanged.
+        sequences: (first, count) of the step's sequence numbers; None leaves it unchanged.
     """
     now = time.monotonic()
     if now - CURRENT.recorded_at > CURRENT.longest_seconds.get(CURRENT.phase, -1.0):
@@ -76,12 +76,12 @@ def record_progress(
 
 
 class Group(TypedDict):
-    """The collectives of a process group, as one rank has entered them.
+    """One rank's collectives in a process group.
 
     Attributes:
-        entered: number of the last one that the rank has entered, or enqueued on a device.
-        finished: number up to which all have finished; None if not known.
-        started: number of the last one that its device has begun; None if not known.
+        entered: number of the last collective that the rank has entered or enqueued on a device.
+        finished: number up to which all collectives have finished; None if unknown.
+        started: number of the last collective that its device has begun; None if unknown.
     """
 
     entered: Count
@@ -94,10 +94,10 @@ class _Diagnosis(TypedDict, total=False):
 
     Attributes:
         device: number of the rank's device on its host.
-        doing: the Python function that the main thread is in; empty unless the rank is quiet.
-        groups: {process group: its collectives}, with finished ones if the rank is quiet.
-        calls: (process group, number, kind and size) of the last collectives that the rank has
-            entered, oldest first; empty unless it is quiet.
+        doing: the main thread's current Python function; empty unless the rank is quiet.
+        groups: {process group: its collectives}; `finished` is set if the rank is quiet.
+        calls: (process group, number, kind and size) of the rank's last collectives, oldest first;
+            empty unless the rank is quiet.
     """
 
     device: Count
@@ -107,13 +107,13 @@ class _Diagnosis(TypedDict, total=False):
 
 
 class Heartbeat(_Diagnosis):
-    """The content of a heartbeat file; `Heartbeats.status` writes it.
+    """The contents of a heartbeat file, created by `Heartbeats.status`.
 
     Attributes:
-        waiting: whether the main thread is inside one of torch's collectives.
-        sequences: (first, count) of the sequence numbers of the step's global batch.
-        limit_seconds: how long the rank may be quiet; 0 for no limit.
-        monotonic: `time.monotonic()` when it was written.
+        waiting: whether the main thread is inside a torch collective.
+        sequences: (first, count) of the step's sequence numbers.
+        limit_seconds: how long the rank may be quiet; 0 means no limit.
+        monotonic: `time.monotonic()` when the heartbeat was written.
         state: `running` or `ended`.
         reason: why the rank has ended.
     """
@@ -139,9 +139,9 @@ class Heartbeat(_Diagnosis):
 
 
 def read_heartbeat(path: Path, problems: list[str] | None = None) -> Heartbeat | None:
-    """Return the content of a heartbeat file, None if it is missing or damaged.
+    """Return the contents of a heartbeat file, or None if it is missing or damaged.
 
-    `problems` receives a line if it is damaged.
+    `problems` receives a line if the file is damaged.
     """
     try:
         return read_record(path, Heartbeat)
@@ -156,7 +156,7 @@ def read_heartbeat(path: Path, problems: list[str] | None = None) -> Heartbeat |
 
 
 def read_heartbeats(run_dir: Path, problems: list[str] | None = None) -> dict[int, Heartbeat]:
-    """Return {rank: heartbeat} of every readable heartbeat file, of this launch or an earlier one.
+    """Return {rank: heartbeat} from all readable heartbeat files of this and earlier launches.
 
     `problems` receives a line for each damaged file.
     """

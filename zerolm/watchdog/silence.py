@@ -1,8 +1,8 @@
-"""Which ranks of other hosts have ceased: their heartbeats do not change any more.
+"""Finds ranks on other hosts that have ceased: their heartbeats no longer change.
 
-The error of a collective is a symptom: it names the host of the rank that raises it, while the
-cause is a rank on another host that was killed, or a host that has failed. Clocks of different
-hosts are never compared.
+An error in a collective is only a symptom: it names the host of the rank that raises it, but its
+cause is a killed rank on another host or a failed host. Clocks of different hosts are never
+compared.
 """
 
 import re
@@ -19,31 +19,31 @@ from zerolm.watchdog.progress import Heartbeat
 PEER = (
     re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b"),
     re.compile(r"\[([0-9a-f:]+)[%\w]*\]:\d"),  # an IPv6 address and a port
-    re.compile(r"([\w.:-]+)(?:%\w+)?<\d+>"),  # as NCCL writes a peer
+    re.compile(r"([\w.:-]+)(?:%\w+)?<\d+>"),  # a peer as written by NCCL
 )
 NCCL_ERROR = re.compile(r"Last error:\s*(.+)")
 MAX_NAMED = 8
-DIAGNOSIS_SECONDS = 8.0  # for the cause of an error in a collective to be found
-FOLLOW_SECONDS = 4.0  # further time, for the rank of this machine that looks
-CEASED_BEATS = 3  # heartbeats that a rank of another host has missed when it has ceased
+DIAGNOSIS_SECONDS = 8.0  # time to find the cause of an error in a collective
+FOLLOW_SECONDS = 4.0  # extra time for the rank that checks on behalf of this machine
+CEASED_BEATS = 3  # a rank on another host has ceased after missing this many heartbeats
 Peers = Mapping[int, Mapping[str, Any]]  # identities of the other ranks
 
 
 class Ages:
-    """How long the heartbeats of other ranks have been the same, while this object has looked.
+    """Measures how long other ranks' heartbeats have been unchanged while being watched.
 
     Args:
-        read: returns the heartbeat of a rank. It opens the file, whose attributes alone may be a
-            minute old on a network file system.
-        path: returns the file, which a rank only touches while the disk is full.
+        read: returns a rank's heartbeat. It opens the file, since the file's attributes alone may
+            be a minute old on a network file system.
+        path: returns the file, which a rank merely touches while the disk is full.
     """
 
     def __init__(self, read: Callable[[int], Heartbeat | None], path: Callable[[int], Path]):
         self._read, self._path = read, path
-        self._seen: dict[int, tuple[object, float]] = {}  # (times of the file, when they were new)
+        self._seen: dict[int, tuple[object, float]] = {}  # (times of the file, when first seen)
 
     def look(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Return {rank: seconds without a new heartbeat} of the ranks that have not ended."""
+        """Return {rank: seconds without a new heartbeat} for the ranks that have not ended."""
         now = time.monotonic()
         quiet = {}
         for rank in ranks:
@@ -61,13 +61,13 @@ class Ages:
 
 
 def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[int, str]:
-    """Return {rank of another host: what is known about it} of those that have ceased.
+    """Return {rank: description of its silence} for ranks on other hosts that have ceased.
 
-    Takes `DIAGNOSIS_SECONDS`, in which the thread of the watchdog may find another cause and end
+    Takes `DIAGNOSIS_SECONDS`, during which the watchdog's thread may find another cause and end
     this process.
 
     Args:
-        leads_machine: whether this rank looks; the others of its machine leave it the time to.
+        leads_machine: whether this rank does the check; the machine's other ranks wait meanwhile.
     """
     beat = heartbeats.seconds
     remote = [
@@ -79,7 +79,7 @@ def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[in
     quiet = ages.look(remote)
     while time.monotonic() < deadline:
         time.sleep(beat / 2)
-        heartbeats.write()  # this may be the thread that does it otherwise
+        heartbeats.write()  # this may be the watchdog's thread, which writes it otherwise
         quiet = ages.look(remote)
     if not leads_machine:
         time.sleep(FOLLOW_SECONDS)
@@ -88,10 +88,10 @@ def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[in
 
 
 def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[int, str]:
-    """Return {silent rank: what is known about it}, from its seconds without a heartbeat.
+    """Return {silent rank: description of its silence}.
 
     Args:
-        machine: this rank's own, which works.
+        silent: {rank: seconds without a heartbeat}. machine: this rank's machine, which works.
     """
     found = {}
     for rank, seconds in silent.items():
@@ -100,16 +100,16 @@ def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[in
         found[rank] = f"has been silent for {seconds:.0f} s"
         if peer["machine"] != machine and set(others) <= silent.keys():
             found[rank] += (
-                f", as {'all ranks' if len(others) > 1 else 'the only rank'} on {peer['host']}: "
+                f" ({'all ranks' if len(others) > 1 else 'the only rank'} on {peer['host']}): "
                 f"the host has failed or is cut off, or its processes were killed or suspended"
             )
     return found
 
 
 def named_peers(error: str, peers: Peers) -> str:
-    """Return which hosts the error of a collective names, as a clause; may be empty.
+    """Return the hosts named in a collective's error, as a clause that may be empty.
 
-    gloo and libuv write `[10.0.0.2]:50000`, NCCL `10.0.0.2<50000>`, `fe80::2%eth0<50000>` or
+    gloo and libuv write `[10.0.0.2]:50000`, NCCL writes `10.0.0.2<50000>`, `fe80::2%eth0<50000>` or
     `node2<50000>`.
     """
     named = {found for pattern in PEER for found in pattern.findall(error)}

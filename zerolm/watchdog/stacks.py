@@ -1,8 +1,8 @@
-"""Writes the stack traces of all threads of a rank to a file, even from within an endless loop.
+"""Writes the stack traces of all of a rank's threads to a file, even during an endless loop.
 
-`faulthandler` writes them in the signal handler itself, without running Python code: SIGQUIT to a
-rank (as in Java) appends them to `ranks/rank-00000.stacks.txt`. Forked loader workers inherit the
-handler.
+`faulthandler` writes them in the signal handler itself, without running Python code. As in Java,
+the signal is SIGQUIT; stacks are appended to `ranks/rank-00000.stacks.txt`. Forked loader workers
+inherit the handler.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from pathlib import Path
 from zerolm.common import processes
 
 SIGNAL = signal.SIGQUIT
-RESPONSE_SECONDS = 2.0  # for another rank to write its stacks
-WORKER_SECONDS = 0.2  # for a loader worker to write its stacks
-MAX_KEPT_BYTES = 1 << 20  # a stack file of earlier launches is kept up to this size
+RESPONSE_SECONDS = 2.0  # time for another rank to write its stacks
+WORKER_SECONDS = 0.2  # time for a loader worker to write its stacks
+MAX_KEPT_BYTES = 1 << 20  # stack files from earlier launches are kept up to this size
 PRINTED_CHARACTERS = 4000
 
 
 class StackFile:
-    """The stack file of this rank, registered for the signal.
+    """This rank's stack file, registered for the signal.
 
-    If the file cannot be opened (full disk), the stacks go to /dev/null.
+    If the file cannot be opened (full disk), stacks are written to /dev/null.
     """
 
     def __init__(self, path: Path):
@@ -36,12 +36,12 @@ class StackFile:
             self.file = open(path, "a" if keep else "w")
         except OSError:
             self.file = open(os.devnull, "w")
-        self.start_bytes = size_bytes(path)  # of stacks of earlier launches
+        self.start_bytes = size_bytes(path)  # stacks from earlier launches
         faulthandler.register(SIGNAL, file=self.file, all_threads=True)
-        faulthandler.enable(self.file)  # also for a crash in a library
+        faulthandler.enable(self.file)  # also writes them if a library crashes
 
     def write(self, why: str, text: str = "") -> None:
-        """Append the stacks of all threads of this process, and of its loader workers."""
+        """Append the stacks of all threads in this process and its loader workers."""
         with contextlib.suppress(OSError, ValueError):
             stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             self.file.write(f"== {stamp} pid {os.getpid()}: {why}\n{text}")
@@ -58,7 +58,7 @@ class StackFile:
                     time.sleep(WORKER_SECONDS)
 
     def exit_after(self, seconds: float) -> None:
-        """Write the stacks and exit with code 1 if this process still runs after a time."""
+        """Write the stacks and exit with code 1 if this process still runs after `seconds`."""
         faulthandler.dump_traceback_later(seconds, exit=True, file=self.file)
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class StackFile:
 
 
 def request_stacks(ranks: list[processes.Process]) -> None:
-    """Make other ranks of this machine write their stacks; a stopped rank is continued to do so."""
+    """Make other ranks on this machine write their stacks; a stopped rank is continued for this."""
     requested = False
     for process in ranks:
         if processes.handles_signal(process.pid, SIGNAL):
@@ -84,14 +84,14 @@ def request_stacks(ranks: list[processes.Process]) -> None:
 
 
 def size_bytes(path: Path) -> int:
-    """Return the size of a stack file, 0 if there is none. A rank only ever appends to its own."""
+    """Return the size of a stack file, 0 if it is missing. A rank only appends to its own file."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return 0
 
 
 def print_tail(path: Path) -> None:
-    """Print the end of a stack file, if there is one."""
+    """Print the end of a stack file, if it exists."""
     with contextlib.suppress(OSError):
         text = path.read_text(errors="replace")[-PRINTED_CHARACTERS:]
         print(text, end="", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""Measures each part of a start, up to the end of the first step, and of a recovery.
+"""Measures each part of a start, up to the end of the first step, and each part of a recovery.
 
-pretrain.py marks the end of each part in its process. The first parts end before this code runs:
-the kernel knows when the launchers' processes and this one began. A recovery began even earlier:
+pretrain.py marks the end of each part in its process. The first parts end before this code runs;
+the kernel has the start times of the launchers and this process. A recovery begins even earlier;
 the supervisor has logged when the run failed. Standard library only.
 """
 
@@ -17,7 +17,7 @@ from zerolm.run_dir.files import RunFiles
 from zerolm.run_dir.jsonl import EventRow
 
 TICKS = os.sysconf("SC_CLK_TCK")
-TAIL_BYTES = 1 << 20  # of the events, in which the last failure is
+TAIL_BYTES = 1 << 20  # end of the event log to search for the last failure
 _ends: dict[str, float] = {}
 
 
@@ -27,15 +27,14 @@ def mark(part: str) -> None:
 
 
 def parts(launcher: processes.Process | None) -> dict[str, float]:
-    """Return the seconds of each part, in order, from the start of the launcher if there is one."""
+    """Return the seconds of each part, in order, from the start of the launcher, if any."""
     own = processes.inspect_process(os.getpid())
     assert own is not None, "this process is in /proc"
     created = own.start_ticks / TICKS
     ends = {}
     if launcher is not None:
         node_launcher = processes.inspect_process(own.parent)
-        # If the node launcher was killed, the parent is process 1, which is older than the
-        # launcher.
+        # If the node launcher was killed, the parent is process 1, which predates the launcher.
         if node_launcher is not None and node_launcher.start_ticks > launcher.start_ticks:
             ends["deepspeed"] = node_launcher.start_ticks / TICKS
         ends["node launcher"] = created
@@ -48,12 +47,12 @@ def parts(launcher: processes.Process | None) -> dict[str, float]:
 
 
 class Interruption(NamedTuple):
-    """The failure of the start before this one.
+    """The failure that preceded this start.
 
     Attributes:
-        step: first step that was not complete.
+        step: first incomplete step.
         parts: seconds from the fault until the run had ended, by part.
-        ended_at: when the run had ended, on the clock of `time.time`.
+        ended_at: when the run had ended, measured with `time.time`.
     """
 
     step: int
@@ -62,7 +61,7 @@ class Interruption(NamedTuple):
 
 
 class _Failed(TypedDict):
-    """What this module reads from an event `attempt_failed`."""
+    """The fields of an `attempt_failed` event that this module reads."""
 
     step: Count
     parts: dict[str, float]
@@ -70,9 +69,9 @@ class _Failed(TypedDict):
 
 
 def interruption(run_dir: Path) -> Interruption | None:
-    """Return how the last start that trained failed; None if it did not, or no failure was logged.
+    """Return how the last start that trained failed, or None if no failure was logged.
 
-    Call it before the run's log is opened, which removes the metrics of steps to be repeated.
+    Call this before opening the run's log, which removes the metrics of steps to be repeated.
     """
     files = RunFiles(run_dir)
     try:
@@ -82,7 +81,7 @@ def interruption(run_dir: Path) -> Interruption | None:
     except OSError:
         return None
     first = None
-    for row in rows:  # failures since the last start that had reached a step
+    for row in rows:  # failures since the last start that completed a step
         if row["event"] == "startup" or events.state_after(row["event"]) in events.ENDED:
             first = None
         elif row["event"] == "attempt_failed" and first is None and not mismatch(row, _Failed):
@@ -95,7 +94,7 @@ def interruption(run_dir: Path) -> Interruption | None:
 def recovery(
     failed: Interruption, launcher: processes.Process | None
 ) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a recovery that ends now, and its parts in order."""
+    """Return the seconds of a recovery that ends now, and the seconds of its parts in order."""
     mark("repeated steps")
     own = parts(launcher)
     began = time.time() - sum(own.values())
@@ -105,5 +104,5 @@ def recovery(
 
 
 def _now() -> float:
-    """Return the time on the clock of /proc: seconds since the machine booted."""
+    """Return the time on /proc's clock, in seconds since the machine booted."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,4 +1,4 @@
-"""Publishes which ranks end a run: a verdict file for the other ranks, a console line, an event.
+"""Publishes the ranks to blame for a run's end: in a verdict file, on the console and as an event.
 
 The first rank to find the ranks to blame writes `ranks/verdict-<token>.json`; all others follow it.
 """
@@ -19,12 +19,12 @@ from zerolm.run_dir.files import RunFiles
 
 
 def write_once(path: Path, value: Mapping[str, Any]) -> bool:
-    """Create a file atomically with its content; return False if it exists already.
+    """Create a file atomically with its contents; return False if it already exists.
 
-    On a full disk, or without hard links, returns True: each rank then acts on its own verdict.
+    Returns True on a full disk or without hard links, so that each rank acts on its own verdict.
     """
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    if path.exists():  # spares thousands of ranks that follow a verdict their temporary files
+    if path.exists():  # saves thousands of followers a temporary file each
         return False
     try:
         temporary.write_text(json.dumps(value) + "\n")
@@ -49,7 +49,7 @@ class _Verdict(TypedDict):
 
 
 def read_ranks(path: Path) -> list[int]:
-    """Return the ranks that a verdict blames; none if the file is damaged."""
+    """Return the ranks that a verdict blames; [] if the file is damaged."""
     with contextlib.suppress(RecordError):
         if found := read_record(path, _Verdict):
             return [entry["rank"] for entry in found["ranks"]]
@@ -70,12 +70,12 @@ def publish(
     """Write the verdict, print it, and log the event; return False if another rank was first.
 
     Args:
-        token: identifies this launch; None before the ranks are connected, when no other rank reads
-            the verdict.
-        how: how the blamed rank's process ended, if it did.
-        ranks: entries of the blamed ranks: what they last did, `reason` and `stacks`.
+        token: identifies this launch; None before the ranks are connected, when no other rank would
+            read the verdict.
+        how: how the blamed rank's process ended, if it has.
+        ranks: an entry for each blamed rank: its last activity, `reason` and `stacks`.
         why: why the run ends, if no rank is blamed.
-        fields: further keys of the event.
+        fields: additional keys for the event.
     """
     mute_broken_output()
     verdict: dict[str, Any] = {"ended": how, "found_by": found_by, "ranks": ranks, **fields}
@@ -100,13 +100,13 @@ def publish(
 
 
 def log_event(run_dir: Path, event: str, step: int, **fields: Any) -> None:
-    """Append an event to the run's log; on a full disk do nothing."""
+    """Append an event to the run's log; do nothing if the disk is full."""
     with contextlib.suppress(OSError):
         events.append_event(run_dir, event, step, **fields)
 
 
 def mute_broken_output() -> None:
-    """Redirect closed output to /dev/null, so that a failing print cannot prevent a save."""
+    """Redirect closed output to /dev/null so that a failing print cannot prevent a save."""
     for stream in (1, 2):
         with contextlib.suppress(OSError):
             poll = select.poll()

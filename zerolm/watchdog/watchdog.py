@@ -1,11 +1,11 @@
 """A thread on each rank that ends the run if a rank hangs or dies, and names the rank to blame.
 
 It writes this rank's heartbeat file, ends the rank if its launcher has ended, and ends the whole
-run if a rank has died, is stopped, or makes no progress. How long a phase may take is learned from
-the run; a rank that reads, writes, or waits for a working one does not hang. Ranks on the same
-machine are watched through the kernel. Across machines, rank 0 watches all ranks, and all watch
-rank 0. The more ranks there are, the less often each reads files, so that a file system sees few
-accesses a second.
+run if a rank has died, is stopped, or makes no progress. The time limit of each phase is learned
+from the run. A rank that reads, writes, or waits for a working rank does not count as hung. Ranks
+on the same machine are watched through the kernel. Across machines, rank 0 watches all ranks, and
+all ranks watch rank 0. With more ranks each rank reads files less often, to keep the number of file
+accesses per second low.
 """
 
 import contextlib
@@ -35,32 +35,32 @@ from zerolm.watchdog import (
 )
 from zerolm.watchdog.heartbeats import Heartbeats, interval_seconds
 
-POLL_SECONDS = 0.5  # between two checks of the processes on this machine
-REQUEST_SECONDS = 2.0  # between two checks for a verdict of another rank, or a request to stop
-JUDGES = 4  # the first ranks read all heartbeats when they are stuck; the others follow a verdict
-SILENT_SECONDS = 60.0  # without a heartbeat, while this rank is stuck too: a rank is lost
+POLL_SECONDS = 0.5  # between checks of the processes on this machine
+REQUEST_SECONDS = 2.0  # between checks for another rank's verdict or a stop request
+JUDGES = 4  # number of ranks that read all heartbeats when stuck; the others follow a verdict
+SILENT_SECONDS = 60.0  # without a heartbeat for this long, while this rank is stuck, a rank is lost
 STOPPED_SECONDS = 10.0  # a process stopped with SIGSTOP for this long is lost
 SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspended, not the others
-EXIT_DELAY_SECONDS = 3.0  # at most, until the launcher, which polls every second, sees a dead rank
-ORPHAN_SECONDS = 2.0  # for the main thread to handle the signal that has ended the launcher
-TEARDOWN_SECONDS = 30.0  # for the interpreter to exit after an error
+EXIT_DELAY_SECONDS = 3.0  # limit for the launcher, which polls every second, to notice a dead rank
+ORPHAN_SECONDS = 2.0  # time for the main thread to handle the signal that ended the launcher
+TEARDOWN_SECONDS = 30.0  # time for the interpreter to exit after an error
 RUNNER_GONE = "deepspeed has ended"
 GOOD_ENDINGS = ("done", "stopped", "gave up")
 
 
 class Watchdog:
-    """Watches this rank and the others. One per process.
+    """Watches this rank and the others; one per process.
 
     Args:
-        run_dir: exists on rank 0, which holds its lock.
-        hang_timeout: seconds without progress after which a rank counts as hung; 0: never.
-        stop: its `reason` is set to ask this rank to save and stop.
+        run_dir: must exist on rank 0, which holds its lock.
+        hang_timeout: seconds without progress after which a rank counts as hung; 0 disables this.
+        stop: stop request; setting its `reason` makes this rank save and stop.
     """
 
     def __init__(self, run_dir: Path, rank: int, hang_timeout: float, stop: Any):
         self.files, self.rank = RunFiles(run_dir), rank
         self.hang_timeout, self.stop = hang_timeout, stop
-        # A rank without a launcher may outlive the shell that started it.
+        # Without a launcher, a rank may outlive the shell that started it.
         self.launcher = os.getppid() if "RANK" in os.environ else None
         self.runner = _deepspeed_runner(self.launcher)
         self.session = _ssh_session(self.launcher)
@@ -71,19 +71,19 @@ class Watchdog:
         self.stacks = stacks.StackFile(self.files.stacks(rank)) if rank == 0 else None
         self._seen: dict[int, tuple[int, float]] = {}  # heartbeat files: (mtime, when it changed)
         self._suspects: dict[int, tuple[int, float]] = {}  # hung ranks: (beats, time of heartbeat)
-        self._leads_machine = True  # lowest rank of its machine; the others see it exit
+        self._leads_machine = True  # lowest rank on its machine; the others notice its exit
         self._stopped_since: dict[int, float] = {}
         self._orphan_since: float | None = None
         self._builds: list[str] = []
         self._oom_kills = machine.oom_kills()
-        self._lock = threading.Lock()  # either the thread or the main thread's error ends the run
+        self._lock = threading.Lock()  # only one ends the run: this thread or the main thread
         self._quit = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     # ---- Called by the main thread
 
     def connect(self, world_size: int) -> None:
-        """Exchange the ranks' identities and start to watch them. Every rank must call this."""
+        """Exchange the ranks' identities and start watching them. Every rank must call this."""
         if self.rank == 0:
             self.heartbeats.remove_stale(world_size)
         token = collectives.broadcast_object(secrets.token_hex(4))
@@ -91,7 +91,7 @@ class Watchdog:
             self.stacks = stacks.StackFile(self.files.stacks(self.rank))
         self.heartbeats.token, self.heartbeats.seconds = token, interval_seconds(world_size)
         flight_recorder.write_to(self.files.flight_recorder(token))
-        self.heartbeats.write()  # so that every rank has one of this launch when they are gathered
+        self.heartbeats.write()  # so every rank has a heartbeat from this launch before the gather
         identity = {**self.heartbeats.identity(), "start_bytes": self.stacks.start_bytes}
         identities = collectives.gather_objects(identity)
         self.peers = {peer["rank"]: peer for peer in identities if peer["rank"] != self.rank}
@@ -100,9 +100,10 @@ class Watchdog:
         self._leads_machine = self.rank < min(local, default=world_size)
 
     def report_failure(self, error: BaseException) -> None:
-        """Report that this rank ends with an error, unless the end of another rank explains it.
+        """Report that this rank ends with an error, unless another rank's end explains the error.
 
-        In that case this process exits here and the error, a mere consequence, is not printed.
+        In that case this process exits here without printing the error, which is a mere
+        consequence.
         """
         if self.stacks is not None:
             self.stacks.exit_after(TEARDOWN_SECONDS)
@@ -113,7 +114,7 @@ class Watchdog:
         if liveness.raised_in_collective(error) and self.heartbeats.token is not None:
             self._end_for_ceased(f"rank {self.rank} on {self.heartbeats.host}: {reason}")
             if peers := silence.named_peers(str(error), self.peers):
-                reason += f"; {peers}, and no rank is silent: look at the network between them"
+                reason += f"; {peers}, and no rank is silent: check the network between them"
         with self._lock:
             if self.stacks is not None:
                 self.stacks.write("its error", masked("".join(traceback.format_exception(error))))
@@ -121,7 +122,7 @@ class Watchdog:
             self.heartbeats.mark_ended(reason)
 
     def close(self, reason: str) -> None:
-        """Stop watching, because the run has ended for one of the `GOOD_ENDINGS`."""
+        """Stop watching, because the run has ended in one of the `GOOD_ENDINGS`."""
         with self._lock:
             self._quit.set()
             self.heartbeats.mark_ended(reason)
@@ -152,13 +153,13 @@ class Watchdog:
                 if beats_due or (self._leads_machine and now - followed >= REQUEST_SECONDS):
                     followed = now
                     self._follow_requests()
-            except Exception as error:  # a failure of the watchdog itself must not end a run
+            except Exception as error:  # a failure in the watchdog itself must not end a run
                 if not error_printed:
                     print(f"watchdog: rank {self.rank}: {error!r}", file=sys.stderr, flush=True)
                 error_printed = True
 
     def _name_builds(self) -> None:
-        """Print, once, that a silent start compiles an operator."""
+        """Print once that a silent start is compiling an operator."""
         if self.rank == 0 and self.monitor.is_starting and not self._builds:
             self._builds = machine.running_builds(os.environ)
             if self._builds:
@@ -167,7 +168,7 @@ class Watchdog:
                 print(f"compiling DeepSpeed's {names}: {text}", flush=True)
 
     def _check_processes(self) -> None:
-        """Check the launcher and the ranks of this machine."""
+        """Check the launcher and the ranks on this machine."""
         if self.launcher not in (None, os.getppid()):
             self._outlive_launcher()
         if self.runner is not None and not processes.alive(self.runner) and not self.stop.reason:
@@ -193,7 +194,7 @@ class Watchdog:
                 self._stopped_since.pop(rank, None)
 
     def _outlive_launcher(self) -> None:
-        """Exit without the launcher, unless this rank was asked to stop: then let it save.
+        """Exit after the launcher has ended, unless a stop was requested: then let this rank save.
 
         A closed terminal signals the launcher and the ranks at the same time.
         """
@@ -205,7 +206,7 @@ class Watchdog:
             self._exit_alone("its launcher is gone", "launcher_lost")
 
     def _handle_exit(self, rank: int, how: str | None) -> None:
-        """End the run if a rank's process has exited, unless the rank had finished."""
+        """End the run if a rank's process has exited before the rank had finished."""
         heartbeat = self.heartbeats.read(rank)
         if heartbeat is not None and heartbeat["state"] == "ended":
             if heartbeat["reason"] in GOOD_ENDINGS:
@@ -223,10 +224,10 @@ class Watchdog:
         self._end_run({rank: why}, "rank_lost", how)
 
     def _end_for_ceased(self, symptom: str) -> None:
-        """End the run if ranks of other hosts have ceased, after seconds of looking for them.
+        """Look for ceased ranks on other hosts for some seconds; end the run if there are any.
 
         Args:
-            symptom: what has happened on this host, because a peer has ceased or for its own sake.
+            symptom: what has happened on this host, possibly because a peer has ceased.
         """
         found = silence.ceased(self.heartbeats, self.peers, self._leads_machine)
         if found:
@@ -234,7 +235,7 @@ class Watchdog:
             self._end_run(blamed, "rank_lost")
 
     def _check_progress(self) -> None:
-        """End the run if a rank makes no progress, or its heartbeats have stopped."""
+        """End the run if a rank makes no progress or its heartbeats have stopped."""
         quiet, limit = self.monitor.quiet_seconds(), self.monitor.limit_seconds()
         if not self.hang_timeout:
             return
@@ -246,12 +247,12 @@ class Watchdog:
         silent = max(silent, 3 * self.heartbeats.seconds)
         if quiet > silent:
             self._check_heartbeats(silent)
-        # Rank 0 first, and few others, because each reads all heartbeats.
+        # Rank 0 judges first, then a few others: each of them reads all heartbeats.
         if self.rank < JUDGES and quiet > limit + 4 * self.rank * self.heartbeats.seconds:
             self._judge()
 
     def _judge(self) -> None:
-        """End the run if the heartbeats of all ranks, read twice, say that ranks hang."""
+        """End the run if two consecutive readings of all heartbeats show that ranks hang."""
         beats: list[Any] = [self.heartbeats.read(rank) for rank in self.peers]
         beats.append(self.heartbeats.status())
         running = [beat for beat in beats if beat is not None and beat["state"] == "running"]
@@ -264,14 +265,14 @@ class Watchdog:
         }
         before, same = self._suspects, suspects.keys() == self._suspects.keys()
         if not same or any(before[rank][0] != suspects[rank][0] for rank in suspects):
-            self._suspects = suspects  # a heartbeat may be old: wait for the next ones
+            self._suspects = suspects  # heartbeats may be old: wait for the next
         elif found and all(before[rank][1] < suspects[rank][1] for rank in suspects):
             self._end_run(found.blamed, "hang", reason=found.reason)
 
     def _check_heartbeats(self, silent: float) -> None:
-        """End the run if another rank's heartbeats have stopped; called while this rank is stuck.
+        """End the run if another rank's heartbeats have stopped. Called while this rank is stuck.
 
-        While this rank makes progress, every other rank is alive, whatever its file says.
+        While this rank makes progress, all other ranks are alive, whatever their files contain.
 
         Args:
             silent: seconds without a new heartbeat after which a rank is lost.
@@ -279,7 +280,7 @@ class Watchdog:
         now = time.monotonic()
         lost: dict[int, float] = {}
         if now - self.heartbeats.written_at > 2 * self.heartbeats.seconds:
-            return  # where this rank cannot write, others may not be able to either
+            return  # if this rank cannot write, others may not be able to either
         for rank in self.peers if self.rank == 0 else [0]:
             try:
                 mtime = self.files.heartbeat(rank).stat().st_mtime_ns
@@ -299,7 +300,7 @@ class Watchdog:
             self._end_run(blamed, "hang")
 
     def _follow_requests(self) -> None:
-        """Stop if a file asks for it; exit if another rank has written a verdict."""
+        """Stop if a file requests it; exit if another rank has written a verdict."""
         token = self.heartbeats.token
         if token is None:
             return
@@ -319,18 +320,18 @@ class Watchdog:
 
         Args:
             blamed: {blamed rank: reason}.
-            how: how the rank's process ended, if it did.
+            how: how the rank's process ended, if it has.
             reason: why the run ends, if no rank is blamed.
         """
         first = self._publish(blamed, event, how, reason)
         self._exit(list(blamed), first)
 
     def _exit(self, blamed: list[int], first: bool) -> None:
-        """Write the stacks, kill the blamed ranks of this machine, and exit.
+        """Write the stacks, kill the blamed ranks on this machine, and exit.
 
         Args:
-            first: whether this rank published the verdict and so collects the blamed ranks' stacks;
-                the others give it time for that.
+            first: whether this rank published the verdict and therefore collects the blamed ranks'
+                stacks; the other ranks wait for that.
         """
         with self._lock:
             if self._quit.is_set():
@@ -338,7 +339,7 @@ class Watchdog:
             self._quit.set()
             if self.stacks is not None:
                 self.stacks.write("the run ends")
-                self.stacks.exit_after(TEARDOWN_SECONDS)  # the next line asks the device
+                self.stacks.exit_after(TEARDOWN_SECONDS)  # the next line queries the device
                 flight_recorder.keep(self.files, self.heartbeats.token, self.rank, first)
             others = self._local_processes([rank for rank in blamed if rank != self.rank])
             if first:
@@ -349,31 +350,31 @@ class Watchdog:
                 time.sleep(2 * stacks.RESPONSE_SECONDS if others else 0)
             for process in others:
                 processes.signal_process(process, signal.SIGKILL)
-            self.heartbeats.mark_ended("the run ended, see events.jsonl")
+            self.heartbeats.mark_ended("the run ended; see events.jsonl")
             if self.rank not in blamed:
                 self._let_launcher_see(blamed)
             os._exit(EXIT_BUG)
 
     def _let_launcher_see(self, blamed: list[int]) -> None:
-        """Wait until the launcher of this machine has taken note of a dead rank, for seconds."""
+        """Wait up to `EXIT_DELAY_SECONDS` for this machine's launcher to notice a dead rank."""
         deadline = time.monotonic() + EXIT_DELAY_SECONDS
         peers = [self.peers[rank] for rank in blamed if rank in self.peers]
         local = [peer for peer in peers if peer["machine"] == self.heartbeats.machine]
         while time.monotonic() < deadline:
             found = [processes.inspect_process(peer["pid"]) for peer in local]
-            if None in found:  # not even a zombie is left
+            if None in found:  # the launcher has reaped it
                 return
             time.sleep(0.05)
 
     def _exit_alone(self, why: str, event: str) -> None:
-        """End this rank, which no launcher can end; the others follow, once they are connected."""
+        """End this rank, which no launcher can end; the others follow if they are connected."""
         verdict.mute_broken_output()
         host, pid = self.heartbeats.host, self.heartbeats.process.pid
         if self.rank == 0 or self.heartbeats.token is not None:
             if self.stacks is not None:
                 self.stacks.write("the run ends")
             self._publish({self.rank: why}, event, None, host=host, pid=pid, reason=why)
-        else:  # it does not know whether the directory belongs to this run
+        else:  # unknown whether the directory belongs to this run
             print(f"watchdog: rank {self.rank} on {host} exits: {why}", file=sys.stderr, flush=True)
         self.heartbeats.mark_ended(why)
         os._exit(EXIT_BUG)
@@ -381,21 +382,21 @@ class Watchdog:
     def _publish(
         self, blamed: dict[int, str], event: str, how: str | None, why: str = "", **fields: Any
     ) -> bool:
-        """Publish the verdict on the ranks at fault; return False if another rank was first."""
+        """Publish the verdict about the ranks at fault; return False if another rank was first."""
         entries = []
         for rank, reason in blamed.items():
             own = rank == self.rank
             heartbeat = self.heartbeats.status() if own else dict(self.heartbeats.read(rank) or {})
             heartbeat = heartbeat or self.peers[rank]
             path = self.files.stacks(rank)
-            # A killed rank has left no stacks; a hung one is asked for them after this.
+            # A killed rank has left no stacks; a hung rank is requested to write them after this.
             before = self.stacks.start_bytes if own and self.stacks else 0
             before = before if own else self.peers[rank]["start_bytes"]
             has_stacks = event == "hang" or stacks.size_bytes(path) > before
             names = ("rank", "host", "pid", "device", "step", "phase", "doing", "sequences")
             entry: dict[str, Any] = {name: heartbeat.get(name) for name in names}
             entries.append(entry | {"reason": reason, "stacks": str(path) if has_stacks else None})
-        # A heartbeat may be some steps old; ranks are never more than one step apart.
+        # A heartbeat may be a few steps old; ranks are never more than one step apart.
         step = max([progress.CURRENT.step] + [entry["step"] or 0 for entry in entries])
         token = self.heartbeats.token
         return verdict.publish(
@@ -403,7 +404,7 @@ class Watchdog:
         )
 
     def _local_processes(self, ranks: list[int]) -> list[processes.Process]:
-        """Return the processes of those ranks that are on this machine and have not ended."""
+        """Return the processes of the given ranks that are on this machine and have not ended."""
         peers = [self.peers[rank] for rank in ranks]
         local = [peer for peer in peers if peer["machine"] == self.heartbeats.machine]
         found = [(peer, processes.inspect_process(peer["pid"])) for peer in local]
@@ -428,7 +429,7 @@ def _deepspeed_runner(launcher: int | None) -> processes.Process | None:
 def _ssh_session(launcher: int | None) -> processes.Process | None:
     """Return the ssh server's process that started the launcher, as pdsh does on each host.
 
-    None below a shell of a user, who may log out while a run starts.
+    None if a user's shell started the launcher, since the user may log out while a run starts.
     """
     process = processes.inspect_process(launcher) if launcher else None
     with contextlib.suppress(OSError):

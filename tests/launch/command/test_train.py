@@ -47,7 +47,7 @@ def test_flags_are_split_wherever_they_stand():
     assert launcher == [
         "--num_gpus=2", "--hostfile=hosts", "--no_ssh", "--launcher_args=--mem 5", "--num_gpus=4"
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match="--num_nodes lacks its value"):
+    with pytest.raises(ConfigError, match="--num_nodes needs a value"):
         split_flags(["--num_nodes"])
 
 

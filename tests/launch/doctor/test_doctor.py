@@ -76,7 +76,7 @@ FAULTS = {
                     "shards/web: shard-00001.bin: contents differ", "data verify shards/web"),
     "slow storage": ("data/sources/shards|web/seconds", 64.0, "storage", "1 MiB/s", "local disk"),
     "different device": ("devices/kind", "cpu", "devices", "cpu, the others have cuda", "driver"),
-    "missing device": ("devices/count", 7, "devices", "7 device(s), the hostfile has slots=8",
+    "missing device": ("devices/count", 7, "devices", "7 device(s), but the hostfile sets slots=8",
                        "slots=7"),
     "busy device": ("devices/busy", ["device 3: 9000 of 81559 MiB are in use"], "devices",
                     "device 3: 9000", "nvidia-smi"),
@@ -186,9 +186,9 @@ def test_of_a_hostfile_the_hosts_and_devices_are_checked_that_deepspeed_would_us
     arguments = parser.parse_args(["--hostfile", str(hosts)])
     found = doctor.Doctor(arguments, ["deepspeed", flag, "pretrain.py"])
     assert found.slots == expected and [host.name for host in found.hosts] == list(expected)
-    with pytest.raises(ConfigError, match="node9: is none of the hosts node1, node2, node3"):
+    with pytest.raises(ConfigError, match="node9: not among the hosts node1, node2, node3"):
         doctor.Doctor(arguments, ["deepspeed", "--exclude", "node9", "pretrain.py"])
-    with pytest.raises(ConfigError, match="no device is left"):
+    with pytest.raises(ConfigError, match="leaves no device"):
         doctor.Doctor(arguments, ["deepspeed", "-e", "node1@node2@node3", "pretrain.py"])
 
 
@@ -268,7 +268,7 @@ def test_hosts_that_do_not_answer_are_named_in_one_line_after_the_timeout(tmp_pa
         ("exit code 255: ssh: Could not resolve hostname a: Name or service", "/etc/hosts"),
         ("exit code 255: connect to host a port 22: Connection refused", "start its ssh server"),
         ("exit code 255: connect to host a port 22: No route to host", "start it, and open its"),
-        ("no answer in 120 s (facts)", "see what it waits for"),
+        ("no answer in 120 s (facts)", "find out what it is waiting for"),
         ("exit code 127: sh: /x/python: not found", "bash launch/setup.sh on HOST"),
     ],
 )  # fmt: skip

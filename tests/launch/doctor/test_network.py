@@ -51,16 +51,16 @@ def test_one_slow_host_is_named_and_not_those_that_exchange_with_it(num_hosts, s
     others = {(min(slow, other), max(slow, other)) for other in range(num_hosts) if other != slow}
     (line,) = lines_about_the_network(num_hosts, dict.fromkeys(others, (LATENCY, RATE / 8)))
     assert (line.host, line.state) == (f"node{slow}", RED)
-    assert "4.66 GiB/s per device to any host, the others have 37.3 GiB/s" in line.fact
+    assert "4.66 GiB/s per device to its fastest peer; the others reach 37.3 GiB/s" in line.fact
     (line,) = lines_about_the_network(num_hosts, dict.fromkeys(others, (0.02, RATE)))
     assert (line.host, line.state) == (f"node{slow}", RED)
-    assert "20 ms for a few bytes to any host, the others 50 us" in line.fact
+    assert "20 ms for a few bytes to its best peer; others need 50 us" in line.fact
 
 
 def test_one_slow_link_is_named_by_its_two_hosts():
     (line,) = lines_about_the_network(4, {(1, 3): (LATENCY, RATE / 8)})
     assert (line.host, line.state) == (ALL, RED)
-    assert "slow between node1 and node3 (4.66 GiB/s per device), not to other hosts" in line.fact
+    assert "slow between node1 and node3 (4.66 GiB/s per device), but not to other hosts" in line.fact
 
 
 def test_equal_hosts_have_the_bandwidth_in_the_unit_of_the_plan():

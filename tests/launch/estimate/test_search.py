@@ -42,7 +42,7 @@ def test_a_7b_model_on_one_device_needs_offload(capsys):
     words = ["--model_config", LLAMA_7B, "--devices", 1, "--host_memory_bytes", "16e9"]
     code, found = search(capsys, *words)
     assert code == 2 and all(one["rejected"] for one in found)
-    assert any("on the host, more than a device's share" in one["rejected"] for one in found)
+    assert any("on the host, which exceeds a device's share" in one["rejected"] for one in found)
 
 
 def test_zeropp_is_first_where_the_network_is_slow_and_absent_on_one_host(capsys):

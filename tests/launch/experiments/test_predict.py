@@ -114,7 +114,7 @@ def test_runs_that_are_not_at_the_end_of_a_decay_are_left_out(ladder, sizes, cap
     assert reasons["high"] == "its learning rate only decays from 0.001 to 0.0009"
     assert reasons["early"] == "it is stopped, not done"
     assert reasons["tuned"] == "it starts from existing weights"
-    assert reasons["worse"].endswith("has its size and tokens, and a lower loss")
+    assert reasons["worse"].endswith("has the same size and tokens, and a lower loss")
 
 
 def test_far_targets_are_refused_until_the_user_says_how_far(ladder, tmp_path, capsys):
@@ -128,7 +128,7 @@ def test_far_targets_are_refused_until_the_user_says_how_far(ladder, tmp_path, c
 
 def test_runs_that_cannot_be_compared_or_are_too_few_are_refused(ladder, tmp_path, capsys):
     few = [ladder / f"{width}-{TOKENS[0]}" for width in WIDTHS]
-    assert "3 that can be fitted, of 3 sizes and 1 numbers of tokens" in refusal(capsys, *few)
+    assert "3 can be fitted, with 3 sizes and 1 numbers of tokens" in refusal(capsys, *few)
     write_run(tmp_path / "other", 32, 2_000_000, 2.0, val_data=["shards/other"])
     errors = refusal(capsys, ladder, tmp_path / "other", tmp_path / "nothing")
     assert "have different validation data" in errors and "nothing: has no run.json" in errors
@@ -240,7 +240,7 @@ def test_deepspeeds_schedulers_count_by_whether_they_decay(ladder, capsys):
     scheduled(ladder / "32-1000000", "WarmupDecayLR", [1e-3, 9e-4])  # total_num_steps too large
     found = predict(capsys, ladder)
     assert found["left_out"] == {
-        "16-1000000": "the WarmupLR of its DeepSpeed JSON does not decay",
+        "16-1000000": "the WarmupLR in its DeepSpeed JSON does not decay",
         "32-1000000": "its learning rate only decays from 0.001 to 0.0009",
     }
 
@@ -263,12 +263,12 @@ def test_losses_and_runs_that_no_law_has_are_left_out_with_the_reason(ladder, tm
     event["changes"] = {"settings.learning_rate": [1e-3, 1e-4]}
     changed.write_text(json.dumps(event) + "\n" + changed.read_text())
     reasons = predict(capsys, ladder, ladder / "zero", f"{ladder}/./16-1000000")["left_out"]
-    assert reasons["zero"] == "its final loss is 0, and a law has none of 0 or less"
+    assert reasons["zero"] == "its final loss is 0, but a scaling law needs positive losses"
     assert reasons["negative"].startswith("its final loss is -1")
     assert reasons["nan"] == reasons["infinite"] == "its last loss is not finite"
     assert reasons["odd"].startswith("its model_config cannot be read")
     assert reasons["none"] == "its run.json has no model_config"
-    assert reasons["changed"] == "it was resumed with other values of settings.learning_rate"
+    assert reasons["changed"] == "it was resumed with different values of settings.learning_rate"
     assert len(reasons) == 7
 
 

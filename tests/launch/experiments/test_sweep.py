@@ -157,7 +157,7 @@ def test_a_stopped_or_killed_sweep_goes_on_where_it_was(train, number):
     assert code == 0 and started(train)[4:] == [
         name, "learning_rate=0.004,seed=0", "learning_rate=0.004,seed=1"
     ]  # fmt: skip
-    assert output.count("was done") == 3
+    assert output.count("already done") == 3
 
 
 def test_values_that_are_no_numbers_have_a_column_each_and_no_optimum(tmp_path, capsys):

@@ -184,7 +184,7 @@ def test_a_start_ends_soon_if_a_rank_of_another_host_has_before_they_met(
     deadline = time.monotonic() + 10
     while started.running() and time.monotonic() < deadline:
         time.sleep(0.05)
-    reason = "a rank on node2 ended with exit code 1 before the ranks had met, and the others"
+    reason = "a rank on node2 ended with exit code 1 before the ranks had connected, and the others"
     assert str(started.kill_reason).startswith(reason)
     assert started.finish().reasons[0] == started.kill_reason
 
@@ -253,7 +253,7 @@ def test_a_killed_runner_is_blamed_and_not_the_ranks_that_saved() -> None:
     outcome = classify(-9, events, [], output, None, [])
     assert outcome.exit_code == 1
     (reason,) = outcome.reasons
-    assert reason == "the launcher ended with SIGKILL, but the ranks still trained; they saved"
+    assert reason == "the launcher ended with SIGKILL, but the ranks were alive and saved"
 
 
 def test_a_refusal_under_slurm_is_one_although_srun_returns_that_it_ended_a_task() -> None:

@@ -43,7 +43,7 @@ def test_a_host_that_fails_its_check_is_left_out(fake_run) -> None:
     assert (fake_run.run_dir / "hosts").read_text() == "node1 slots=2\nnode3 slots=2\n"
     launch[3] = "3"
     code, output = supervise()
-    assert code == 2 and "2 of 3 hosts pass the check, the run needs 3" in output
+    assert code == 2 and "2 of 3 hosts pass the check, but the run needs 3" in output
     code, output = supervise("--min_hosts", "2")
     assert code == 0 and "--num_nodes 2" in output
     # node1 corrupts values: it stays while there is no other host, and is left out once there is.
@@ -51,7 +51,7 @@ def test_a_host_that_fails_its_check_is_left_out(fake_run) -> None:
     code, output = supervise("--backoff", "0.02s", plan="done done corrupt done")
     assert (
         code == 0
-        and "node1: it has computed or stored wrong values, but there is no spare" in output
+        and "node1: it computed or stored wrong values, but there is no spare" in output
     )
     hostfile.write_text("node1 slots=2\nnode3 slots=2\nnode4 slots=2\n")
     (fake_run.run_dir / "starts").unlink()
@@ -71,5 +71,5 @@ def test_a_check_that_is_slow_the_first_time_passes_the_second(tmp_path) -> None
     slow = HostCheck(f"test -f {seen} || {{ touch {seen}; sleep 30; }}", 1.0)
     assert host_problem(host, slow) is None
     problem = host_problem(host, HostCheck("sleep 30", 0.2))
-    assert problem is not None and problem.startswith("`sleep 30` did not end in 0.2 s, twice.")
+    assert problem is not None and problem.startswith("`sleep 30` took longer than 0.2 s, twice.")
     assert "--host_check_timeout" in problem

@@ -20,7 +20,7 @@ from zerolm.checkpoint import memory
         ("gave_up", 76, 1, "gave up"),
         ("refuse", 2, 1, "refused"),
         ("crash refuse refuse refuse done", 0, 5, "refused, nothing was written. data: gone"),
-        ("crash changed changed changed done", 2, 4, "refused 3 times, since values have changed"),
+        ("crash changed changed changed done", 2, 4, "refused 3 times because values differ"),
         ("crash changed changed early changed done", 0, 6, "settings.seed: 1 -> 2"),
         ("early early early done", 1, 3, "the run has failed 3 times before its first step"),
         ("crash early early early done", 0, 5, "failed before its first step"),
@@ -41,7 +41,7 @@ def test_three_failures_of_one_step_end_in_a_diagnosis(fake_run) -> None:
     for expected in (
         "the run has failed 3 times in step 7", "rank 3 on node7",
         "sequences of that step: 48 to 55",
-        "RuntimeError: out of something", "the newest checkpoint is of step 10", "try:",
+        "RuntimeError: out of something", "the newest checkpoint is from step 10", "try:",
     ):  # fmt: skip
         assert expected in output, output
     events = [json.loads(line) for line in (fake_run.run_dir / "events.jsonl").open()]
@@ -77,7 +77,7 @@ def test_a_run_whose_files_were_changed_ends_with_the_refusal_as_the_reason(tmp_
     restarts = Restarts(Policy(max_restarts=1), tmp_path)
     assert restarts.add_failure(Outcome(1, step=3)) is None
     restarts.count += 1
-    assert "refused: correct what is named above" in restarts.add_failure(Outcome(2))
+    assert "refused: correct the problems above" in restarts.add_failure(Outcome(2))
 
 
 def test_a_restart_reads_the_files_of_the_first_start(fake_run) -> None:
@@ -89,7 +89,7 @@ def test_a_restart_reads_the_files_of_the_first_start(fake_run) -> None:
     copies = fake_run.run_dir / "configs"
     added = f"--model_config {copies}/model_config.json --settings {copies}/settings.json"
     assert code == 0 and f"start 1: done {' '.join(given)}" in output, output
-    assert added in output and output.count("has changed, or cannot be read") == 2
+    assert added in output and output.count("has changed or cannot be read") == 2
     assert (copies / "settings.json").read_text() == '{"seed": 1}'
     assert model.name not in [path.name for path in fake_run.directory.iterdir()]
 
@@ -108,4 +108,4 @@ def test_a_shard_whose_truncation_killed_a_rank_is_named(fake_run) -> None:
 
 def test_a_sigbus_without_a_truncated_shard_names_shared_memory(fake_run) -> None:
     code, output = fake_run.supervise("sigbus done")
-    assert code == 0 and "no shard is shorter than its manifest says; /dev/shm" in output
+    assert code == 0 and "no shard is shorter than its manifest states; /dev/shm" in output

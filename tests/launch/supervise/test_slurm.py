@@ -9,11 +9,11 @@ ANSWERS = {  # (of squeue, number of restarts before): is requeued, what is logg
     ("RUNNING 0 None", 0): (True, "job 4711 is requeued"),  # a signal, or too few hosts
     ("RUNNING 2 None", 2): (True, "job 4711 is requeued"),
     ("COMPLETING 0 TimeLimit", 0): (True, "job 4711 is requeued"),
-    ("COMPLETING 0 None", 0): (False, "job 4711 is not requeued: it is cancelled (COMPLETING)"),
-    ("COMPLETING 2 None", 2): (False, "job 4711 is not requeued: it is cancelled (COMPLETING)"),
+    ("COMPLETING 0 None", 0): (False, "job 4711 is not requeued: it was cancelled (COMPLETING)"),
+    ("COMPLETING 2 None", 2): (False, "job 4711 is not requeued: it was cancelled (COMPLETING)"),
     # of Slurm itself: preemption, `scontrol requeue`, a node that is down
-    ("COMPLETING 1 None", 0): (False, "Slurm has requeued job 4711 itself"),
-    ("PENDING 3 BeginTime", 2): (False, "Slurm has requeued job 4711 itself"),
+    ("COMPLETING 1 None", 0): (False, "Slurm itself has requeued job 4711"),
+    ("PENDING 3 BeginTime", 2): (False, "Slurm itself has requeued job 4711"),
     ("RUNNING none", 0): (False, "job 4711 is not requeued: squeue: 'RUNNING none"),
 }
 

@@ -45,7 +45,7 @@ def test_each_chosen_step_has_a_trace_with_its_operators(tmp_path) -> None:
 def test_a_run_past_the_steps_says_so_and_records_nothing(tmp_path) -> None:
     log, printed = profiled(tmp_path, (2, 3), range(7, 9))
     assert not log and printed == [
-        "note: --profile 2:3: the run is past these steps, none is profiled"
+        "note: --profile 2:3: the run is past these steps; none is profiled"
     ]
     assert not (tmp_path / "profile").exists()
 
@@ -54,7 +54,7 @@ def test_a_profile_that_cannot_be_written_is_logged(tmp_path, capsys) -> None:
     (tmp_path / "profile").write_text("in the way")
     [(name, _, fields)], _ = profiled(tmp_path, (1, 1), range(1, 4))
     assert name == "profile_failed" and "File exists" in fields["error"]
-    assert "rank 0: no profile was written" in capsys.readouterr().err
+    assert "rank 0: cannot write the profile" in capsys.readouterr().err
 
 
 def test_memory_is_recorded_with_the_stacks_of_python_only(tmp_path, monkeypatch) -> None:

@@ -91,12 +91,12 @@ def test_a_run_without_an_older_checkpoint_continues_while_steps_may_be_refused(
         ),
         (
             guard_after(5, STEP, max_skips=2), ROLL_BACK, 0,
-            "train/loss is nan. No checkpoint is from before the spike. The last good checkpoint "
+            "train/loss is nan. No checkpoint predates the spike. The last good checkpoint "
             "is {run_dir}/checkpoints/step-00000033. ",
         ),
         (
             guard_after(5, STEP, applied=True), ROLL_BACK, 0,
-            "train/loss is nan. No checkpoint is from before the spike. The last good checkpoint "
+            "train/loss is nan. No checkpoint predates the spike. The last good checkpoint "
             "is {run_dir}/checkpoints/step-00000033. ",
         ),
     ],
@@ -112,5 +112,5 @@ def test_a_run_that_cannot_recover_names_the_limit_and_the_last_good_checkpoint(
 def test_a_run_that_loses_its_weights_before_the_first_checkpoint_says_so(
     tmp_path, process_group
 ) -> None:
-    with pytest.raises(GaveUp, match=r"before the spike\. There is no checkpoint\. A lower"):
+    with pytest.raises(GaveUp, match=r"predates the spike\. There is no checkpoint\. A lower"):
         plan(tmp_path, guard_after(STEP, applied=True), ROLL_BACK)

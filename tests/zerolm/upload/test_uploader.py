@@ -200,7 +200,7 @@ def test_a_store_with_only_damaged_checkpoints_is_refused(run_dir, store, place,
     publish(run_dir, 5)
     uploader.upload(run_dir, store, keep=0)
     (place / "step-00000005" / "model.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in it is complete"):
+    with pytest.raises(CheckpointError, match=r"contains no undamaged checkpoint"):
         restore(store, tmp_path / "again")
     assert newest(tmp_path / "again") is None
 
@@ -260,7 +260,7 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(
     uploader.upload(run_dir, store, keep=0)
     usage = shutil._ntuple_diskusage(10, 9, 1)
     monkeypatch.setattr("zerolm.upload.restore.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"needs 0.00 GB, its file system has 0.00 GB free"):
+    with pytest.raises(CheckpointError, match=r"needs 0.00 GB, but the file system has only 0.00 GB free"):
         restore(store, tmp_path / "again")
 
 
@@ -308,7 +308,7 @@ def test_a_run_starts_an_uploader_and_waits_a_bounded_time(run_dir, store, place
     began = time.monotonic()
     uploads.finish(0.0)
     assert time.monotonic() - began < 10
-    assert "not in file://" in capfd.readouterr().out
+    assert "not sent to file://" in capfd.readouterr().out
     (event,) = events(run_dir, "upload_unfinished")
     assert event["checkpoints"] == ["step-00000015"]
 

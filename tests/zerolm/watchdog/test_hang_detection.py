@@ -89,7 +89,7 @@ def test_of_ranks_that_wait_for_each_other_the_one_that_changed_the_order_is_bla
             ranks.append(beat(rank, calls=numbered, world=group(world, 6), half=group(half, 6)))
         found = verdict(*ranks)
         assert list(found.blamed) == [victim]
-        assert found.blamed[victim].startswith("entered sum of another process group")
+        assert found.blamed[victim].startswith("entered sum in a different process group")
         assert blamed(*(rank | {"calls": []} for rank in ranks)) == [0, 1], "not known"
 
 
@@ -131,7 +131,7 @@ def test_no_rank_is_blamed_if_what_all_have_entered_does_not_finish() -> None:
     assert found.blamed == {} and found.witnesses == [0, 1, 2, 3]
     assert found.reason.startswith(
         "ranks 0, 1, 2, 3 on hosts node0, node1 have all entered gather of 5 Float, collective 8, "
-        "and it does not finish"
+        "but it does not finish"
     )
     early = ranks[0] | {"quiet_seconds": 500.0}
     assert blamed(early, *ranks[1:]) is None, "one has time left"

@@ -131,7 +131,7 @@ def test_the_soft_limit_on_files_is_raised_and_too_low_a_hard_one_is_refused() -
     )
     assert "(4096, 4096) None" in run("ulimit -S -n 256 && ulimit -H -n 4096", code)
     refused = run("ulimit -n 512", code)
-    assert "ulimit -n: 512 open files are allowed, a rank needs" in refused
+    assert "ulimit -n: 512 open files are allowed, but a rank needs" in refused
 
 
 def test_a_full_disk_under_the_log_ends_nothing(tmp_path) -> None:

@@ -42,10 +42,10 @@ def test_a_heartbeat_ages_until_it_changes(clock, tmp_path):
 
 def test_a_host_is_named_if_all_of_its_ranks_are_silent():
     found = silence.accounts({2: 9.2, 3: 8.8}, PEERS, machine="a")
-    assert found[2].startswith("has been silent for 9 s, as all ranks on node2: the host has")
+    assert found[2].startswith("has been silent for 9 s (all ranks on node2): the host has")
     found = silence.accounts({2: 9.2}, PEERS, machine="a")
     assert found == {2: "has been silent for 9 s"}, "another rank on its host works"
-    assert "as the only rank on node3" in silence.accounts({4: 9}, PEERS, machine="a")[4]
+    assert "(the only rank on node3)" in silence.accounts({4: 9}, PEERS, machine="a")[4]
     assert silence.accounts({1: 9}, PEERS, machine="a") == {1: "has been silent for 9 s"}, (
         "own host"
     )
