@@ -44,8 +44,7 @@ class TextCoder:
         if not directory.is_dir():
             raise ConfigError(
                 f"{directory}: there is no tokenizer, but evaluation on text needs one. Tokenize "
-                "the "
-                f"data with `zerolm data tokenize`, which copies the tokenizer there."
+                f"the data with `zerolm data tokenize`, which copies the tokenizer there."
             )
         self.tokenizer = load_auto_tokenizer(str(directory), local=True, notices=self.notices)
         known = self.tokenizer.eos_token_id

@@ -213,7 +213,7 @@ def test_fp8_is_refused_without_bf16_on_older_gpus_and_without_linear_layers(mon
 
     gpt2 = layers("gpt2")  # its Conv1D is no linear layer
     precision, device, model = found(settings, gpt2, fp32, "cuda")
-    assert "--fp8: true needs bf16 weights, but those of d.json are fp32" in precision
+    assert "--fp8: true needs bf16 weights, but d.json sets fp32" in precision
     assert "this GPU has compute capability 8.6, and fp8 needs 8.9" in device
     assert "gpt2 has no linear layers in its blocks (m)" in model
     llama = layers("llama", intermediate_size=96)
