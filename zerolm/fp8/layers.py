@@ -86,7 +86,7 @@ def unsupported_device(kind: str) -> str | None:
     if capability >= OLDEST_GPU:
         return None
     found, needed = (".".join(map(str, each)) for each in (capability, OLDEST_GPU))
-    return f"this GPU has compute capability {found}, but fp8 needs {needed}"
+    return f"this GPU has compute capability {found} and fp8 needs {needed}"
 
 
 def install(model: Any) -> None:
