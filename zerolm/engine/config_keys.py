@@ -106,7 +106,7 @@ _COUNT = _type("a positive whole number", _is_count, _whole)
 _AUTO_COUNT = _type("a positive whole number", _is_count, _whole, auto=True)
 _NUMBER = _type("a number, at least 0", _is_size)
 _AUTO_NUMBER = _type("a number, at least 0", _is_size, auto=True)
-# An interval in steps that no run reaches, like null, means never to DeepSpeed.
+# To DeepSpeed, null and an interval that no run reaches both mean never.
 _INTERVAL = _type(
     "a positive whole number or null",
     lambda value: value is None or _is_count(value),

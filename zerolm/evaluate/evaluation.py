@@ -177,7 +177,7 @@ class Evaluation(Part, ABC):
     def measure(self, runner: "ModelRunner", step: int = 0) -> Scores:
         """Measure the model's current weights. The model is in evaluation mode.
 
-        Called on rank 0, while the other ranks compute the runner's requests, or on every rank.
+        Called on rank 0 while the other ranks serve the runner's requests, or on every rank.
         """
 
     def measure_export(self, runner: "ModelRunner") -> Scores:
@@ -187,7 +187,7 @@ class Evaluation(Part, ABC):
     # ---- In a run, on every rank
 
     def restore(self, log: Log, skipped_tokens: int) -> None:
-        """Resume; `skipped_tokens` are the tokens at the last disabled step, or 0."""
+        """Resume; `skipped_tokens` is the token count at the last disabled step, or 0."""
 
     def due(self, progress: Any, is_due: Callable[[int], bool]) -> bool:
         """Return whether it is due; called once per step.

@@ -151,7 +151,7 @@ def _read(directory: Path) -> tuple[list[dict[str, Any]], str]:
     return found, primary
 
 
-UNCONDITIONAL = 1_000_000  # OLMES requests for `acc_uncond` have document numbers from here
+UNCONDITIONAL = 1_000_000  # OLMES requests for `acc_uncond` start at this document number
 
 
 def _add(documents: dict[int, dict[str, Any]], line: dict[str, Any]) -> None:
