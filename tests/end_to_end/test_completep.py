@@ -210,6 +210,6 @@ def test_a_run_continues_from_a_run_with_the_same_base(tmp_path, corpus) -> None
     assert main(["export", str(tmp_path / "trunk"), str(tmp_path / "source")]) == 0
     curve = partial(plain_curve, corpus, "llama", source=tmp_path / "source")
     np.testing.assert_allclose(losses(tmp_path / "later"), curve(10), rtol=1e-6)
-    width = f"hidden matrices {WIDTH:g} times the rate that they have there"
-    assert width in output and f"output projections {WIDTH * DEPTH:g} times" in output
+    width = f"{WIDTH:g} times the other run's rate for hidden matrices"
+    assert width in output and f"{WIDTH * DEPTH:g} times for output projections" in output
     assert np.abs(losses(tmp_path / "standard") / curve(6) - 1).max() > 1e-5, "other rates"

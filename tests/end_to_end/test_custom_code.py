@@ -71,7 +71,7 @@ def attacks(base: Path) -> dict[str, tuple[list[object], str]]:
     data, zerolm, launcher = ([*PYTHON, name] for name in ("data_prep", "zerolm", "launch"))
     tokenizer = ["--input", base / "text.jsonl", "--tokenizer", base / "evil_tokenizer"]
     pretrain = [sys.executable, ROOT / "pretrain.py"]
-    no_code, no_model = "auto_map: refers to Python code", "auto_map names is never executed"
+    no_code, no_model = "auto_map: refers to Python code", "named in auto_map is never executed"
     other_files = "custom.py: is not in the manifest"
     prompts = ["--prompts", base / "prompts.txt"]
     hellaswag = ["--hellaswag", base / "items.jsonl"]
@@ -89,7 +89,7 @@ def attacks(base: Path) -> dict[str, tuple[list[object], str]]:
         ),
         "pretrain.py --check, a type of transformers": (
             [*pretrain, *flags(base, "new", model="evil_llama/config.json"), "--check"],
-            "code of the model, which is never executed",
+            "the model's code, which is never executed",
         ),
         "pretrain.py --check --prompts": (
             [*pretrain, *flags(base, "new", "evil_shards"), *prompts, "--check"], other_files

@@ -93,6 +93,6 @@ def test_an_export_has_the_logits_of_the_engine(
 
     manifest = json.loads((checkpoint / "MANIFEST.json").read_text())
     manifest["probe"]["logits"]["values"][3][5] += 0.5
-    with pytest.raises(CheckpointError, match="not the model that was trained"):
+    with pytest.raises(CheckpointError, match="not the trained model"):
         export(checkpoint, manifest, tmp_path / "other", None, None, None, lambda _: {})
     assert not list(tmp_path.glob("other*"))

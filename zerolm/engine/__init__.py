@@ -1,5 +1,5 @@
-"""The inside of DeepSpeed: what it reads, where its optimizers keep what, what of it is replaced.
+"""DeepSpeed internals: its settings, where its optimizers store their state, and replaced methods.
 
-Other subpackages know the engine by its `Protocol` and by the functions of these modules, and
-besides them DeepSpeed's documentation only. Must not depend on any other part of zerolm.
+Other subpackages use the engine only through its `Protocol`, the functions of these modules, and
+DeepSpeed's documented API. Must not depend on any other part of zerolm.
 """

@@ -1,7 +1,7 @@
-"""How DeepSpeed's engine (0.19.8) saves and loads a checkpoint, without files of its own.
+"""Save and load checkpoints with DeepSpeed's engine (0.19.8), but not with its own file access.
 
-Saving passes the engine's state to a function instead of writing it. Loading reads files with the
-restricted unpickler, and does not look for them on every rank.
+Saving passes the engine's state to a function instead of writing it. Loading uses the restricted
+unpickler, and does not search for the files on every rank.
 """
 
 import re
@@ -13,12 +13,12 @@ from typing import Any
 
 from zerolm.engine.safe_load import read_data
 
-# Names of the files that only the rank which writes them reads, on the same topology.
+# Files that, on the same topology, are read only by the rank that wrote them.
 OF_ONE_RANK = re.compile(r"(bf16_)?zero_pp_rank_|offloaded_tensors/")
 
 
 class _CapturingEngine:
-    """A checkpoint engine for DeepSpeed that captures the state to be saved and writes no files.
+    """DeepSpeed checkpoint engine that captures the state to be saved and writes no files.
 
     Loading uses the original engine.
     """
@@ -42,31 +42,31 @@ class _CapturingEngine:
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        return False  # so DeepSpeed need not clone: `HostCopy` makes views compact
+        return False  # DeepSpeed need not clone: `HostCopy` copies only the viewed values
 
 
 def capture_saves(engine: Any, capture: Callable[[Any, str], None]) -> None:
-    """Let an engine pass (state, path of its file) to a function when it saves, for good.
+    """Make an engine pass (state, file path) to `capture` whenever it saves, permanently.
 
-    It writes no files, except those of states on NVMe.
+    The engine then writes no files, except for states on NVMe.
     """
     engine.checkpoint_engine = _CapturingEngine(engine.checkpoint_engine, capture)
     engine._copy_recovery_script = lambda path: None  # `uncaptured_files` does
 
 
 def save(engine: Any, directory: Path) -> None:
-    """Let an engine save into a directory. Every rank must call this; it starts with a barrier.
+    """Make an engine save into a directory. Every rank must call this; it starts with a barrier.
 
     Raises:
-        OSError: DeepSpeed itself copies the files of states on NVMe.
+        OSError: DeepSpeed failed to copy the files of states on NVMe.
     """
     engine.save_checkpoint(str(directory.parent), tag=directory.name, save_latest=False)
 
 
 def uncaptured_files(directory: Path, rank: int) -> list[Path]:
-    """Return a rank's files of a save that are not captured: NVMe states, and zero_to_fp32.py.
+    """Return the files of a rank's save that are not captured: NVMe states and zero_to_fp32.py.
 
-    Copies the script there.
+    Copies that script into the directory.
     """
     states = directory / "offloaded_tensors" / f"rank{rank}"
     files = [path for path in sorted(states.rglob("*")) if path.is_file()]
@@ -80,10 +80,10 @@ def uncaptured_files(directory: Path, rank: int) -> list[Path]:
 
 @contextmanager
 def saving_parts(engine: Any, *, weights: bool, states: bool) -> Iterator[None]:
-    """Let an engine save only a part of what this rank has, inside this context.
+    """Make an engine save only some of this rank's state inside this context.
 
     Args:
-        weights: save the weights, besides on the ranks that save them in any case.
+        weights: also save the weights on ranks that DeepSpeed would not save them on.
         states: save the optimizer states.
     """
     saves = engine.save_non_zero_checkpoint, engine.save_zero_checkpoint
@@ -93,7 +93,7 @@ def saving_parts(engine: Any, *, weights: bool, states: bool) -> Iterator[None]:
 
 
 def load(engine: Any, directory: Path) -> bool:
-    """Load a verified checkpoint of the same topology; return whether DeepSpeed found anything.
+    """Load a verified checkpoint with the same topology; return whether DeepSpeed found one.
 
     Every rank must call this.
     """
@@ -110,15 +110,15 @@ def safe_loading(engine: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del reader.load  # the method of its class is found again
+        del reader.load  # restores the method of the class
 
 
 @contextmanager
 def names_without_lookups(engine: Any) -> Iterator[None]:
     """Make DeepSpeed's engine trust that the files of a checkpoint exist, inside this context.
 
-    They have been verified. The engine would list the directory on each rank, and look for the
-    files of all ranks on every rank: 16.8 million calls at 4,096 ranks.
+    The files have been verified. By default, every rank would list the directory and look up the
+    files of all ranks: 16.8 million calls at 4,096 ranks.
     """
 
     def of_weights(load_dir: str, tag: str) -> list[str]:

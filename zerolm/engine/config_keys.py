@@ -1,7 +1,7 @@
 """The keys of a DeepSpeed JSON and the types of their values, as DeepSpeed 0.19.8 reads them.
 
-Where DeepSpeed has a pydantic model, that is the type of a block; a test compares the other keys
-with DeepSpeed's source. Imports DeepSpeed only inside functions.
+A block with a pydantic model in DeepSpeed has that model as its type; a test compares the other
+keys with DeepSpeed's source. Imports DeepSpeed only inside functions.
 """
 
 import functools
@@ -15,8 +15,8 @@ from zerolm.common.values import shown
 
 AUTO = "auto"
 MAX_NUMBER = 1e30  # no count, size or rate of a run exceeds it
-# DeepSpeed logs to stdout on import, where the output of `plan` or `doctor` belongs; they name the
-# devices themselves.
+# On import, DeepSpeed logs to stdout, which is reserved for the output of `plan` and `doctor`;
+# they print the devices themselves.
 logging.getLogger("DeepSpeed").addFilter(
     lambda record: "Setting accelerator to CPU" not in record.getMessage()
 )
@@ -24,7 +24,7 @@ _TRUE_TEXTS = ("true", "1", "yes", "on", "t", "y")  # as pydantic
 
 
 class RuleError(ValueError):
-    """A value breaks a rule of this module; the text is the rule and the fix."""
+    """A value breaks a rule of this module; the message states the rule and the fix."""
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -40,12 +40,12 @@ def _type(
     convert: Callable[[Any], Any] = lambda value: value,
     auto: bool = False,
 ) -> Any:
-    """Return a type of values that are converted and then accepted, or the word "auto".
+    """Return a type that converts a value, then accepts or rejects it, or accepts "auto".
 
     Args:
-        rule: what a value must be, for messages.
-        auto: allow "auto" at the top level, where DeepSpeed crashes or ignores it, because the
-            Hugging Face Trainer resolves it.
+        rule: what a value must be, as phrased in messages.
+        auto: allow "auto" at the top level, because the Hugging Face Trainer resolves it;
+            DeepSpeed itself crashes on it or ignores it there.
     """
     rule += ' or "auto"' if auto else ""
 
@@ -61,9 +61,9 @@ def _type(
 
 
 def _truth(value: Any) -> Any:
-    """Return a switch as DeepSpeed tests it, for which any text is true."""
+    """Return a switch as DeepSpeed evaluates it; to DeepSpeed, any text is true."""
     if isinstance(value, str) and value.lower() not in _TRUE_TEXTS:
-        raise RuleError("is text, which DeepSpeed reads as true. Write true or false.")
+        raise RuleError("is text, which DeepSpeed reads as true. Write true or false unquoted.")
     return bool(value) if isinstance(value, (int, float, str)) else value
 
 
@@ -72,7 +72,7 @@ def _whole(value: Any) -> Any:
 
 
 def _dtype_name(value: Any) -> Any:
-    """Return `fp32`, `bf16` or `fp16` for DeepSpeed's other names of it: `float32`, `half`."""
+    """Return `fp32`, `bf16` or `fp16` for DeepSpeed's aliases such as `float32` and `half`."""
     from deepspeed.runtime.config import DtypeEnum
 
     try:
@@ -106,7 +106,7 @@ _COUNT = _type("a positive whole number", _is_count, _whole)
 _AUTO_COUNT = _type("a positive whole number", _is_count, _whole, auto=True)
 _NUMBER = _type("a number, at least 0", _is_size)
 _AUTO_NUMBER = _type("a number, at least 0", _is_size, auto=True)
-# An interval in steps that no run reaches, which DeepSpeed takes for never, as null.
+# To DeepSpeed, null and an interval that no run reaches both mean never.
 _INTERVAL = _type(
     "a positive whole number or null",
     lambda value: value is None or _is_count(value),
@@ -122,7 +122,7 @@ class Block(BaseModel):
 
 
 class OpenBlock(Block):
-    """A block whose other keys another module checks."""
+    """A block whose remaining keys are checked by another module."""
 
 
 def _block(
@@ -135,7 +135,7 @@ def _block(
 
 @functools.cache
 def known_keys() -> dict[str, Any]:
-    """Return {top-level key that DeepSpeed reads: the type of its value}."""
+    """Return the type of each top-level key that DeepSpeed reads."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.inference.config import WeightQuantConfig
@@ -225,7 +225,7 @@ def known_keys() -> dict[str, Any]:
 
 
 def removed_keys(level: str) -> dict[str, str]:
-    """Return {key that DeepSpeed has removed: why} of the top level or of `zero_optimization`."""
+    """Return {removed key: reason} for the top level or `zero_optimization` of a DeepSpeed JSON."""
     from deepspeed.runtime import config
 
     return getattr(config, f"_REMOVED_{level}_CONFIG_KEYS", {})

@@ -1,8 +1,8 @@
 """An exponential moving average of the master weights, with a half-life in tokens.
 
-Each rank keeps the average of its own part of the float32 master weights as one more state of the
-optimizer, beside the moments. So it is partitioned and offloaded as these are, DeepSpeed saves and
-loads it with them, and it is resharded with them. Must not depend on the training loop.
+Each rank stores the average of its own part of the float32 master weights as an additional
+optimizer state, so DeepSpeed partitions, offloads, saves and loads it like the moments, and
+resharding covers it too. Must not depend on the training loop.
 """
 
 import math
@@ -20,8 +20,8 @@ from zerolm.engine.states import (
     update_weights,
 )
 
-STATE = "ema"  # key of the average in the optimizer's state
-PREFIX = "ema_"  # metrics measured with the average: eval/loss becomes eval/ema_loss
+STATE = "ema"  # key of the average in the optimizer state
+PREFIX = "ema_"  # prefix of metrics measured with the average: eval/loss becomes eval/ema_loss
 
 
 def is_metric_of_average(key: str) -> bool:
@@ -30,12 +30,13 @@ def is_metric_of_average(key: str) -> bool:
 
 
 class Ema:
-    """The moving average of one rank's master weights. Every rank makes the same calls.
+    """The moving average of one rank's master weights. Every rank must make the same calls.
 
-    The weights after an applied step of n tokens count with 1 - 2^(-n / half-life), and all earlier
-    ones with 2^(-n / half-life) times what they counted before; the average is divided by the sum
-    of what they count, as Adam's moments are, so that no initial value is part of it. That sum, of
-    at most 1, is the argument `counted` of the methods, and is saved with the run's progress.
+    After an applied step of n tokens, the new weights enter the average with coefficient 1 - 2^(-n
+    / half-life), and all earlier coefficients are multiplied by 2^(-n / half-life). As in Adam's
+    bias correction, the average is divided by the sum of the coefficients, so it does not depend
+    on an initial value. That sum, at most 1, is the argument `counted` of the methods and is saved
+    with the run's progress.
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3, with master weights in memory.
@@ -46,16 +47,16 @@ class Ema:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is an average of all of this rank's master weights."""
+        """Whether all of this rank's master weights have an average."""
         masters = master_partitions(self._engine)
         return all(STATE in self._states.get(master, {}) for master in masters)
 
     @torch.no_grad()
     def update(self, counted: float, tokens: int) -> float:
-        """Include the weights after an applied step; return the new `counted`.
+        """Add the weights after an applied step to the average; return the new `counted`.
 
         Args:
-            tokens: tokens of the step's global batch.
+            tokens: tokens in the step's global batch.
         """
         weight = -math.expm1(-math.log(2.0) * tokens / self._half_life)
         total = counted + weight * (1.0 - counted)
@@ -68,11 +69,12 @@ class Ema:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Make the average the weights of the model inside this context. Every rank must call this.
+        """Use the average as the model's weights inside this context. Every rank must call this.
 
-        The master weights are exchanged with their average in place, and the model's weights are
-        computed from them as after a step, so afterwards all are as before in every bit. After an
-        error other ranks may wait elsewhere, so only a single rank restores its weights then.
+        The master weights and their average are swapped in place, and the model's weights are
+        recomputed from them as after a step; on exit everything is restored bit for bit. After an
+        error the weights are restored only in single-rank runs, since other ranks may be waiting
+        in another collective.
         """
         self._exchange()
         try:
@@ -100,5 +102,5 @@ class Ema:
 
 
 def drop(engine: Any) -> None:
-    """Drop an average that was loaded, and is not this run's."""
+    """Drop an average that was loaded from a checkpoint but that this run does not use."""
     drop_state(engine, STATE)

@@ -1,20 +1,20 @@
-"""Reduce the gradients of ZeRO-1 and 2 to the ranks that own them: half of the bytes.
+"""Reduce gradients at ZeRO-1 and 2 only to the ranks that own them, which halves the bytes sent.
 
-DeepSpeed 0.19.8 all-reduces them, although each rank updates a partition only. With bf16 weights
-stage 1 does it after the last backward pass, in copies of 500,000,000 values. Replaced (bytes that
-a rank sends, per parameter):
+DeepSpeed 0.19.8 all-reduces them, although each rank updates only its partition. With bf16
+weights, stage 1 all-reduces after the last backward pass, in copies of 500,000,000 values.
+Replaced methods (bytes that a rank sends per parameter):
 
-    DeepSpeedEngine.buffered_allreduce_fallback       4 a step instead of 8, and no copies
-    DeepSpeedZeroOptimizer.average_tensor             4 a micro-batch instead of 8, by its own key
+    DeepSpeedEngine.buffered_allreduce_fallback       4 per step instead of 8, and no copies
+    DeepSpeedZeroOptimizer.average_tensor             4 per micro-batch instead of 8, by its own key
                                                       `use_multi_rank_bucket_allreduce`
 
-If that key is true in the JSON, nothing is replaced; neither at stage 1 with Muon, which needs
-complete matrices, or in other dtypes and scalings than a float32 mean, nor at stage 2 with offload.
-If it is false, each owner has a call of its own, however small its part is.
+Nothing is replaced if that key is true in the JSON, at stage 2 with offload, or at stage 1 with
+Muon (which needs complete matrices) or when the reduction is not a mean in float32. If the key is
+false, each owner gets a separate call, however small its part is.
 
-All ranks must start the same collectives in the same order, and gradients may become ready in
-another one, or not at all. So buckets are started in a fixed order: each waits for all before it.
-The norm must be that of the partitions, as `StepGate` takes it.
+All ranks must start the same collectives in the same order, but gradients may become ready in a
+different order or not at all. So buckets are started in a fixed order: each waits for all buckets
+before it. The norm must be computed from the partitions, as `StepGate` does.
 """
 
 from collections.abc import Sequence
@@ -26,16 +26,16 @@ from torch import distributed
 from zerolm.engine.muon import uses_muon
 from zerolm.engine.reduction_choice import KEY, bucket_calls, pieces_save_time, small_pieces_pay
 
-Parameters = list[tuple[int, int]]  # of a bucket: group, and index in it
+Parameters = list[tuple[int, int]]  # in a bucket: (group, index in the group)
 
 
 class Bucket(NamedTuple):
-    """Values of a flat gradient that one rank owns.
+    """Consecutive values of a flat gradient that one rank owns.
 
     Attributes:
         group: number of the flat gradient.
-        start, stop: in the flat gradient.
-        owner: rank in the process group.
+        start, stop: first value, and the one after the last, in the flat gradient.
+        owner: its rank in the process group.
     """
 
     group: int
@@ -45,15 +45,16 @@ class Bucket(NamedTuple):
 
 
 def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerReduction | None":
-    """Let an engine reduce each gradient to its owner only, where that is the same sum.
+    """Make an engine reduce each gradient only to its owner, if that gives the same sum.
 
     Args:
-        engine: changed for good at stages 1 and 2. Stage 3 does so itself.
+        engine: changed permanently at stages 1 and 2. Stage 3 already reduces to owners.
         across: process group of the ranks with the same partition, with `--shard_within`.
-        hosts: over which the ranks are spread.
+        hosts: number of hosts on which the ranks run.
 
     Returns:
-        The object to notify of each gradient, if the sums are in BF16_Optimizer's flat buffers.
+        The object to notify of each complete gradient, if BF16_Optimizer's flat buffers hold the
+        sums; otherwise None.
     """
     optimizer = engine.optimizer
     ranks = distributed.get_world_size()
@@ -78,7 +79,7 @@ def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerR
 
 
 def _choose_call(optimizer: Any, ranks: int, hosts: int) -> None:
-    """Choose between DeepSpeed's own two ways: a call for each owner, or an all-reduce for all."""
+    """Choose one of DeepSpeed's two ways: a call for each owner, or one all-reduce for all."""
     values = sum(map(sum, ((each.numel() for each in group) for group in optimizer.bit16_groups)))
     groups = len(optimizer.bit16_groups)
     calls = bucket_calls(values, optimizer.reduce_bucket_size, ranks, groups)
@@ -87,21 +88,21 @@ def _choose_call(optimizer: Any, ranks: int, hosts: int) -> None:
 
 
 class OwnerReduction:
-    """Reduces the sums of BF16_Optimizer, from the end of the model on, as they become complete.
+    """Reduces BF16_Optimizer's gradient sums as they become complete, starting at the model's end.
 
-    Afterwards a rank has the mean over ranks in its own partition, and no meaningful values in
-    those of others. Where groups of ranks have a partition each, it is first summed inside the
+    Afterwards a rank's own partition contains the mean over all ranks; the other partitions
+    contain no meaningful values. With `--shard_within`, a partition is first summed inside each
     group, then over groups.
 
     Args:
-        engine: its buckets are those of the keys `reduce_bucket_size` and `overlap_comm`.
-        always_by_owner: however small the part of an owner is.
+        engine: its keys `reduce_bucket_size` and `overlap_comm` define the buckets.
+        always_by_owner: make a call for each owner, however small its part is.
         across: process group of the ranks with the same partition; None if it has one owner.
 
     Attributes:
-        early: how many buckets of the last step were started before the backward pass had ended.
-        buckets: in the order in which they are reduced; none if one collective for each flat
-            gradient is faster.
+        early: number of buckets in the last step that were started before the backward pass ended.
+        buckets: buckets in the order of reduction; empty if one collective for each flat gradient
+            is faster.
     """
 
     def __init__(self, engine: Any, always_by_owner: bool, across: Any = None):
@@ -116,17 +117,18 @@ class OwnerReduction:
         self._order(self._divide(int(zero.reduce_bucket_size)))
 
     def add(self, group: int, index: int) -> None:
-        """Note that a parameter's sum of a micro-batch is complete; start what can be started.
+        """Record that a parameter's gradient sum is complete, and start every bucket that is ready.
 
         Raises:
-            RuntimeError: its sum was reduced already: the backward pass had a second gradient.
+            RuntimeError: the sum was already reduced when the backward pass added a second
+                gradient.
         """
         if not self._overlaps or not self._engine.is_gradient_accumulation_boundary():
             return
         for number in self._buckets_of.get((group, index), ()):
             if number < len(self._started):
                 raise RuntimeError(
-                    "a parameter has got a second gradient in one backward pass, after the first "
+                    "a parameter received a second gradient in one backward pass after the first "
                     f'was reduced over ranks. Set "overlap_comm": false, or "{KEY}": true'
                 )
             self._missing[number].discard((group, index))
@@ -135,10 +137,11 @@ class OwnerReduction:
 
     @torch.no_grad()
     def finish(self, grads: Sequence[Any] | None = None, elements_per_buffer: int = 0) -> None:
-        """Reduce what is left, and wait. Every rank must call this, after its last backward pass.
+        """Reduce the remaining buckets and wait. Every rank must call this after its last backward
+        pass.
 
         Args:
-            grads, elements_per_buffer: as `buffered_allreduce_fallback` has them; not used.
+            grads, elements_per_buffer: parameters of `buffered_allreduce_fallback`; not used.
         """
         assert grads is None, "DeepSpeed reduces gradients that are not its optimizer's"
         self.early = len(self._started)
@@ -154,7 +157,7 @@ class OwnerReduction:
         if self._across is not None:
             for partition in partitions:
                 distributed.all_reduce(partition, group=self._across)
-        # As DeepSpeed scales: ranks of a sequence have parts of one gradient.
+        # DeepSpeed's scaling: the ranks that share a sequence hold parts of one gradient.
         replicas = distributed.get_world_size() / float(self._engine.sequence_parallel_size)
         for partition in partitions:
             partition.mul_(1.0 / replicas)
@@ -173,7 +176,9 @@ class OwnerReduction:
         self._begin()
 
     def _put_off_incomplete(self) -> None:
-        """Put buckets last that were incomplete on a rank in the first step: others wait for it."""
+        """Move buckets that were incomplete on some rank in the first step to the end of the
+        order.
+        """
         if self._is_ordered or not self.buckets or not self._overlaps:
             return
         self._is_ordered = True
@@ -181,7 +186,7 @@ class OwnerReduction:
         incomplete = torch.tensor([bool(each) for each in self._missing], device=flat.device).int()
         distributed.all_reduce(incomplete, distributed.ReduceOp.MAX, group=self._process_group)
         pairs = zip(self.buckets, self._parameters_of, incomplete.tolist(), strict=True)
-        last = sorted(pairs, key=lambda each: each[2])  # otherwise in the same order
+        last = sorted(pairs, key=lambda each: each[2])  # the sort is stable
         self._order([(bucket, parameters) for bucket, parameters, _ in last])
 
     def _begin(self) -> None:

@@ -1,15 +1,15 @@
-"""Sum gradients with fewer passes over memory than DeepSpeed does, to the same bits.
+"""Sum gradients with fewer passes over memory than DeepSpeed, with bit-identical results.
 
-Replaced methods (DeepSpeed 0.19.8), with bytes per parameter:
+Replaced methods (DeepSpeed 0.19.8), with memory traffic in bytes per parameter:
 
-    BF16_Optimizer._update_hp_grad                        10 a micro-batch instead of 18
-    BF16_Optimizer.clear_hp_grads                         4 a step less: DeepSpeed clears twice
-    DeepSpeedEngine.buffered_allreduce_fallback           16 to 24 a step less on a single rank
-    DeepSpeedZeroOptimizer._add_to_grad_partition_buffer  10 a micro-batch instead of 18
-    DeepSpeedZeroOptimizer.gradient_average               4 a micro-batch less on a single rank
+    BF16_Optimizer._update_hp_grad                        10 per micro-batch instead of 18
+    BF16_Optimizer.clear_hp_grads                         4 fewer per step: DeepSpeed clears twice
+    DeepSpeedEngine.buffered_allreduce_fallback           16 to 24 fewer per step on a single rank
+    DeepSpeedZeroOptimizer._add_to_grad_partition_buffer  10 per micro-batch instead of 18
+    DeepSpeedZeroOptimizer.gradient_average               4 fewer per micro-batch on a single rank
 
-BF16_Optimizer is ZeRO-1 with bf16 weights and float32 sums. What is left is counted by
-tests/zerolm/plan/test_moved_bytes.py.
+BF16_Optimizer implements ZeRO-1 with bf16 weights and float32 gradient sums. The remaining traffic
+is measured in tests/zerolm/plan/test_moved_bytes.py.
 """
 
 from typing import Any
@@ -20,10 +20,10 @@ from zerolm.engine.gradient_reduction import reduce_to_owners
 
 
 def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> None:
-    """Replace DeepSpeed's methods that read or write gradients more often than they must.
+    """Replace DeepSpeed methods that read or write gradients more often than necessary.
 
     Args:
-        engine: an engine of any ZeRO stage; changed for good. Stage 3 has no such method.
+        engine: an engine of any ZeRO stage; changed permanently. Stage 3 has no such methods.
         across, hosts: see `reduce_to_owners`.
     """
     optimizer = engine.optimizer
@@ -61,6 +61,6 @@ def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> Non
 
 @torch.no_grad()
 def _add(total: torch.Tensor | None, gradient: torch.Tensor) -> None:
-    """Add a gradient of another dtype, which a GPU converts as it reads it."""
+    """Add a gradient of another dtype; a GPU converts it while reading."""
     if total is not None:
         total.add_(gradient)

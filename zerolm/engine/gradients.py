@@ -1,4 +1,4 @@
-"""`gradients`: where DeepSpeed 0.19.8 keeps the reduced gradient of a rank, at each ZeRO stage."""
+"""`gradients`: where DeepSpeed 0.19.8 stores a rank's reduced gradient at each ZeRO stage."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,21 +9,21 @@ from zerolm.engine.states import data_parallel_group, master_partitions
 
 
 def gradients(engine: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return (name of the parameter, values) of this rank's part of the reduced gradient.
+    """Return this rank's part of the reduced gradient as (parameter name, values).
 
-    Each value of the gradient is on one rank, without padding; on one of each group with
-    `--shard_within`, and with tensor parallelism a parameter that is not sharded is on all ranks of
-    a replica. Between the last backward pass of a step and its update the values are the mean over
-    ranks, before clipping, multiplied by the loss scale of fp16. They are views: changing one
-    changes the step. In each step a rank has the same parameters, in the same order. Nothing is
-    returned for gradients on NVMe. No rank waits for another.
+    Each gradient value is on exactly one rank, without padding; with `--shard_within`, on one rank
+    of each group. With tensor parallelism, the gradient of a parameter that is not sharded is on
+    all ranks of a replica. Between the last backward pass of a step and its update, the values are
+    the mean over ranks before clipping, multiplied by the fp16 loss scale. They are views:
+    changing one changes the step. A rank returns the same parameters in the same order at every
+    step, and none whose gradients are on NVMe. No rank waits for another.
     """
     names = {id(each): name for name, each in engine.module.named_parameters()}
     return [(names[id(parameter)], values) for parameter, values in _parts(engine)]
 
 
 def loss_scale(engine: Any) -> float:
-    """Return fp16's factor on losses and gradients; 1 in other precisions."""
+    """Return the fp16 factor on losses and gradients; 1 in other precisions."""
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 
@@ -68,12 +68,12 @@ def _on_device(engine: Any, number: int, group: Sequence[Any]) -> Iterator[tuple
         if getattr(gradient, "_zero_padding", False):
             continue
         parameter = next(parameters, None)
-        if parameter is not None:  # otherwise padding at the end
+        if parameter is not None:  # None: padding at the end
             yield parameter, gradient
 
 
 def _without_padding(parameter: Any, values: torch.Tensor) -> torch.Tensor:
-    """Return the values of a partition of ZeRO-3 that belong to the parameter."""
+    """Return the values of a ZeRO-3 partition without its padding."""
     rank = torch.distributed.get_rank(group=parameter.ds_process_group)
     own = parameter.ds_numel - rank * values.numel()
     return values.view(-1)[: max(0, own)]

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-LION_CHUNK = 1 << 26  # values that are compared with zero at a time, which bounds the memory
+LION_CHUNK = 1 << 26  # values compared with zero at a time, to bound memory use
 FLOAT32_UNDERFLOW = 1e-46  # rounds to zero in float32
 
 
 def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Make DeepSpeed's Lion leave values alone that have had no gradient yet, as Lion should.
+    """Make DeepSpeed's Lion leave values unchanged until they receive a gradient, as Lion should.
 
     Lion's update is the sign of a mix of gradient and momentum, and the sign of zero is zero (Chen
     et al. 2023, arXiv 2302.06675, algorithm 2). DeepSpeed's kernels (csrc/lion) treat the sign of
@@ -19,7 +19,7 @@ def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:
     the optimizer's `step` permanently.
 
     Args:
-        optimizer: DeepSpeed's Lion, inside ZeRO's optimizer.
+        optimizer: DeepSpeed's Lion, as wrapped by ZeRO's optimizer.
     """
     original = optimizer.step
 
@@ -48,14 +48,15 @@ def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:
 def restore_beta_powers(optimizer: torch.optim.Optimizer) -> None:
     """Restore CPUAdam's powers of the betas bit for bit after loading a checkpoint.
 
-    CPUAdam multiplies these float32 powers up from step to step, but after a load it computes them
+    CPUAdam multiplies these float32 powers by beta at each step, but after a load it computes them
     with one `pow`, which rounds differently (csrc/includes/cpu_adam.h, IncrementStep). So this
-    replays the steps on a single value, at microseconds each, until the powers underflow to zero.
+    function replays the steps on a single value until the powers underflow to zero, which takes
+    microseconds per step.
 
     Args:
-        optimizer: the one inside ZeRO's optimizer; any other than CPUAdam is left alone.
+        optimizer: the optimizer that ZeRO wraps; ignored unless it is CPUAdam.
     """
-    # Muon has a second optimizer for the parameters that are not matrices.
+    # Muon updates parameters that are not matrices with a second optimizer.
     adam: Any = getattr(optimizer, "aux_optimizer", None) or optimizer
     if not hasattr(adam, "ds_opt_adam"):
         return

@@ -1,7 +1,7 @@
-"""DeepSpeed's launcher, which starts the launcher of each node without the directory's files.
+"""DeepSpeed's launcher, changed so that node launchers do not import from the working directory.
 
-It would start `python -m deepspeed.launcher.launch`, which imports from the working directory
-first, and put that directory on the PYTHONPATH of other hosts.
+By default, it starts `python -m deepspeed.launcher.launch`, which imports from the working
+directory first, and adds that directory to the PYTHONPATH of other hosts.
 """
 
 import os
@@ -12,7 +12,7 @@ from typing import Any
 from zerolm.common import interrupts
 
 if __name__ == "__main__":
-    interrupts.end_on_interrupt()  # runner.main handles Ctrl-C from when the ranks are started
+    interrupts.end_on_interrupt()  # runner.main handles Ctrl-C only once the ranks have started
 
 from deepspeed.launcher import multinode_runner, runner
 
@@ -27,9 +27,9 @@ class ShieldedPopen(subprocess.Popen):
 
 
 def shielded(command: Any) -> Any:
-    """Return a command of DeepSpeed with `run_module.py` in place of `-m`.
+    """Return a DeepSpeed command with `run_module.py` in place of `-m`.
 
-    That by which pdsh ends the launchers is a pattern for their command line.
+    Also replaces it in the command-line pattern that pdsh uses to end the launchers.
     """
     if isinstance(command, str) or not any(NODE_LAUNCHER[:-1] in word for word in command):
         return command

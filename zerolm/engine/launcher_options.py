@@ -1,8 +1,8 @@
-"""What DeepSpeed's launcher reads (0.19.8): its flags, and variables for ranks on other hosts.
+"""Inputs of DeepSpeed's launcher (0.19.8): its flags, and variables for ranks on other hosts.
 
-It forwards some variables of its own environment, and copies each line of `.deepspeed_env` into the
-command for a host's shell; pdsh and that shell may change characters of it, and of the arguments of
-the script. Nothing else reads the file. Standard library only.
+The launcher forwards some variables of its own environment, and copies each line of
+`.deepspeed_env` into the command for a host's shell. pdsh and that shell may change characters in
+these lines and in the script's arguments. Nothing else reads the file. Standard library only.
 """
 
 import os
@@ -19,7 +19,7 @@ DEFAULT_PORT = 29500  # deepspeed/launcher/constants.py, and torchrun's
 MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
 SHORT = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "-q": "--quiet"}
 ALIASES = {"num_accelerators": "num_gpus"}
-# deepspeed/launcher/runner.py: EXPORT_ENVS, and the prefix that its CUDA accelerator adds
+# deepspeed/launcher/runner.py: EXPORT_ENVS, and the prefix added by its CUDA accelerator
 FORWARDED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 VARIABLE = re.compile(r"[A-Z_][A-Z_0-9]*", re.IGNORECASE | re.ASCII)
 # deepspeed/launcher/multinode_runner.py, add_export: double quotes around all but simple values.
@@ -31,10 +31,10 @@ CHANGED_IN_QUOTES = re.compile(r"""[$`]|\\([\\"]|$)|%[hun%]""")
 
 
 class LauncherFlag(NamedTuple):
-    """A flag of DeepSpeed's launcher. Without a metavar it is a switch.
+    """A flag of DeepSpeed's launcher; a switch if it has no metavar.
 
     Attributes:
-        read: how other commands that have the flag parse its value.
+        read: parses the value in other commands with the same flag.
     """
 
     metavar: str
@@ -42,10 +42,10 @@ class LauncherFlag(NamedTuple):
     read: Callable[[str], Any] = str
 
 
-# deepspeed/launcher/runner.py, without the flags that would not start pretrain.py.
+# deepspeed/launcher/runner.py, without the flags that do not start pretrain.py.
 LAUNCHER_FLAGS = {
     "num_gpus": LauncherFlag("N", "number of devices to use on each host (default: all)"),
-    "num_nodes": LauncherFlag("N", "number of hosts of the hostfile to use (default: all)"),
+    "num_nodes": LauncherFlag("N", "number of hosts in the hostfile to use (default: all)"),
     "hostfile": LauncherFlag("FILE", "hosts, one `name slots=N` per line (-H)"),
     "include": LauncherFlag(
         "HOST[:DEVICE,...]", "use only these hosts or devices, joined with @ (-i)"
@@ -53,11 +53,13 @@ LAUNCHER_FLAGS = {
     "exclude": LauncherFlag(
         "HOST[:DEVICE,...]", "do not use these hosts or devices, joined with @ (-e)"
     ),
-    "master_addr": LauncherFlag("ADDRESS", "address of rank 0 (default: ask the first host)"),
+    "master_addr": LauncherFlag(
+        "ADDRESS", "address of rank 0 (default: as reported by the first host)"
+    ),
     "master_port": LauncherFlag(
         "PORT", f"port on which rank 0 listens (default: {DEFAULT_PORT})", count
     ),
-    "ssh_port": LauncherFlag("PORT", "ssh port of the hosts (default: that of ssh)", count),
+    "ssh_port": LauncherFlag("PORT", "ssh port of the hosts (default: ssh's own)", count),
     "launcher": LauncherFlag(
         "NAME", "multi-node launcher: pdsh, openmpi, slurm, ... (default: pdsh)"
     ),
@@ -65,31 +67,33 @@ LAUNCHER_FLAGS = {
     "no_ssh": LauncherFlag("", "start only this host's ranks; needs --node_rank"),
     "node_rank": LauncherFlag("N", "with --no_ssh: rank of this host, from 0"),
     "no_ssh_check": LauncherFlag("", "do not test the ssh connections first"),
-    "force_multi": LauncherFlag("", "use the multi-node launcher for a single host too"),
+    "force_multi": LauncherFlag("", "use the multi-node launcher even for a single host"),
     "bind_cores_to_rank": LauncherFlag("", "bind each rank to its own cores"),
     "bind_core_list": LauncherFlag("LIST", "cores to bind to, e.g. 0-15,32-47"),
     "venv_script": LauncherFlag("FILE", "script that activates an environment on each host"),
     "enable_each_rank_log": LauncherFlag("DIR", "write each rank's output to a file in DIR"),
     "save_pid": LauncherFlag("", "write the launcher's process ID to a file in /tmp"),
     "log_level": LauncherFlag("LEVEL", "log level of the launcher (default: error)"),
-    "quiet": LauncherFlag("", "print only errors of the launcher (-q)"),
+    "quiet": LauncherFlag("", "print only the launcher's errors (-q)"),
 }
 
 
 def change_of(value: str) -> str | None:
-    """Return why a value would not reach the ranks on other hosts as written, None if it would."""
+    """Return why a value would not reach ranks on other hosts unchanged; None if it would."""
     if not (found := CHANGED_VALUE.search(value)):
         return None
     if "'" in found[0] or '"' in found[0]:
-        return "has quotes, which need not be written around spaces. Remove them."
-    return f"has {found[0]!r}, which the host's shell or pdsh would replace. Write the final value."
+        return "contains quotes, which values with spaces do not need. Remove them."
+    return (
+        f"contains {found[0]!r}, which a host's shell or pdsh would replace. Write the final value."
+    )
 
 
 def deepspeed_env_files(environment: Mapping[str, str] = os.environ) -> dict[Path, dict[str, str]]:
-    """Return {file: its variables} for each `.deepspeed_env` that DeepSpeed reads, in its order.
+    """Return {file: its variables} for the `.deepspeed_env` files, in DeepSpeed's reading order.
 
     Raises:
-        ConfigError: every line that would not reach the ranks as written.
+        ConfigError: lists every line that would not reach the ranks unchanged.
     """
     directories = (Path(environment.get("HOME") or Path.home()), Path.cwd())
     name = environment.get("DS_ENV_FILE", ".deepspeed_env")
@@ -110,8 +114,8 @@ def deepspeed_env_files(environment: Mapping[str, str] = os.environ) -> dict[Pat
             key = key.removeprefix("export ").lstrip()
             if not equals or not VARIABLE.fullmatch(key):
                 problems.append(
-                    f"{path}: line {number}: not NAME=VALUE, without which DeepSpeed's launcher "
-                    f"ends or starts nothing. Remove comments, blank lines and text around names."
+                    f"{path}: line {number}: not NAME=VALUE, so DeepSpeed's launcher would fail "
+                    f"or start nothing. Remove comments, blank lines and text around names."
                 )
             elif change := change_of(value):
                 problems.append(f"{path}: line {number}: {key}: {change}")

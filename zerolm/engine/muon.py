@@ -1,6 +1,6 @@
-"""The parameters that DeepSpeed's Muon updates: 0.19.8 tags them before it builds the optimizer.
+"""Which parameters DeepSpeed's Muon updates: 0.19.8 tags them before it builds the optimizer.
 
-Which they should be is decided in zerolm/ds_config/muon.py.
+zerolm/ds_config/muon.py decides which parameters to tag.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,10 +12,10 @@ from zerolm.engine.parameters import num_values
 
 @contextmanager
 def leaving_to_adamw(parameters: Sequence[Any]) -> Iterator[None]:
-    """Let `deepspeed.initialize` tag all matrices for Muon but these.
+    """Make `deepspeed.initialize` tag all matrices for Muon except these parameters.
 
-    DeepSpeed leaves out what has "embed" or "lm_head" in its name. It would give GPT-2's `wte` and
-    `wpe` to Muon, and biases of two dimensions.
+    DeepSpeed excludes only parameters with "embed" or "lm_head" in their names. By default, Muon
+    would update GPT-2's `wte` and `wpe`, and two-dimensional biases.
     """
     import deepspeed
 
@@ -46,5 +46,5 @@ def describe(model: Any) -> str:
 
 
 def uses_muon(optimizer: Any) -> bool:
-    """Return whether ZeRO's optimizer with flat buffers wraps Muon, which it can since 0.19.8."""
+    """Return whether ZeRO's optimizer with flat buffers wraps Muon (possible since 0.19.8)."""
     return getattr(optimizer, "_uses_muon", False)

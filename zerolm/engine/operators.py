@@ -1,4 +1,4 @@
-"""DeepSpeed's operators: those that it was installed with, and those that this host can build."""
+"""DeepSpeed's operators: which are installed, and which this host can build."""
 
 
 def installed() -> set[str]:

@@ -1,7 +1,7 @@
-"""The parameters of a model, which ZeRO-3 may have partitioned (DeepSpeed 0.19.8).
+"""Access to a model's parameters, which ZeRO-3 may have partitioned (DeepSpeed 0.19.8).
 
-A partitioned parameter is empty, and has its shape, number of values and partition in attributes.
-Without ZeRO-3 all of these functions are those of torch.
+A partitioned parameter is empty; attributes store its shape, number of values and partition.
+Without ZeRO-3, these functions do the same as torch's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ import torch
 
 
 def partitioned_while_built(config: dict[str, Any] | None) -> AbstractContextManager[Any]:
-    """Return a context in which ZeRO-3 partitions the parameters of a model that is constructed.
+    """Return a context in which ZeRO-3 partitions the parameters of a model as it is constructed.
 
     Args:
         config: the resolved DeepSpeed JSON; None: parameters stay complete.
@@ -27,12 +27,12 @@ def partitioned_while_built(config: dict[str, Any] | None) -> AbstractContextMan
 
 
 def full_shape(parameter: Any) -> torch.Size:
-    """Return the shape that a parameter has when it is gathered."""
+    """Return the shape of a parameter when gathered."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def num_values(parameter: Any) -> int:
-    """Return the number of values that a parameter has when it is gathered."""
+    """Return the number of values in a parameter when gathered."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -42,12 +42,16 @@ def is_partitioned(parameter: Any) -> bool:
 
 
 def is_shard(parameter: Any) -> bool:
-    """Return whether tensor parallelism shards a parameter; else all ranks of a replica have it."""
+    """Return whether tensor parallelism shards a parameter; if not, each rank of a replica has all
+    of it.
+    """
     return getattr(parameter, "tensor_model_parallel", False)
 
 
 def multiply(parameter: Any, factor: float) -> None:
-    """Multiply the values that this rank has of a parameter, and those that ZeRO-3 gathers from."""
+    """Multiply this rank's values of a parameter, including the partition that ZeRO-3 gathers
+    from.
+    """
     parameter.data.mul_(factor)
     if is_partitioned(parameter):
         parameter.ds_tensor.data.mul_(factor)
@@ -56,7 +60,7 @@ def multiply(parameter: Any, factor: float) -> None:
 def own_values(parameter: Any) -> torch.Tensor | None:
     """Return this rank's values of a partitioned parameter, flat and without padding.
 
-    None if they are on NVMe, where reading them would take as long as a step.
+    Returns None if they are on NVMe, since reading them would take as long as a step.
     """
     partition = parameter.ds_tensor
     if partition.status.name == "NOT_AVAILABLE":
@@ -66,10 +70,11 @@ def own_values(parameter: Any) -> torch.Tensor | None:
 
 
 def zero_padding(model: torch.nn.Module) -> None:
-    """Zero what ZeRO-3 adds to the last rank's partitions, which has old contents of the memory.
+    """Zero the padding of the last rank's ZeRO-3 partitions, which is uninitialized memory.
 
-    It changes no result, but it is in the files of every checkpoint, which would differ by chance.
-    Source: deepspeed/runtime/zero/partition_parameters.py 0.19.8, `_partition_param`.
+    The padding affects no result, but it is saved in every checkpoint, so files of equal states
+    would differ. Source: deepspeed/runtime/zero/partition_parameters.py 0.19.8,
+    `_partition_param`.
     """
     parameter: Any
     for parameter in model.parameters():
@@ -87,12 +92,12 @@ def cast(parameter: Any, dtype: torch.dtype) -> None:
 
 @contextmanager
 def gathered(parameters: Sequence[Any], modifier_rank: int | None = None) -> Iterator[None]:
-    """Gather partitioned parameters inside the context. Every rank must call this.
+    """Gather partitioned parameters inside this context. Every rank must call this.
 
     Does nothing for parameters that ZeRO-3 has not partitioned.
 
     Args:
-        modifier_rank: rank whose changes are broadcast at the exit; None if there are no changes.
+        modifier_rank: rank whose changes are broadcast on exit; None if there are no changes.
     """
     if any(hasattr(parameter, "ds_id") for parameter in parameters):
         import deepspeed
@@ -105,10 +110,10 @@ def gathered(parameters: Sequence[Any], modifier_rank: int | None = None) -> Ite
 
 @contextmanager
 def gathered_again(weight: Any) -> Iterator[None]:
-    """Gather a weight that ZeRO-3 has released, as DeepSpeed's own linear function does.
+    """Gather a weight that ZeRO-3 has released, like DeepSpeed's own linear function.
 
-    Gradient checkpointing runs a block's forward pass again, and at its end ZeRO-3 releases weights
-    that it had gathered for the backward pass.
+    Gradient checkpointing reruns a block's forward pass, after which ZeRO-3 releases weights that
+    it had gathered for the backward pass.
     """
     status = getattr(weight, "ds_status", None)
     if getattr(status, "name", None) != "NOT_AVAILABLE":
@@ -122,5 +127,5 @@ def gathered_again(weight: Any) -> Iterator[None]:
 
 
 def _num_own(parameter: Any, partition: torch.Tensor) -> int:
-    """Return how many values of this rank's partition are the parameter's, and not padding."""
+    """Return how many values of this rank's partition are not padding."""
     return max(0, parameter.ds_numel - torch.distributed.get_rank() * partition.numel())

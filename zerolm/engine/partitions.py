@@ -1,4 +1,4 @@
-"""`Partitions`: where each parameter's values are in the flat tensors that ZeRO shards over ranks.
+"""`Partitions`: where each parameter is located in the flat tensors that ZeRO shards over ranks.
 
 DeepSpeed's optimizer works on flat tensors, one for each parameter group ("group" here also means a
 sub-group of stage 3). Each rank has one part of each flat tensor, in one of two layouts:
@@ -16,14 +16,16 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-SHARDS = "shards"  # of a manifest, if there are fewer than ranks: groups have copies of the states
+SHARDS = (
+    "shards"  # manifest key, present if there are fewer shards than ranks: each group has a copy
+)
 ALIGNMENT_VALUES = 2  # nccl_start_alignment_factor of DeepSpeed
 
 
 def num_shards(manifest: Mapping[str, Any]) -> int:
-    """Return over how many ranks the states of a checkpoint are sharded.
+    """Return the number of ranks over which a checkpoint's states are sharded.
 
-    The ranks of a tensor-parallel replica count too; each of them has other shards.
+    This includes the ranks of a tensor-parallel replica, each of which has different shards.
     """
     return int(manifest.get(SHARDS, manifest["world_size"]))
 
@@ -56,7 +58,7 @@ class Partitions:
 
     Args:
         groups: {parameter name: number of values} of each group, in order.
-        per_parameter: each parameter is split on its own, as in stage 3.
+        per_parameter: split each parameter separately, as in stage 3.
 
     Attributes:
         sizes: number of values in a rank's part of each group, with padding.
@@ -65,8 +67,8 @@ class Partitions:
     def __init__(self, groups: Sequence[Mapping[str, int]], world_size: int, per_parameter: bool):
         self.groups, self.world_size, self.per_parameter = groups, world_size, per_parameter
         self.sizes: list[int] = []
-        # {name: (group, offset in its flat tensor, number of values)}; with `per_parameter` the
-        # offset is that in a rank's part.
+        # {name: (group, offset in its flat tensor, number of values)}; with `per_parameter`, the
+        # offset is relative to a rank's part.
         self._places: dict[str, tuple[int, int, int]] = {}
         for number, group in enumerate(groups):
             lengths = [-(-size // world_size) if per_parameter else size for size in group.values()]
@@ -95,7 +97,9 @@ class Partitions:
         return Slice(group, max(offset - first, 0), start, stop)
 
     def copies(self, rank: int, source: "Partitions") -> list[Copy]:
-        """Return the copies that fill a rank's parts from those of `source`, by source rank."""
+        """Return the copies that fill a rank's parts from the parts in `source`, sorted by source
+        rank.
+        """
         found = []
         for group in self.groups:
             for name in group:
@@ -117,7 +121,7 @@ class Partitions:
         return sorted(found)
 
     def _owners(self, name: str, start: int, stop: int) -> range:
-        """Return the ranks that have any of the values `start` to `stop` of a parameter."""
+        """Return the ranks that store any of the values `start` to `stop` of a parameter."""
         if start == stop:
             return range(0)
         group, offset, size = self._places[name]

@@ -1,7 +1,7 @@
-"""What the code outside this subpackage may use of DeepSpeed's engine and of its optimizer.
+"""The parts of DeepSpeed's engine and optimizer that code outside this subpackage may use.
 
-All of it is in DeepSpeed's documentation, or has its name for years. What else is needed is a
-function of this subpackage, whose modules see the engine without types.
+All of these are documented by DeepSpeed or have kept their names for years. Anything else is
+wrapped in a function of this subpackage, whose modules use the engine untyped.
 """
 
 from typing import Any, Protocol
@@ -23,11 +23,11 @@ class Model(Protocol):
 
 
 class Optimizer(Protocol):
-    """DeepSpeed's optimizer of ZeRO stage 1, 2 or 3.
+    """DeepSpeed's optimizer for ZeRO stage 1, 2 or 3.
 
     Attributes:
-        optimizer: the one that ZeRO wraps; its parameters are flat partitions.
-        param_groups: those of the wrapped optimizer.
+        optimizer: the optimizer that ZeRO wraps; its parameters are flat partitions.
+        param_groups: parameter groups of the wrapped optimizer.
     """
 
     optimizer: torch.optim.Optimizer
@@ -35,12 +35,12 @@ class Optimizer(Protocol):
 
 
 class Engine(Model, Protocol):
-    """DeepSpeed's engine, of ZeRO stage 1, 2 or 3 with any offload.
+    """DeepSpeed's engine for ZeRO stage 1, 2 or 3, with any offload.
 
     Attributes:
-        module: the model of transformers.
+        module: the transformers model.
         lr_scheduler: DeepSpeed's scheduler, None if the JSON has none.
-        checkpoint_mp_rank: the part of the model that this rank has, with tensor parallelism.
+        checkpoint_mp_rank: number of this rank's part of the model, with tensor parallelism.
     """
 
     module: Any

@@ -1,9 +1,9 @@
-"""QK-clip: rescale query and key weights of heads whose attention logits exceed a threshold.
+"""QK-clip: rescales the query and key weights of heads whose attention logits exceed a threshold.
 
-It follows each optimizer step (Kimi K2, arXiv 2507.20534, section 2.1). Each rank rescales its own
-part of the float32 master weights, after the optimizer has changed them and before DeepSpeed
-computes the model's weights from them: nothing is gathered or sent, a step that is not taken clips
-nothing, and checkpoints and averages hold clipped weights. Must not know how logits are measured.
+Applied after each optimizer step (Kimi K2, arXiv 2507.20534, section 2.1). Each rank rescales its
+own part of the float32 master weights, after the optimizer has changed them and before DeepSpeed
+computes the model's weights from them: nothing is gathered or sent, a skipped step clips nothing,
+and checkpoints and averages contain clipped weights. Must not depend on how logits are measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,17 +16,17 @@ import torch
 from zerolm.engine.parameters import full_shape
 from zerolm.engine.states import CHUNK_VALUES, master_slice
 
-QUERY_AND_KEY, QUERY_ONLY, UNCHANGED = 0.5, 1.0, 0.0  # powers of a head's factor
+QUERY_AND_KEY, QUERY_ONLY, UNCHANGED = 0.5, 1.0, 0.0  # exponents of a head's factor
 
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """The outputs of a projection, some of which are queries or keys of a head.
+    """The outputs of a projection, which include queries or keys of heads.
 
     Attributes:
         parameter: name of the weight or bias.
-        pieces: consecutive outputs: (head, power of its factor, number of outputs).
-        outputs_last: the outputs are the last dimension of the weight, not the first.
+        pieces: runs of consecutive outputs: (head, exponent of its factor, number of outputs).
+        outputs_last: the last dimension of the weight is the outputs, not the first.
     """
 
     parameter: str
@@ -34,40 +34,40 @@ class HeadOutputs:
     outputs_last: bool = False
 
     def factors(self, of_heads: Sequence[float]) -> torch.Tensor:
-        """Return the factor of each output, (outputs,) float32."""
+        """Return the factor for each output, (outputs,) float32."""
         factors = [of_heads[head] ** power for head, power, _ in self.pieces]
         counts = torch.tensor([count for *_, count in self.pieces])
         return torch.tensor(factors, dtype=torch.float64).float().repeat_interleave(counts)
 
 
 class QkClip:
-    """Rescales the master weights of one rank. Every rank makes the same calls.
+    """Rescales the master weights of one rank. Every rank must make the same calls.
 
-    With S the largest logit of a head in the global batch, its factor is min(1, threshold / S).
+    A head's factor is min(1, threshold / S), where S is its largest logit in the global batch.
 
     Args:
-        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3, with master weights in memory. Its
-            optimizer gets a hook for good.
-        threshold: 0: no clipping.
-        layers: the outputs of each layer with attention.
+        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3, with master weights in memory. A hook
+            is permanently added to its optimizer.
+        threshold: largest logit allowed; 0: no clipping.
+        layers: projection outputs of each attention layer.
     """
 
     def __init__(self, engine: Any, threshold: float, layers: Sequence[Sequence[HeadOutputs]]):
         self._engine, self._threshold, self._layers = engine, threshold, layers
         self._parameters = dict(engine.module.named_parameters())
-        self._factors: list[tuple[HeadOutputs, torch.Tensor]] = []  # of the step that is taken
+        self._factors: list[tuple[HeadOutputs, torch.Tensor]] = []  # for the current step
         optimizer = engine.optimizer
-        # The second one is for parameters on the device, with optimizer states partly offloaded.
+        # The second optimizer updates parameters on the device when states are partly offloaded.
         for inner in (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)):
             if layers and inner is not None:
                 inner.register_step_post_hook(self._after_step)
 
     @contextmanager
     def clipping(self, logits: Sequence[Sequence[float]]) -> Iterator[None]:
-        """Rescale the weights in the optimizer step inside this context, if it is taken.
+        """Rescale the weights in an optimizer step taken inside this context.
 
         Args:
-            logits: for each layer, the largest logit of each head. NaN clips nothing.
+            logits: the largest logit of each head in each layer. NaN clips nothing.
         """
         for layer, of_heads in zip(self._layers, logits, strict=True):
             scales = [
@@ -82,7 +82,7 @@ class QkClip:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Rescale the weights that an optimizer has just changed: one group of ZeRO's, or all."""
+        """Rescale the weights that an optimizer has just updated: one ZeRO group, or all."""
         changed = [id(flat) for group in optimizer.param_groups for flat in group["params"]]
         for outputs, factors in self._factors:
             own = master_slice(self._engine, self._parameters[outputs.parameter])
@@ -90,7 +90,9 @@ class QkClip:
                 _scale(own.values, own.start, factors, self._width(outputs))
 
     def _width(self, outputs: HeadOutputs) -> int:
-        """Return the number of consecutive values with one factor; 0: of each row, all factors."""
+        """Return the number of consecutive values with one factor; 0 if factors vary within each
+        row.
+        """
         shape = full_shape(self._parameters[outputs.parameter])
         return 0 if outputs.outputs_last else int(shape[1]) if len(shape) > 1 else 1
 
@@ -99,7 +101,7 @@ def _scale(values: torch.Tensor, start: int, factors: torch.Tensor, width: int) 
     """Multiply values of a flattened weight by the factors of its outputs, in place.
 
     Args:
-        values: (N,), from the value `start` of the weight on.
+        values: (N,), starting at index `start` of the flattened weight.
         width: number of consecutive values with one factor; 0: consecutive values have
             consecutive factors.
     """

@@ -1,48 +1,48 @@
-"""Which ranks get the sums of gradients at ZeRO-1 and 2: their owners, or all.
+"""Whether gradient sums at ZeRO-1 and 2 go to their owners only, or to all ranks.
 
-DeepSpeed 0.19.8 all-reduces, although each rank updates a partition only; zerolm lets it reduce to
-the owner, which sends half of the bytes (zerolm/engine/gradient_reduction.py). The plan uses this
-too, so it must not import torch.
+DeepSpeed 0.19.8 all-reduces, although each rank updates only its partition; zerolm makes it reduce
+to the owner, which halves the bytes sent (zerolm/engine/gradient_reduction.py). The plan uses this
+module too, so it must not import torch.
 """
 
 import math
 
-KEY = "use_multi_rank_bucket_allreduce"  # of zero_optimization; true: as DeepSpeed does
-HOP_SECONDS = 1e-5  # of a collective between two ranks, as NCCL's rings take
-BYTES_PER_SECOND = 1e10  # of a device between hosts: 100 Gbit/s
-MAX_LATENCY = 0.25  # of the time of the bytes; with more, one collective for all is faster
-FAST_BYTES_PER_SECOND = 2.5e10  # 200 Gbit/s, as hosts with eight A100 have for each
-DEEPSPEED_BUCKET = 500_000_000  # values that DeepSpeed flattens at stage 1, whatever the JSON says
+KEY = "use_multi_rank_bucket_allreduce"  # in zero_optimization; true: DeepSpeed's own behavior
+HOP_SECONDS = 1e-5  # latency of a collective between two ranks in NCCL's rings
+BYTES_PER_SECOND = 1e10  # per device between hosts: 100 Gbit/s
+MAX_LATENCY = 0.25  # as a share of the transfer time; above it, one collective for all is faster
+FAST_BYTES_PER_SECOND = 2.5e10  # 200 Gbit/s, the share of each GPU in hosts with eight A100s
+DEEPSPEED_BUCKET = 500_000_000  # values that DeepSpeed flattens at stage 1, regardless of the JSON
 
 
 def small_pieces_pay(num_values: int, num_calls: int, ranks: int) -> bool:
-    """Return whether a call for the part of each owner is as good as one call for all.
+    """Return whether a call for each owner's part is about as fast as one call for all.
 
     Args:
-        num_values: of all calls, in float32.
+        num_values: float32 values in all calls together.
     """
     return separate_calls_pay(4 * num_values, num_calls, ranks)
 
 
 def pieces_save_time(num_values: int, num_calls: int, ranks: int, hosts: int) -> bool:
-    """Return whether a call for each owner, in every micro-batch, is faster than an all-reduce.
+    """Return whether a call for each owner in every micro-batch is faster than an all-reduce.
 
-    An all-reduce sends the sums back too, over all links of a host together.
+    An all-reduce also sends the sums back, using all links of a host together.
 
     Args:
-        num_values: of all calls, in float32.
+        num_values: float32 values in all calls together.
     """
     bandwidth = FAST_BYTES_PER_SECOND * max(1, ranks // hosts)
     return _latency(num_calls, ranks) < 4 * num_values / bandwidth
 
 
 def separate_calls_pay(num_bytes: int, num_calls: int, ranks: int) -> bool:
-    """Return whether the latency of collectives is little beside the time of their bytes.
+    """Return whether the collectives' latency is small compared with their transfer time.
 
-    A collective goes through all ranks, one after another.
+    A collective passes through all ranks in turn.
 
     Args:
-        num_bytes: of all calls.
+        num_bytes: total of all calls.
     """
     return _latency(num_calls, ranks) < MAX_LATENCY * num_bytes / BYTES_PER_SECOND
 
@@ -52,5 +52,5 @@ def _latency(num_calls: int, ranks: int) -> float:
 
 
 def bucket_calls(num_values: int, bucket: int, ranks: int, num_groups: int) -> int:
-    """Return about how many calls reduce the buckets of a micro-batch, each to its owner."""
+    """Estimate the number of calls that reduce a micro-batch's buckets to their owners."""
     return math.ceil(num_values / bucket) + ranks * num_groups

@@ -1,18 +1,18 @@
 """Load a ZeRO checkpoint that was written with another topology.
 
 World size, ZeRO stage (1, 2, 3), `--shard_within`, offload of optimizer states to CPU,
-`sub_group_size` and `round_robin_gradients` may differ. Tensor-parallel checkpoints cannot be
-resharded. Neither can those of Muon, of states on NVMe, or written with `elastic_checkpoint` or
-`parameter_alignment`; those of frozen parameters; and those of another model, optimizer type or
-precision of the masters. All of these are refused, here or by `zerolm.ds_config.topology.problems`.
+`sub_group_size` and `round_robin_gradients` may differ. These checkpoints cannot be resharded:
+tensor-parallel ones; those with Muon, states on NVMe or frozen parameters; those written with
+`elastic_checkpoint` or `parameter_alignment`; and those with another model, optimizer type or
+master precision. They are refused here or by `zerolm.ds_config.topology.problems`.
 
-Each rank memory-maps the shards that hold its values, copies these into the layout of this
-topology, and passes the result to DeepSpeed's own loader, as if this topology had saved it. No rank
-reads more than it needs, and nothing is converted on disk. Masters and moments are copied bit by
-bit; weights are recomputed from the float32 masters, as after an optimizer step.
+Each rank memory-maps the shards that contain its values, copies these values into the layout of
+this topology, and passes the result to DeepSpeed's own loader, as if this topology had saved it.
+No rank reads more than it needs, and nothing is converted on disk. Masters and moments are copied
+exactly; weights are recomputed from the float32 masters, as after an optimizer step.
 
-`Partitions` has the arithmetic, zerolm/engine/zero_files.py the file format (DeepSpeed 0.19).
-The files must have been verified before.
+`Partitions` contains the arithmetic, and zerolm/engine/zero_files.py handles the file format
+(DeepSpeed 0.19). The files must already be verified.
 """
 
 from collections.abc import Mapping
@@ -37,9 +37,9 @@ from zerolm.engine.zero_files import (
     partitions,
 )
 
-# Names of the same state in torch's and DeepSpeed's implementation, by the class that loads it.
+# The same state has different names in torch and DeepSpeed; keyed by the class that loads it.
 RENAMED_STATES = {"Adagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPUAdagrad": {"sum": "exp_avg_sq"}}
-SCHEDULED_KEYS = ("lr", "betas", "momentum")  # of a param group; a scheduler may change them
+SCHEDULED_KEYS = ("lr", "betas", "momentum")  # in a param group; a scheduler may change them
 SAME_TOPOLOGY = "Resume with the topology of the checkpoint."
 
 
@@ -48,12 +48,12 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
 
     Args:
         engine: fresh from `deepspeed.initialize`.
-        directory: a checkpoint that is verified, also by `safe_load.pickle_problems`.
+        directory: a verified checkpoint, checked by `safe_load.pickle_problems` too.
         manifest: `zero_stage`, and `shards` or `world_size`, give the layout of the files.
 
     Raises:
-        CheckpointError: on every rank, before the engine is modified: states that cannot be
-            resharded, with file, key and reason.
+        CheckpointError: some states cannot be resharded; lists file, key and reason. Raised on
+            every rank, before the engine is modified.
     """
     path = model_file(directory, manifest)
     shards, stage = num_shards(manifest), engine.zero_optimization_stage()
@@ -71,7 +71,7 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
             inspected = [_inspect_shard(files[rank], old, dtype) for rank in share]
             problems = _model_problems(path, model_state, old, new, template)
         problems += [problem for shard in inspected for problem in shard["problems"]]
-    except CheckpointError as error:  # all ranks must learn of it
+    except CheckpointError as error:  # all ranks must raise it
         problems = error.problems
     of_ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(of_ranks, (inspected, problems))
@@ -95,7 +95,9 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) -> dict[str, Any]:
-    """Return `scalars` and `dtypes` of a shard's states, and `problems` that prevent resharding."""
+    """Return the `scalars` and `dtypes` of a shard's states, and `problems` that prevent
+    resharding.
+    """
     state = read_data(path, mapped=True)["optimizer_state_dict"]
     problems: list[str] = []
     scalars: dict[str, float] = {}
@@ -117,7 +119,7 @@ def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) ->
     if not len(states) == len(layout.sizes) == len(masters(state)):
         raise ValueError(f"{path.name}: {len(masters(state))} groups of masters")
     for master, entries, size in zip(masters(state), states, layout.sizes, strict=True):
-        # Stages 1 and 2 save masters without the padding at their end.
+        # Stages 1 and 2 save masters without trailing padding.
         if master.numel() > size or master.dtype != master_dtype:
             problems.append(
                 f"{path}: masters: {master.numel()} values of {master.dtype} must be at most "
@@ -148,9 +150,9 @@ def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) ->
 
 
 def _shard_differences(shards: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each value that must be the same in all shards and is not."""
+    """Return a line for each value that differs between shards but must not."""
     return [
-        f"{shard['path']}: state: {key} is {shard[key]}, in {shards[0]['path']} it is "
+        f"{shard['path']}: state: {key} is {shard[key]}, but in {shards[0]['path']} it is "
         f"{shards[0][key]}. Resume from another checkpoint."
         for shard in shards[1:]
         for key in ("scalars", "dtypes")
@@ -196,17 +198,18 @@ def _set_rank_state(
     scalars: dict[str, float],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Replace the states in a fresh engine's state dict by this rank's, in the optimizer's format.
+    """Replace the states in a fresh engine's state dict with this rank's, in the optimizer's
+    format.
 
     Args:
-        template: state dict of the fresh engine.
-        flats: {state name: values of this rank} of each group.
-        scalars: states that have one value for all parameters, such as the step.
+        template: the fresh engine's state dict.
+        flats: {state name: this rank's values} for each group.
+        scalars: states with one value for all parameters, such as the step.
     """
-    # A new list, because that of the template may belong to the engine.
+    # Assign a new list, because the template's list may belong to the engine.
     template[masters_key(template)] = [flat.pop(MASTER) for flat in flats]
     if not scalars and not any(flats):
-        return  # saved before the first optimizer step: a fresh engine has the same states
+        return  # saved before the first optimizer step: a fresh engine's states are the same
     # torch's optimizers count steps in a tensor, DeepSpeed's in an int.
     is_torch = type(optimizer).__module__.startswith("torch.optim")
     renamed = RENAMED_STATES.get(type(optimizer).__name__, {})
@@ -225,7 +228,7 @@ def _set_rank_state(
 
 
 def _copy_shared_state(template: dict[str, Any], shard: dict[str, Any], *, scheduled: bool) -> None:
-    """Copy what all ranks share: the loss scale, and what a scheduler has set."""
+    """Copy what all ranks share: the loss scale, and values set by a scheduler."""
     if template.get("dynamic_loss_scale") and shard.get("dynamic_loss_scale"):
         template["loss_scaler"] = shard["loss_scaler"]
     groups, old = base_state(template)["param_groups"], base_state(shard)["param_groups"]
@@ -235,9 +238,9 @@ def _copy_shared_state(template: dict[str, Any], shard: dict[str, Any], *, sched
 
 
 def _load_into_engine(engine: Any, state: dict[str, Any]) -> None:
-    """Load a state dict of this rank into the engine, and recompute the weights from the masters.
+    """Load this rank's state dict into the engine, and recompute the weights from the masters.
 
-    `load_state_dict` takes a list of all ranks' states, and reads this rank's only.
+    `load_state_dict` takes a list with all ranks' states, but reads only this rank's.
     """
     optimizer = engine.optimizer
     rank = distributed.get_rank(optimizer.dp_process_group)

@@ -1,8 +1,8 @@
 """Read checkpoint files with torch's restricted unpickler, so that they cannot run code.
 
-Unpickling may call any function. These files may hold only what torch's `weights_only` allows and
-the four classes of DeepSpeed below; any other class is refused by name. Checksums are compared
-before, in zerolm/checkpoint/load.py.
+Unpickling may call any function. These files may contain only what torch's `weights_only` allows
+and the four DeepSpeed classes below; any other class is refused by name. Checksums are verified
+earlier, in zerolm/checkpoint/load.py.
 """
 
 import pickle
@@ -15,8 +15,8 @@ from typing import Any
 from zerolm.common.errors import CheckpointError, reason
 
 ZIP = b"PK\x03\x04"
-NO_FILE_OF_TORCH = "is not a file of torch.save, and was not loaded"
-OTHER_CONTENT = "is data, but not that of a checkpoint for this run"
+NO_FILE_OF_TORCH = "was not written by torch.save, and was not loaded"
+OTHER_CONTENT = "does not contain the data of a checkpoint for this run"
 NOT_DATA = "is damaged, or contains objects that are not allowed, and was not loaded"
 GETATTR = "builtins.getattr"
 FIX = "zerolm did not write this file. Restore the checkpoint from a copy, or use an earlier one."
@@ -41,10 +41,10 @@ def pickle_problems(path: str | Path) -> list[str]:
 
 
 def read_data(path: str | Path, *, mapped: bool = False) -> Any:
-    """Return the content of a file of `torch.save`, with tensors on the CPU.
+    """Return the content of a file written by `torch.save`, with tensors on the CPU.
 
     Args:
-        mapped: memory-map the file (copy-on-write), so that only the pages in use are read.
+        mapped: memory-map the file (copy-on-write), so only pages in use are read.
     """
     import torch
 
@@ -61,13 +61,14 @@ def read_data(path: str | Path, *, mapped: bool = False) -> Any:
 
 @contextmanager
 def interpreted(path: str | Path) -> Iterator[None]:
-    """Refuse data that is not what DeepSpeed writes, instead of the error of who uses it.
+    """Refuse data that DeepSpeed did not write, instead of raising the error of the code that uses
+    it.
 
     Args:
-        path: file or checkpoint that is named.
+        path: file or checkpoint to name in the message.
 
     Raises:
-        CheckpointError: on this rank alone.
+        CheckpointError: the data is invalid; raised on this rank alone.
     """
     try:
         yield
@@ -82,13 +83,13 @@ def interpreted(path: str | Path) -> Iterator[None]:
 
 
 def _is_file_of_torch(path: str | Path) -> bool:
-    """Return whether a file is a zip archive, as those of `torch.save` are since torch 1.6."""
+    """Return whether a file is a zip archive, the format of `torch.save` since torch 1.6."""
     with open(path, "rb") as file:
         return file.read(len(ZIP)) == ZIP
 
 
 def _why(error: Exception) -> str:
-    """Return an error of torch in a line, without its advice to load the file unsafely."""
+    """Return a torch error on one line, without its advice to load the file unsafely."""
     names = re.findall(r"GLOBAL (\S+) was not an allowed", str(error))
     member = re.search(r"getattr\(.*?\)", str(error))
     return ", ".join(names) or (member[0] if member else type(error).__name__)
@@ -103,9 +104,9 @@ def _allowed_classes() -> list[Any]:
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Return a member of DeepSpeed's enumeration, which Python 3.11.0 to 3.11.3 pickles by getattr.
+    """Return a member of DeepSpeed's enum, which Python 3.11.0 to 3.11.3 pickles as a getattr call.
 
-    Debian 12 has 3.11.2. Called for every `getattr` in a file; any other is refused.
+    Debian 12 has 3.11.2. Called for every `getattr` in a file; refuses any other attribute.
     """
     from deepspeed.runtime.zero.config import ZeroStageEnum
 

@@ -1,15 +1,15 @@
-"""Groups of ranks inside which ZeRO-1 shards optimizer states; each group has all of them.
+"""Groups of ranks within which ZeRO-1 shards optimizer states; each group has a full copy.
 
-Gradients are reduced to the owner inside each group, then the owned partition is summed over the
-ranks that have the same one, and updated weights are gathered inside the group: all but that one
+Gradients are reduced to their owners inside each group, then each partition is summed over its
+owners in all groups, and updated weights are gathered inside the group. All communication but that
 sum stays on fast links. Replaced while an engine is built (DeepSpeed 0.19.8):
 
-    DeepSpeedEngine._configure_bf16_optimizer    gives the optimizer the group instead of all ranks
+    DeepSpeedEngine._configure_bf16_optimizer    passes the optimizer the group, not all ranks
 
-The optimizer's partitions, its gathering and the names of its files are then those of the group,
-and DeepSpeed saves the states of the first group only. All ranks have the same weights. A state has
-the same bits in all groups: its gradient is one all-reduce's result, and so is the norm. An
-all-reduce of Gloo (tested) or NCCL (by its algorithms) sums each value on one rank and copies it.
+The optimizer then partitions, gathers and names its files by group, and DeepSpeed saves only the
+first group's states. All ranks have the same weights. States are bit-identical in all groups,
+since their gradients and the norm are results of a single all-reduce: Gloo (tested) and NCCL (by
+its algorithms) sum each value on one rank and copy the result to the others.
 """
 
 from collections.abc import Iterator
@@ -19,16 +19,16 @@ from typing import Any
 
 @contextmanager
 def sharding_within(size: int) -> Iterator[Any]:
-    """Let an engine that is built in this context shard its states inside groups of neighbours.
+    """Make an engine built in this context shard its states within groups of neighbouring ranks.
 
     Every rank must call this.
 
     Args:
-        size: of a group; 0: one group of all ranks.
+        size: ranks per group; 0: a single group of all ranks.
 
     Yields:
-        The process group of the ranks with the same partition as this one, one of each group; None
-        if states are sharded over all ranks.
+        The process group of the ranks with this rank's partition, one from each group; None if
+        states are sharded over all ranks.
     """
     if not size:
         yield None

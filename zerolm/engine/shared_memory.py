@@ -1,7 +1,7 @@
-"""The buffers of DeepSpeed's CPU collectives in shared memory (0.19.8).
+"""Shared-memory buffers of DeepSpeed's CPU collectives (0.19.8).
 
-It allocates 69 MB in /dev/shm per rank and launch on a CPU and never removes them, so a machine
-would run out of memory after some hundred launches.
+On CPUs, DeepSpeed allocates 69 MB in /dev/shm per rank and launch and never removes them, so a
+machine would run out of memory after a few hundred launches.
 """
 
 import contextlib
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from zerolm.common import processes
 
-# On a GPU it is NCCL that needs some. NVIDIA recommends 1 GB per container, here for eight GPUs:
-# "Troubleshooting, shared memory",
+# On GPUs, NCCL needs shared memory. NVIDIA recommends 1 GB per container, here divided by eight
+# GPUs: "Troubleshooting, shared memory",
 # https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
 BYTES_PER_RANK = 128 << 20
 DIRECTORY = Path("/dev/shm")
@@ -22,24 +22,25 @@ STALE_SECONDS = 600
 
 
 def prepare(local_rank: int) -> None:
-    """Prepare the process group of a rank on a CPU, before it exists.
+    """Prepare shared memory on a CPU before this rank's process group is created.
 
-    The first rank of each host removes stale buffers; the others create their own after that.
+    The first rank on each host removes stale buffers; the other ranks wait for it before creating
+    theirs.
     """
     import deepspeed
 
     if local_rank == 0:
         remove_stale()
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        # DeepSpeed would try to compile this op and crash; without it Gloo does the same work.
+        # DeepSpeed would try to compile this op and crash; Gloo does the same work without it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def release() -> None:
-    """Unlink the buffer of this rank. Call after a barrier, when all ranks have mapped it.
+    """Unlink this rank's buffer. Call after a barrier, when all ranks have mapped it.
 
-    Its name is not needed then: the kernel frees it when the last process exits, even if it is
-    killed.
+    The name is then no longer needed: the kernel frees the buffer when the last process exits,
+    even if it is killed.
     """
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     name = f"{BUFFER}_{os.getuid()}_{address}_{port}_{os.environ['RANK']}"
@@ -48,7 +49,7 @@ def release() -> None:
 
 
 def remove_stale() -> None:
-    """Remove buffers of this user's ranks that were killed before `release`.
+    """Remove the buffers of this user's ranks that were killed before they called `release`.
 
     A buffer is stale if it is older than ten minutes and no process has it mapped or open: a rank
     opens its buffer by name in its first second.

@@ -1,4 +1,4 @@
-"""Where DeepSpeed 0.19.8 keeps the weights, master weights and optimizer states of a rank."""
+"""Access to a rank's weights, master weights and optimizer states in DeepSpeed 0.19.8."""
 
 import gc
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-CHUNK_VALUES = 1 << 22  # of masters, changed at once, so that little memory is needed besides
+CHUNK_VALUES = 1 << 22  # masters changed at a time, to limit extra memory
 WEIGHTS, MASTERS = "weights", "master weights"
 MODEL_WEIGHTS = ("bit16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat")
 MASTER_PARTITIONS = (
@@ -17,7 +17,7 @@ MASTER_PARTITIONS = (
 
 
 class OnNvme(Exception):
-    """The master weights are on NVMe: reading them would take as long as a step."""
+    """The master weights are on NVMe, where reading them would take as long as a step."""
 
 
 # -------------------------------------------------------------------------------------------------
@@ -25,12 +25,12 @@ class OnNvme(Exception):
 
 
 class MasterSlice(NamedTuple):
-    """This rank's values of a parameter, in its flat master weights, without padding.
+    """This rank's values of a parameter in its flat master weights, without padding.
 
     Attributes:
-        flat: the partition.
-        offset: of the first value in it.
-        start: of the same value in the parameter.
+        flat: the flat partition.
+        offset: index of the first value in the partition.
+        start: index of the same value in the parameter.
         length: number of values.
     """
 
@@ -51,10 +51,10 @@ def master_partitions(engine: Any) -> list[torch.Tensor]:
 
 
 def master_slice(engine: Any, parameter: Any) -> MasterSlice | None:
-    """Return where this rank has values of a trained parameter; None if it has none.
+    """Return the location of this rank's values of a trained parameter; None if it has none.
 
     Raises:
-        OnNvme: they are on NVMe.
+        OnNvme: the values are on NVMe.
     """
     masters, optimizer = master_partitions(engine), engine.optimizer
     if hasattr(parameter, "ds_tensor"):  # stage 3
@@ -74,15 +74,15 @@ def set_master(parameter: Any, value: torch.Tensor) -> None:
     """Set this rank's part of a parameter's master weight.
 
     Args:
-        value: of all of the parameter.
+        value: the complete parameter.
     """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if not hasattr(parameter, "ds_id"):
         safe_set_full_fp32_param(parameter, value)
         return
-    # For all of the parameter DeepSpeed 0.19.8 fails if its size is no multiple of the ranks.
-    size = parameter.ds_tensor.numel()  # of a partition, the last one with padding
+    # DeepSpeed 0.19.8 cannot set a complete parameter whose size is not a multiple of the ranks.
+    size = parameter.ds_tensor.numel()  # size of a partition; the last one includes padding
     start = torch.distributed.get_rank(group=parameter.ds_process_group) * size
     part = value.flatten()[start : start + size]
     padded = torch.nn.functional.pad(part, (0, size - len(part)))
@@ -110,8 +110,8 @@ class State(NamedTuple):
 
     Attributes:
         kind: `WEIGHTS`, `MASTERS`, or the name of an optimizer state.
-        group: number of its flat partition.
-        values: flat.
+        group: index of its flat partition.
+        values: flat tensor.
     """
 
     kind: str
@@ -120,38 +120,38 @@ class State(NamedTuple):
 
 
 def optimizer_states(engine: Any) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the states by master partition, as the optimizer that ZeRO wraps has them."""
+    """Return the states of the optimizer that ZeRO wraps, by master partition."""
     return engine.optimizer.optimizer.state
 
 
 def drop_state(engine: Any, name: str) -> None:
-    """Drop a state, which may have been loaded from a checkpoint."""
+    """Drop an optimizer state that may have been loaded from a checkpoint."""
     for master in master_partitions(engine):
         optimizer_states(engine).get(master, {}).pop(name, None)
-    for parameter in engine.module.parameters():  # DeepSpeed has views of loaded states
+    for parameter in engine.module.parameters():  # DeepSpeed keeps views of loaded states
         fragments = getattr(getattr(parameter, "_hp_mapping", None), "optim_fragment", None)
         if fragments:
             fragments.pop(name, None)
 
 
 def model_weights(engine: Any) -> list[torch.Tensor | None]:
-    """Return the flat weights that the model computes with: at stage 3 this rank's partitions.
+    """Return the flat weights that the model computes with; at stage 3, this rank's partitions.
 
-    None where they are on NVMe.
+    An entry is None if its weights are on NVMe.
     """
     name = next(name for name in MODEL_WEIGHTS if hasattr(engine.optimizer, name))
     return list(getattr(engine.optimizer, name))
 
 
 def states(engine: Any) -> Iterator[State]:
-    """Yield the states of this rank that are in memory, weights first."""
+    """Yield this rank's states that are in memory, weights first."""
     for group, flat in enumerate(model_weights(engine)):
         if flat is not None and flat.numel():
             yield State(WEIGHTS, group, flat.detach().view(-1))
     inner = optimizer_states(engine)
     for group, master in enumerate(master_partitions(engine)):
         if not master.numel():
-            continue  # on NVMe, with its moments
+            continue  # on NVMe, as are its moments
         yield State(MASTERS, group, master.detach().view(-1))
         for name, value in inner.get(master, {}).items():
             if torch.is_tensor(value) and value.numel() > 1:
@@ -159,7 +159,7 @@ def states(engine: Any) -> Iterator[State]:
 
 
 def parameters_in(engine: Any, state: State, start: int, stop: int) -> list[str]:
-    """Return the names of the parameters with values from `start` to `stop` of a state."""
+    """Return the names of the parameters with values between `start` and `stop` in a state."""
     flat = model_weights(engine)[state.group]
     if flat is None:
         return []
@@ -215,13 +215,14 @@ MASTER_COPIES = (
 
 
 def model_state_bytes(engine: Any) -> dict[str, int]:
-    """Return the bytes of an engine's live tensors, by kind: weights, master, optimizer, ...
+    """Return the bytes of an engine's live tensors by kind: weights, master, optimizer, ...
 
-    A storage is counted once, for the first kind that holds it. Host and device memory together.
+    Each storage is counted once, under the first kind that refers to it. Host and device memory
+    are added up.
 
     Args:
-        engine: after the last backward pass of a step, and after a first optimizer step, which
-            allocates the optimizer states.
+        engine: an engine after a step's last backward pass; a first optimizer step must already
+            have allocated the optimizer states.
     """
     seen: set[int] = set()
     optimizer = engine.optimizer

@@ -1,15 +1,16 @@
-"""`StepGate`: refuses an optimizer step by its gradient norm, before the weights change.
+"""`StepGate`: refuses an optimizer step based on its gradient norm, before the weights change.
 
 The norm of the global gradient is known only inside DeepSpeed's `optimizer.step()`, which reduces
 it over ranks and then updates the weights. At that point DeepSpeed itself skips a step whose norm
-is not finite: it clears the gradients and leaves weights, moments and its scheduler unchanged, and
-`engine.was_step_applied()` is False. The gate refuses a step by returning an infinite norm, so the
-skip is DeepSpeed's own at every ZeRO stage, precision and offload. Only the fp16 loss scaler must
-not take it for an overflow.
+is not finite: it clears the gradients, leaves weights, moments and its scheduler unchanged, and
+`engine.was_step_applied()` returns False. The gate refuses a step by returning an infinite norm,
+so DeepSpeed skips the step itself, at every ZeRO stage, precision and offload. The fp16 loss
+scaler must not treat it as an overflow.
 
 Replaced methods (DeepSpeed 0.19.8): `scaled_global_norm` in ZeRO-1 and 2, `_get_norm_groups` in
-ZeRO-3. BF16_Optimizer, which is ZeRO-1 with bf16 weights and float32 gradients, has neither; there
-it is `get_grads_for_norm`, which returns the gradients whose norm is taken.
+ZeRO-3. BF16_Optimizer, which implements ZeRO-1 with bf16 weights and float32 gradients, has
+neither; there the replaced method is `get_grads_for_norm`, which returns the gradients for the
+norm.
 """
 
 import math
@@ -22,25 +23,25 @@ from zerolm.common.errors import GaveUp
 from zerolm.engine.muon import uses_muon
 
 RefusalRule = Callable[[float], bool]  # gradient norm -> whether to refuse the step
-# At stage 3, and with offload, these advance Muon's momentum before the norm is known. They are not
-# called in a step that is refused before it starts. In a step that is refused by its norm it would
-# be too late, but with Muon the norm is not the gradient's and refuses no step.
+# At stage 3, and with offload, these methods update Muon's momentum before the norm is known. They
+# are skipped in a step that is refused before it starts. A refusal based on the norm would come
+# too late, but with Muon no step is refused by its norm, which is not the gradient's.
 MUON_UPDATES = ("_apply_muon_to_accumulated_grads", "_apply_muon_updates_cpu_offload")
 SCALE_AT_MINIMUM = "loss scale already at minimum"  # DeepSpeed raises a bare Exception
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 class StepGate:
-    """Decides between the gradient norm and the weight update of an engine.
+    """Decides whether to take a step, between an engine's gradient norm and its weight update.
 
     Args:
-        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3. Methods of its optimizer are replaced
-            for good.
+        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3. Its optimizer's methods are replaced
+            permanently.
 
     Attributes:
-        grad_norm: norm of the last step's gradient, unscaled; None after an overflow in DeepSpeed.
+        grad_norm: unscaled gradient norm of the last step; None if DeepSpeed found an overflow.
         refused: whether the gate refused the last step.
-        clip_norm: `gradient_clipping` of the ds config; 0 for no clipping.
+        clip_norm: `gradient_clipping` from the DeepSpeed config; 0: no clipping.
     """
 
     def __init__(self, engine: Any):
@@ -65,18 +66,18 @@ class StepGate:
         refused: bool,
         should_refuse: RefusalRule,
     ) -> None:
-        """Take the optimizer step, or only clear the gradients. Every rank must call this.
+        """Take the optimizer step, or just clear the gradients. Every rank must call this.
 
         Args:
-            refused: do not take the step, whatever its norm.
-            should_refuse: given the norm, which is the same on all ranks, returns whether to
-                refuse the step.
+            refused: skip the step, whatever its norm.
+            should_refuse: returns whether to refuse a step with the given norm, which is the same
+                on all ranks.
 
         Raises:
             GaveUp: fp16 found no loss scale at which the gradients are finite.
         """
         self.grad_norm, self.refused, self._should_refuse = None, refused, should_refuse
-        self._optimizer.clip_grad = self.clip_norm  # a checkpoint has loaded its own
+        self._optimizer.clip_grad = self.clip_norm  # loading a checkpoint overwrites it
         try:
             engine.step()
         except Exception as error:
@@ -88,9 +89,9 @@ class StepGate:
         assert not (self.refused and engine.was_step_applied()), "DeepSpeed took a refused step"
 
     def discard(self, engine: Any) -> None:
-        """Clear the accumulated gradient, as if its passes had not been made.
+        """Clear the accumulated gradient, as if its backward passes had not been run.
 
-        Uses DeepSpeed's skip of a step, and restores the counters. Every rank must call this.
+        Makes DeepSpeed skip a step, and restores its counters. Every rank must call this.
         """
         counters = {name: getattr(engine, name) for name in COUNTERS}
         self.step(engine, True, _never)
@@ -98,9 +99,9 @@ class StepGate:
             setattr(engine, name, count)
 
     def _clear_offloaded_sums(self) -> None:
-        """Drop the float32 sums of a skipped step, which DeepSpeed adds to the next one.
+        """Drop a skipped step's float32 sums, which DeepSpeed would add to the next step's.
 
-        DeepSpeed 0.19.8 adds them at stage 2, with the optimizer on the host and gradients of
+        DeepSpeed 0.19.8 does so at stage 2 if the optimizer is on the host and gradients have
         another dtype.
         """
         if getattr(self._optimizer, "cpu_offload", False):
@@ -134,16 +135,17 @@ class StepGate:
     ) -> Any:
         """Return DeepSpeed's (gradients, expert gradients); infinite to refuse the step.
 
-        Without tensor parallelism the norm is that of the ranks' partitions, each read once by its
-        owner: DeepSpeed gets it as a gradient of one value, and clips only this rank's partitions.
-        It is summed in float64: torch's float32 sum on a CPU is 1% off for 1e8 values.
+        Without tensor parallelism, the norm is computed from the ranks' partitions, each read once
+        by its owner. It is returned to DeepSpeed as a gradient with one value, and DeepSpeed clips
+        only this rank's partitions. Squares are summed in float64: torch's float32 sum on a CPU is
+        1% off for 1e8 values.
         """
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
         optimizer = self._optimizer
-        mpu = optimizer.mpu  # with tensor parallelism a rank has only shards of gradients
+        mpu = optimizer.mpu  # set with tensor parallelism, when a rank has only shards of gradients
         partitions = optimizer.fp32_groups_gradient_flat_partition
-        if for_clipping:  # Muon reads the matrices of which it owns a part
+        if for_clipping:  # Muon reads all matrices that it partly owns
             is_complete = mpu or uses_muon(optimizer)
             return original(*args, for_clipping=True) if is_complete else partitions
         if mpu:
@@ -154,7 +156,7 @@ class StepGate:
             norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in partitions]
             square = torch.stack(norms).square().sum()
             if (ranks := torch.distributed.get_world_size()) > 1:
-                torch.distributed.all_reduce(square)  # of every copy, so that all get the same bits
+                torch.distributed.all_reduce(square)  # over all copies, for identical bits
                 square /= ranks // torch.distributed.get_world_size(optimizer.dp_process_group)
             norm = square.sqrt().float()
             gradients = [norm[None]]

@@ -1,6 +1,6 @@
-"""Changes to the hooks of DeepSpeed 0.19.8 that gather and release weights under ZeRO-3.
+"""Changes to DeepSpeed 0.19.8's hooks that gather and release weights under ZeRO-3.
 
-The hooks record in which order modules run, and prefetch by that record in later passes.
+The hooks record the order in which modules run, and later passes prefetch in that order.
 """
 
 from collections.abc import Callable
@@ -11,18 +11,19 @@ import torch
 
 
 def fit_zero3_to_recomputation() -> None:
-    """Change DeepSpeed for good, so that recomputed activations are those of the forward pass.
+    """Change DeepSpeed permanently so that recomputed activations equal those of the forward pass.
 
-    - Its linear function adds biases out of place. It adds them in place to the output of the
-      matmul, which `selective` keeps, inside an autograd function, where torch does not notice
-      that the kept tensor changes; the recomputation would add the bias a second time.
-    - Its hooks gather and release weights unseen by `selective`, which requires that a block runs
-      the same operators in the forward pass and in the recomputation. What the hooks have to run
-      depends on what is gathered already: persistent parameters after a load, prefetched ones,
-      those that an evaluation before the first step has left.
-    - A recomputation ends as soon as it has what it needs, by an exception, which leaves modules on
-      the hooks' stack of running ones: a few for each block and micro-batch. The stack is emptied
-      when the model starts.
+    - Make its linear function add biases out of place. By default, it adds them in place to the
+    matmul's output, which `selective` keeps. This happens inside an autograd function, where torch
+    does not notice that the kept tensor changes, so the recomputation would add the bias a second
+    time.
+    - Hide the hooks' operators from `selective`, which requires that a block runs the same
+    operators in the forward pass and in the recomputation. Which operators the hooks run depends
+    on the weights already gathered: persistent ones after a load, prefetched ones, and those left
+    over from an evaluation before the first step.
+    - Empty the hooks' stack of running modules whenever the model starts. A recomputation ends
+    with an exception as soon as it has what it needs, which leaves a few modules on the stack for
+    each block and micro-batch.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
@@ -36,13 +37,13 @@ def fit_zero3_to_recomputation() -> None:
 
 
 def follow_external_parameters() -> None:
-    """Change DeepSpeed for good, so that a module may read its children's weights in any pass.
+    """Change DeepSpeed permanently so that a module may read its children's weights in any pass.
 
-    Mamba-2's mixer and Qwen3-Next's read the weight of a convolution instead of calling it. Where
-    it is not gathered DeepSpeed adds it to what it gathers for the mixer, but its record of the
-    order was made without it: "tracing error at step". That is so in a pass before which all
-    weights were released, as when a step is computed again, if the first pass of this process found
-    the weight gathered, as after a load. The record is then made again.
+    The mixers of Mamba-2 and Qwen3-Next read a convolution's weight instead of calling the
+    convolution. If the weight is not gathered, DeepSpeed adds it to the weights that it gathers
+    for the mixer, but the recorded order lacks it: "tracing error at step". This happens if the
+    weight was gathered in the process's first pass (as after a load), but all weights were
+    released before a later one (as when a step is recomputed). The order is then recorded again.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -52,10 +53,10 @@ def follow_external_parameters() -> None:
 
 
 def leave_partitions_out_of_graphs() -> None:
-    """Stop DeepSpeed's linear function from asking in a graph whether a weight is partitioned.
+    """Stop DeepSpeed's linear function from checking in a graph whether a weight is partitioned.
 
-    All weights of a compiled block are gathered. torch 2.11 would compile a graph for each block,
-    since it guards on the weight's `ds_id` in the first block.
+    All weights of a compiled block are gathered anyway. With the check, torch 2.11 would compile a
+    graph for each block, since it guards on the `ds_id` of the first block's weight.
     """
     import torch
     from deepspeed.runtime.zero import linear, partition_parameters
@@ -67,14 +68,14 @@ def leave_partitions_out_of_graphs() -> None:
 
 
 def bound_gathers(engine: Any, new_event: Callable[[], Any] = torch.cuda.Event) -> None:
-    """Let the host gather a block, and what follows it, only when the block before it has begun.
+    """Make the host gather a block and the following ones only once the previous block has begun.
 
-    Launching a block takes much less time than running it, and memory that a stream still uses
-    is not given to another: a host that runs ahead would gather the weights of many blocks.
+    Launching a block takes much less time than running it, and memory in use by one stream is not
+    reused by another, so a host that runs ahead would gather the weights of many blocks.
 
     Args:
-        engine: of ZeRO-3 on CUDA, where blocks are leaf modules.
-        new_event: for tests.
+        engine: a ZeRO-3 engine on CUDA, with blocks as leaf modules.
+        new_event: replaced in tests.
     """
     from deepspeed.utils import z3_leaf_module
 
@@ -97,7 +98,7 @@ def bound_gathers(engine: Any, new_event: Callable[[], Any] = torch.cuda.Event) 
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace a function by `wrapper(function)`, once in a process."""
+    """Replace a function with `wrapper(function)`, once per process."""
     function = getattr(owner, name)
     done = getattr(function, "wrappers", ())
     if wrapper not in done:
@@ -107,7 +108,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
 
 
 def _outside_dispatch_modes(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook whose operators are not seen by the modes of selective checkpointing."""
+    """Return a hook that runs outside the dispatch modes of selective checkpointing."""
 
     def call(*args: Any) -> None:
         from torch.utils._python_dispatch import _disable_current_modes
@@ -131,7 +132,7 @@ def _with_an_empty_stack(hook: Callable[..., None]) -> Callable[..., None]:
 
     def call(self: Any, module: torch.nn.Module) -> None:
         if module is self.module:
-            del parameter_offload.FWD_MODULE_STACK[1:]  # the first is the model itself
+            del parameter_offload.FWD_MODULE_STACK[1:]  # the first entry is the model itself
         hook(self, module)
 
     return call

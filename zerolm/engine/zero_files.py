@@ -1,10 +1,10 @@
-"""Read the checkpoint files of DeepSpeed's ZeRO, without DeepSpeed.
+"""Read DeepSpeed's ZeRO checkpoint files without DeepSpeed.
 
-A shard is the file of one rank's optimizer states: flat tensors, one for each parameter group.
-Files are read with `safe_load.read_data` and memory-mapped, so only values that are used are
-loaded. `Partitions` computes where each parameter's values are. Supports stages 1, 2 and 3 of
-DeepSpeed 0.19 in any precision, also stage 1 in bf16 with fp32 accumulation, which has its own
-format that DeepSpeed's `zero_to_fp32` cannot read.
+A shard is the file with one rank's optimizer states: a flat tensor for each parameter group. Files
+are read with `safe_load.read_data` and memory-mapped, so only values that are used are loaded.
+`Partitions` computes where each parameter's values are. Supports stages 1, 2 and 3 of DeepSpeed
+0.19 in any precision, including stage 1 in bf16 with fp32 accumulation, whose format DeepSpeed's
+`zero_to_fp32` cannot read.
 """
 
 import re
@@ -21,7 +21,7 @@ from zerolm.common.values import Tensor
 from zerolm.engine.partitions import Partitions, num_shards
 from zerolm.engine.safe_load import interpreted, read_data
 
-MASTER = "float32 master"  # besides the optimizer's own names, such as exp_avg
+MASTER = "float32 master"  # used alongside the optimizer's own names, such as exp_avg
 
 
 def model_file(
@@ -31,7 +31,7 @@ def model_file(
 
     Args:
         tensor_rank: rank within a tensor-parallel group.
-        rank: used at stage 3 only, where each file has its rank's part of frozen parameters.
+        rank: used only at stage 3, where each file contains its rank's part of frozen parameters.
     """
     name = f"mp_rank_{tensor_rank:02d}"
     if manifest["zero_stage"] == 3:
@@ -40,7 +40,7 @@ def model_file(
 
 
 def optimizer_files(directory: Path, num_shards: int, tensor_rank: int = 0) -> list[Path]:
-    """Return the shards of one tensor-parallel rank, in the order of ranks."""
+    """Return the shards of one tensor-parallel rank, ordered by rank."""
     pattern = re.compile(
         rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{tensor_rank:02d}_optim_states\.pt"
     )
@@ -49,8 +49,8 @@ def optimizer_files(directory: Path, num_shards: int, tensor_rank: int = 0) -> l
     }
     if sorted(found) != list(range(num_shards)):
         raise CheckpointError(
-            f"{directory}: has optimizer states of ranks {sorted(found)}, but its manifest says "
-            f"{num_shards} ranks. Resume from another checkpoint."
+            f"{directory}: contains optimizer states for ranks {sorted(found)}, but its manifest "
+            f"lists {num_shards} ranks. Resume from another checkpoint."
         )
     return [found[rank] for rank in range(num_shards)]
 
@@ -59,30 +59,30 @@ def partitions(param_shapes: Any, num_shards: int, stage: int) -> Partitions:
     """Return the layout of the parameters over the ranks that share them.
 
     Args:
-        param_shapes: {name: torch.Size} of each group, from a model file or an engine.
+        param_shapes: {name: torch.Size} for each group, from a model file or an engine.
     """
     groups = [{name: shape.numel() for name, shape in group.items()} for group in param_shapes]
     return Partitions(groups, num_shards, per_parameter=stage == 3)
 
 
 def base_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict of the optimizer that ZeRO wraps, from that of a shard or engine."""
+    """Return the wrapped optimizer's state dict from that of a shard or engine."""
     stage_3 = "optimizer_state_dict"
     return state[stage_3 if stage_3 in state else "base_optimizer_state"]
 
 
 def masters_key(state: dict[str, Any]) -> str:
-    """Return the key of the masters. Under that of stages 1 and 2 they may lack their padding."""
+    """Return the key of the masters. The masters of stages 1 and 2 may lack their padding."""
     return "fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"
 
 
 def masters(state: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the float32 masters of each group, from the state dict of a shard or engine."""
+    """Return each group's float32 masters from the state dict of a shard or engine."""
     return state[masters_key(state)]
 
 
 def group_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the optimizer's states of each group, in the order of the masters."""
+    """Return each group's optimizer states, in the order of the masters."""
     base = base_state(state)
     numbers = [number for group in base["param_groups"] for number in group["params"]]
     return [base["state"].get(number, {}) for number in numbers]
@@ -101,15 +101,15 @@ def copy_partitions(
     dtypes: dict[str, torch.dtype],
     open_file: Callable[[Path], dict[str, Any]] = open_shard,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return a rank's part of each group: masters and optimizer states, in a new layout.
+    """Return a rank's part of each group in a new layout: masters and optimizer states.
 
-    One shard is open at a time, and only its pages that are copied are loaded.
+    One shard is open at a time, and only the pages that are copied are loaded.
 
     Args:
         old: layout of `files`.
-        new: layout of the result, which may have only some of the parameters.
+        new: layout of the result, which may include only some of the parameters.
         files: the shards, by rank.
-        dtypes: {name: dtype} of the tensors to return: `MASTER` and states of the optimizer.
+        dtypes: {name: dtype} of the tensors to return: `MASTER` and optimizer states.
         open_file: opens a shard; may keep it open for later calls.
     """
     flats = [
@@ -127,23 +127,25 @@ def copy_partitions(
                 values = values[copy.source_offset : copy.source_offset + copy.length]
                 if len(values) != copy.length or not values.is_floating_point():
                     found = f"{len(values)} values of {values.dtype}"
-                    raise ValueError(f"{files[source_rank].name}: has {found}, not {copy.length}")
+                    raise ValueError(
+                        f"{files[source_rank].name}: contains {found}, not {copy.length}"
+                    )
                 flats[copy.group][key][copy.offset : copy.offset + copy.length] = values
     return flats
 
 
 class Weights:
-    """The weights of a verified checkpoint, loaded one at a time: float32 masters, and buffers.
+    """The weights of a verified checkpoint, loaded one at a time: float32 masters and buffers.
 
     Args:
         tensor_rank: rank within a tensor-parallel group. Rank 0 returns complete matrices, joined
-            from those of all ranks; others return their own part.
-        state: `MASTER`, or the state of the optimizer to return in place of the masters.
+            from all ranks; other ranks return their own part.
+        state: `MASTER`, or the optimizer state to return in place of the masters.
 
     Attributes:
-        converts: False: names and shapes are those of the model's code.
-        shapes: {name: torch.Size} of the parameters; tied ones have one name.
-        tied: {other name: name} of tied parameters.
+        converts: False, since names and shapes match the model's code.
+        shapes: {name: torch.Size} of the parameters; tied parameters appear once.
+        tied: {other name: name in `shapes`} of tied parameters.
         buffers: names of the buffers.
 
     Raises:
@@ -184,7 +186,7 @@ class Weights:
 
     @cached_property
     def listed(self) -> dict[str, Tensor]:
-        """{name: shape and dtype} of parameters, complete and tied ones once, and of buffers."""
+        """{name: shape and dtype} of buffers and complete parameters; tied ones appear once."""
         with interpreted(self._directory):
             listed = {name: self._full_shape(name) for name in self.shapes} | self._frozen
             listed |= {name: self._model_state["module"][name].shape for name in self.buffers}
@@ -208,7 +210,7 @@ class Weights:
         """Return a parameter or buffer by any of its names, without loading any other.
 
         Raises:
-            CheckpointError: the files do not have it, or have no tensor of its size.
+            CheckpointError: the files lack the tensor, or contain one of another size.
         """
         with interpreted(self._directory):
             return self._tensor(name)
@@ -224,14 +226,16 @@ class Weights:
         return own if dim is None else torch.cat([own, *(o._part(name) for o in self._others)], dim)
 
     def _frozen_parameter(self, name: str) -> torch.Tensor:
-        """Return a parameter that is not trained: stage 3 saves a part of it for each rank."""
+        """Return a frozen parameter, of which each rank saves a part at stage 3."""
         states = [read_data(path, mapped=True) for path in self._model_files]
         parts = [state["frozen_param_fragments"][name].flatten() for state in states]
         shape = self._frozen[name]
         return torch.cat(parts)[: shape.numel()].view(shape)
 
     def _sharded_dim(self, name: str) -> int | None:
-        """Return the dimension along which tensor parallelism shards a parameter, None if none."""
+        """Return the dimension along which tensor parallelism shards a parameter; None if not
+        sharded.
+        """
         info = self._model_state["universal_checkpoint_info"]
         if f"^{re.escape(name)}$" in info["tp_replicated_parameter_patterns"]:
             return None
@@ -246,7 +250,7 @@ class Weights:
         return flat[self._state].view(shape)
 
     def release(self) -> None:
-        """Close the shards, so that their mapped pages can leave memory."""
+        """Close the shards so that the kernel can evict their mapped pages."""
         self._open.clear()
         for other in self._others:
             other.release()

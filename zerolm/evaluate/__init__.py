@@ -1,7 +1,7 @@
-"""Evaluations of a model, in a run or exported: one module each, and this list of them.
+"""Evaluations of a model, during a run or after export: one module each, and the list of them.
 
-Its order is the order in which they run (`Evaluation`). A module of one imports little at its top,
-so that `--help` is instant. Must not depend on checkpoints or the training loop.
+Evaluations run in the order of `EVALUATIONS`. Their modules import little at the top, so `--help`
+is instant. Must not depend on checkpoints or the training loop.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,14 +39,14 @@ def _downstream(settings: Any) -> list[type[Evaluation]]:
 
 
 def downstream_interval(settings: Any, default: int) -> int | None:
-    """Return the value of the setting in a run; None if nothing is evaluated at it."""
+    """Return the setting's value in a run; None if no evaluation uses this interval."""
     if not _downstream(settings):
         return settings.downstream_interval
     return settings.downstream_interval or settings.eval_interval or default
 
 
 def problems(settings: Any) -> list[str]:
-    """Return the problems of the settings themselves, one line each."""
+    """Return problems with the settings themselves, one line each."""
     needs: dict[str, tuple[str, ...]] = {
         DOWNSTREAM: tuple(kind.setting for kind in EVALUATIONS if kind.interval == DOWNSTREAM)
     }
@@ -72,15 +72,16 @@ def input_problems(
     config: Any,
     environment: Mapping[str, str],
 ) -> list[str]:
-    """Return the problems of the files, tasks and tokenizer that the settings name, one line each.
+    """Return problems with the files, tasks and tokenizer that the settings name, one line each.
 
-    The caller refuses only a new run for these. A resumed run continues without the evaluation: a
-    file may have moved since, or a hub may be down. Only rank 0 reads inputs that only it uses.
+    The caller refuses only a new run because of them. A resumed run continues without the
+    evaluation, since a file may have been moved or a hub may be down. Inputs that only rank 0 uses
+    are read only there.
 
     Args:
         sources: training sources; empty if none could be opened.
-        config: that of the model; None if it could not be read.
-        environment: the launcher's variables.
+        config: the model config; None if it could not be read.
+        environment: the launcher's environment variables.
     """
     wanted = [kind for kind in EVALUATIONS if kind.on_texts and kind.wanted(settings)]
     if not wanted or not sources:
@@ -105,10 +106,10 @@ def input_problems(
 
 
 def max_text_tokens(settings: Any, config: Any, tokenizer: Any) -> int:
-    """Return the maximum tokens of a text in a forward pass during a run.
+    """Return the maximum number of tokens in a text for a forward pass during a run.
 
-    At most a training sequence: the model has learned no positions beyond it, and training may
-    leave no memory for more. `settings` are resolved as far as possible.
+    This is at most the length of a training sequence: the model has learned no positions beyond
+    it, and training may leave no memory for more. `settings` are resolved as far as possible.
     """
     from zerolm.evaluate.text_coder import max_length
 
@@ -117,7 +118,7 @@ def max_text_tokens(settings: Any, config: Any, tokenizer: Any) -> int:
 
 
 def summary(plan: "Plan") -> dict[str, str]:
-    """Return the lines of evaluations in the plan of a run."""
+    """Return the evaluations' lines in the plan of a run."""
     lines = {name: line for kind in EVALUATIONS for name, line in kind.summary(plan).items()}
     if names := [kind.label(plan.settings) for kind in _downstream(plan.settings)]:
         every = plan.settings.downstream_interval

@@ -1,4 +1,4 @@
-"""CORE of DCLM as nanochat computes it: reading the bundle, building the prompts, and the score.
+"""DCLM's CORE as nanochat computes it: reading the bundle, building prompts, and scoring.
 
 Li et al., "DataComp-LM" (https://arxiv.org/abs/2406.11794),
 section 3.5. Source of every step: nanochat 92d63d4, `core_eval.py` and `base_eval.py`; the
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 CONFIG, META_DATA, DATA = "core.yaml", "eval_meta_data.csv", "eval_data"
 CHOICES, SCHEMA, LANGUAGE_MODELING = "multiple_choice", "schema", "language_modeling"
 SHUFFLE_SEED, FEWSHOT_SEED = 1337, 1234
-CHUNK_ITEMS = 256  # whose prompts are in memory at once
+CHUNK_ITEMS = 256  # items whose prompts are in memory at the same time
 EXAMPLE = "the unpacked eval_bundle, see docs/evaluation.md"
 
 Item = dict[str, Any]
 
 
 class Core(Evaluation):
-    """The mean and the centered accuracy of each task; `core.json` has the outcomes."""
+    """Centered accuracy of each task and their mean; `core.json` records the outcomes."""
 
     name = setting = "core"
     logged_key = "eval/core"
@@ -49,13 +49,13 @@ class Core(Evaluation):
     METRICS = (
         Metric("eval/core", "share",
             Panel("CORE", points=True,
-                about="Mean centered accuracy of the tasks of CORE: random answers get 0."),
-            "mean of the centered accuracies of the tasks of CORE, as DCLM and nanochat define it: "
-            "random answers get 0, perfect ones 1", better=HIGHER),
+                about="Mean centered accuracy of the CORE tasks: random answers score 0."),
+            "mean of the centered accuracies of the CORE tasks, as defined by DCLM and nanochat: "
+            "random answers score 0, perfect ones 1", better=HIGHER),
         Metric("eval/core/<task>", "share",
             Panel("CORE by task", many=True, points=True,
-                about="Centered accuracy of each task: random answers get 0."),
-            "centered accuracy of one task of CORE", better=HIGHER),
+                about="Centered accuracy of each task: random answers score 0."),
+            "centered accuracy of one CORE task", better=HIGHER),
     )
     # fmt: on
     HEADLINES = (Headline("eval/core", "CORE", "{:.4f}", "mean centered accuracy"),)
@@ -65,13 +65,13 @@ class Core(Evaluation):
         core: str | None = flag(
             "evaluation",
             "text",
-            "evaluate on CORE, the 22 tasks of DCLM; directory of the unpacked eval_bundle",
+            "evaluate on CORE, the 22 DCLM tasks; directory of the unpacked eval_bundle",
             shows="DIR",
             no_tensor_parallel=OWN_TEXTS,
         )
         core_items: int = count(
             "evaluation",
-            "use only N items of each task of CORE; 0: all",
+            "use only N items of each CORE task; 0: all",
             "N",
             minimum=0,
             default=500,
@@ -79,7 +79,7 @@ class Core(Evaluation):
 
     @classmethod
     def label(cls, settings: Any) -> str:
-        return f"CORE ({settings.core_items or 'all'} items of each task)"
+        return f"CORE ({settings.core_items or 'all'} items per task)"
 
     def __init__(self, *given: Any):
         super().__init__(*given)
@@ -110,7 +110,7 @@ class Task(NamedTuple):
     Attributes:
         kind: `CHOICES`, `SCHEMA` or `LANGUAGE_MODELING`.
         baseline: accuracy of random answers.
-        items: the first items of the shuffled task, limited in number.
+        items: items of the shuffled task, limited to the first ones.
     """
 
     label: str
@@ -121,7 +121,7 @@ class Task(NamedTuple):
     items: list[Item]
 
     def centered(self, accuracy: float) -> float:
-        """Return an accuracy scaled so that random answers get 0."""
+        """Return an accuracy scaled so that random answers score 0."""
         return (accuracy - self.baseline) / (1.0 - self.baseline)
 
 
@@ -133,7 +133,7 @@ def read_bundle(directory: str | Path, limit: int = 0) -> list[Task]:
     """Read the tasks of a bundle and their items.
 
     Args:
-        limit: maximum items per task, after shuffling; 0 for all.
+        limit: maximum number of items per task, taken after shuffling; 0: all.
     """
     base = Path(directory)
     config, baselines = _read_config(base / CONFIG), _read_baselines(base / META_DATA)
@@ -201,7 +201,7 @@ def _read_task(base: Path, entry: Any, where: str, baselines: dict[str, float], 
         )
     baseline = baselines.get(label, math.nan)
     if not baseline < 1:
-        raise ConfigError(f"{base / META_DATA}: has no random baseline below 100 for {label}.")
+        raise ConfigError(f"{base / META_DATA}: no random baseline below 100 for {label}.")
     path = base / DATA / uri
     items = _read_items(path, kind)
     random.Random(SHUFFLE_SEED).shuffle(items)
@@ -223,7 +223,7 @@ def _read_items(path: Path, kind: str) -> list[Item]:
     return items
 
 
-# Keys of an item: the text that all options share, or the options.
+# Keys of an item: the text that all options share, and the options.
 KEYS = {
     CHOICES: ("query", "choices"),
     SCHEMA: ("continuation", "context_options"),
@@ -237,10 +237,10 @@ def _problem(item: Any, kind: str) -> str | None:
     if missing:
         return f"not a JSON object with {' and '.join(missing)}"
     if kind == LANGUAGE_MODELING:
-        return None if all(map(_is_text, map(item.get, keys))) else f"{keys} are not texts"
+        return None if all(map(_is_text, map(item.get, keys))) else f"{keys} must be strings"
     text, options, gold = item[keys[0]], item[keys[1]], item.get("gold")
     if not _is_text(text) or not isinstance(options, list) or not all(map(_is_text, options)):
-        return f"{keys[0]} is not a text, or {keys[1]} not a list of texts"
+        return f"{keys[0]} must be a string, and {keys[1]} a list of strings"
     if type(gold) is not int or not 0 <= gold < len(options):
         return f"gold: {gold!r} is not the number of one of the {len(options)} {keys[1]}"
     return None
@@ -255,9 +255,9 @@ def _is_text(value: Any) -> bool:
 
 
 def prompts(task: Task, number: int) -> list[str]:
-    """Return the prompts of an item, examples first: one per option.
+    """Return an item's prompts, one per option; each starts with the examples.
 
-    Language modeling has two: without and with the continuation.
+    Language modeling has two prompts: without and with the continuation.
     """
     item, delimiter = task.items[number], task.delimiter
     others = [other for other in range(len(task.items)) if other != number]
@@ -284,9 +284,9 @@ def _solved(task: Task, item: Item) -> str:
 def item_rows(task: Task, number: int, coder: "TextCoder", max_length: int) -> list["Row"]:
     """Return the rows to score for an item: one per option, or one for language modeling.
 
-    The scored tokens follow the common start of all options (multiple choice), or are their common
-    end (schema), or the continuation. Rows have at most `max_length` tokens; longer ones lose their
-    first tokens. A row with no scored token is possible.
+    The scored tokens are those after the options' common start (multiple choice), the options'
+    common end (schema), or the continuation (language modeling). Rows are truncated to
+    `max_length` tokens by dropping the first ones. A row may have no scored token.
     """
     from zerolm.evaluate.likelihood import Row
 
@@ -324,7 +324,7 @@ def _common_length(sequences: Sequence[list[int]]) -> int:
 
 
 def chunks(tasks: Sequence[Task]) -> Iterator[tuple[int, range]]:
-    """Yield (task number, item numbers) whose rows are scored together."""
+    """Yield (task number, numbers of the items to score together)."""
     for number, task in enumerate(tasks):
         for start in range(0, len(task.items), CHUNK_ITEMS):
             yield number, range(start, min(start + CHUNK_ITEMS, len(task.items)))
@@ -337,7 +337,7 @@ def is_correct(
 
     Args:
         rows: the result of `item_rows`.
-        scores: (log-likelihood, whether each token is the likeliest) of each row.
+        scores: (log-likelihood, whether all tokens are the likeliest) for each row.
     """
     if task.kind == LANGUAGE_MODELING:
         return scores[0][1] and rows[0].num_scored > 0
@@ -349,10 +349,10 @@ def is_correct(
 
 
 def figures(tasks: Sequence[Task], outcomes: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Return {`core`: mean of the centered accuracies, `core/<task>`: centered accuracy}.
+    """Return {`core`: mean centered accuracy, `core/<task>`: centered accuracy of a task}.
 
     Args:
-        outcomes: one list per task: whether each item is answered correctly.
+        outcomes: for each task, whether each item is answered correctly.
     """
     centered = {
         f"core/{task.label}": task.centered(sum(correct) / len(correct))
@@ -362,7 +362,7 @@ def figures(tasks: Sequence[Task], outcomes: Sequence[Sequence[bool]]) -> dict[s
 
 
 def to_json(tasks: Sequence[Task], outcomes: Sequence[Sequence[bool]]) -> dict[str, Any]:
-    """Return accuracy, number of items and outcome of each item, by task."""
+    """Return each task's accuracy, number of items, and outcome of each item."""
     return {
         task.label: {
             "accuracy": sum(correct) / len(correct),

@@ -1,14 +1,14 @@
-"""`Crashes`: how a run handles an error in an evaluation; and `evaluation_mode`.
+"""`Crashes`: how a run handles errors in evaluations. Also `evaluation_mode`.
 
-An error in work that rank 0 does alone is logged as an event, and training continues. An
-error in a forward pass ends the run if other ranks may be inside it.
+An error in work done only on rank 0 is logged as an event, and training continues. An error in a
+forward pass ends the run if other ranks may be in the same pass.
 
 A forward pass that runs out of memory, or an evaluation that hangs, would fail again after each
-restart, while one that was killed from outside would not. So before any rank computes, rank 0
-records the evaluation in `evaluation_begun.json`, and removes the record when it ends. A launch
-that finds a record knows that the previous one crashed. Two crashes at a step, in any of its
-evaluations, disable the step, because the supervisor gives up after three crashes at the same step.
-Must not depend on the evaluations themselves.
+restart, but one that was killed from outside would not. So before any rank computes, rank 0
+records the evaluation in `evaluation_begun.json`, and removes the record when the evaluation ends.
+A record left over from the previous launch means that it crashed. After two crashes at a step, in
+any of its evaluations, the step is no longer evaluated, because the supervisor gives up after
+three crashes at the same step. Must not depend on the evaluations themselves.
 """
 
 import random
@@ -29,17 +29,17 @@ from zerolm.engine.protocol import Model
 from zerolm.evaluate.runner import ForwardError
 from zerolm.run_dir.files import RunFiles
 
-MAX_CRASHES = 2  # at one step
+MAX_CRASHES = 2  # at the same step
 
 
 class Crashes:
-    """Logs the errors of evaluations, and remembers which evaluation crashed the run.
+    """Logs errors in evaluations, and records which evaluations crashed the run.
 
     Args:
         survives_forward_error: whether training may continue after an error in a forward pass.
 
     Attributes:
-        disabled_steps: {step at which nothing is evaluated any more: tokens of the run}.
+        disabled_steps: {step that is no longer evaluated: the run's tokens at the step}.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Crashes:
         self.disabled_steps: dict[int, int] = {}
 
     def restore(self, log: Any) -> None:
-        """Log the crash of the launch before, if there was one. Every rank must call this."""
+        """Log the previous launch's crash in an evaluation, if any. Every rank must call this."""
         if self._is_rank0:
             attempt = self._attempts.load()
             if attempt is not None:
@@ -72,7 +72,7 @@ class Crashes:
 
     @contextmanager
     def logged_errors(self, what: str, progress: Any, log: Any) -> Iterator[None]:
-        """Log an error and continue; only where no other rank waits for this one."""
+        """Log an error and continue; use only if no other rank waits for this one."""
         try:
             yield
         except Exception as error:
@@ -101,7 +101,7 @@ class Crashes:
 
 @contextmanager
 def evaluation_mode(engine: Model) -> Iterator[None]:
-    """Put the engine into evaluation mode; restore its mode and the random generators after."""
+    """Put the engine into evaluation mode; on exit, restore its mode and the random generators."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     device = torch.cuda.get_rng_state(engine.device) if engine.device.type == "cuda" else None
     engine.eval()
@@ -130,7 +130,7 @@ class _Record(TypedDict):
 
 
 class EvaluationAttempts:
-    """The record of the attempts of a run at evaluations. Used by rank 0 only.
+    """The record of a run's attempted evaluations. Used only on rank 0.
 
     Attributes:
         crashed: attempts during which the run crashed.
@@ -141,14 +141,14 @@ class EvaluationAttempts:
         self.crashed: list[Attempt] = []
 
     def load(self) -> Attempt | None:
-        """Read the record; return the attempt in which the previous launch crashed, if it did.
+        """Read the record; return the attempt in which the previous launch crashed, if any.
 
-        Without a readable record, earlier crashes are unknown, and everything is evaluated.
+        If the record cannot be read, earlier crashes are unknown and everything is evaluated.
         """
         try:
             record = read_record(self.path, _Record)
         except RecordError as error:
-            print_safely(f"{error.problems[0]} Earlier crashes in evaluations are forgotten.")
+            print_safely(f"{error.problems[0]} Ignoring earlier crashes in evaluations.")
             record = None
         if record is None:
             return None
@@ -159,7 +159,7 @@ class EvaluationAttempts:
         return attempt
 
     def disabled_steps(self) -> dict[int, int]:
-        """Return {step: tokens} of the steps at which nothing is evaluated any more."""
+        """Return {step: tokens} for the steps that are no longer evaluated."""
         crashes = Counter(attempt["step"] for attempt in self.crashed)
         return {
             attempt["step"]: attempt["tokens"]
@@ -172,11 +172,11 @@ class EvaluationAttempts:
         self._write({"step": step, "tokens": tokens, "what": what})
 
     def finish(self) -> None:
-        """Record that the evaluation has ended, with or without an error that the run survives."""
+        """Record that an evaluation ended, possibly with an error that the run survives."""
         self._write(None)
 
     def _write(self, attempt: Attempt | None) -> None:
-        # A full disk may lose the record, but an evaluation must not end the run.
+        # The record may be lost if the disk is full, but an evaluation must not end the run.
         with suppress(OSError):
             if attempt is None and not self.crashed:
                 self.path.unlink(missing_ok=True)

@@ -1,10 +1,11 @@
-"""`Evaluation`: a suite that models are measured with, with everything that only this suite knows.
+"""`Evaluation`: base class of evaluation suites, each with everything specific to the suite.
 
-It has flags, refusals, a line of the plan, metrics, and the measurement, which is the same in a run
-and in `zerolm evaluate`. `EVALUATIONS` in `zerolm/evaluate/__init__.py` lists all of them.
+A subclass defines flags, refusals, a line of the plan, metrics, and the measurement, which is the
+same in a run and in `zerolm evaluate`. `EVALUATIONS` in `zerolm/evaluate/__init__.py` lists all
+subclasses.
 
-The settings are made of the flags of all evaluations, so a module of an evaluation imports little
-at its top, and what its hooks need inside them.
+The settings include the flags of all evaluations, so each evaluation module imports little at its
+top, and what its hooks need inside the hooks.
 """
 
 import json
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     from zerolm.plan.plan import Plan
 
 OWN_TEXTS = "ranks that share a matrix would evaluate different texts"  # no_tensor_parallel
-TASKS = Panel("Tasks", points=True, about="Accuracy on downstream tasks, as lm-eval defines it.")
+TASKS = Panel("Tasks", points=True, about="Accuracy on downstream tasks, as defined by lm-eval.")
 
 
 def read_json_lines(path: Path, fix: str) -> Iterator[tuple[int, Any]]:
-    """Yield the values of JSON lines with their line numbers.
+    """Yield (line number, value) for each line of a JSON lines file.
 
     Args:
-        fix: end of the message of a ConfigError.
+        fix: last sentence of a ConfigError's message.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -51,11 +52,11 @@ def read_json_lines(path: Path, fix: str) -> Iterator[tuple[int, Any]]:
 
 @dataclass(frozen=True)
 class Scores:
-    """What an evaluation has measured.
+    """The results of an evaluation.
 
     Attributes:
         figures: metrics by name, without `eval/`.
-        file: content of the evaluation's file in the run directory, if it has one.
+        file: content of the evaluation's file in the run directory, if any.
     """
 
     figures: dict[str, float]
@@ -63,7 +64,7 @@ class Scores:
 
 
 class Headline(NamedTuple):
-    """A metric that a report shows among its first figures."""
+    """A metric shown among the first figures of a report."""
 
     key: str
     label: str
@@ -72,7 +73,7 @@ class Headline(NamedTuple):
 
 
 class ExportFlag(NamedTuple):
-    """A setting that `zerolm evaluate` takes too; what is not given is as in a run."""
+    """A setting that `zerolm evaluate` also accepts; fields left out are the same as in a run."""
 
     setting: str
     name: str = ""
@@ -85,7 +86,7 @@ class ExportFlag(NamedTuple):
 
 
 class Log(Protocol):
-    """What an evaluation uses of a run's log (`zerolm.tracking.run_log.RunLog`)."""
+    """The part of a run's log (`zerolm.tracking.run_log.RunLog`) that evaluations use."""
 
     files: RunFiles
     writes: bool
@@ -102,18 +103,18 @@ class Log(Protocol):
 
 
 class Evaluation(Part, ABC):
-    """A suite that models are measured with.
+    """An evaluation suite, such as a benchmark or the validation loss.
 
     Attributes:
-        name: its name in events and in the record of attempts, and that of its file.
-        setting: the one that turns it on. Its other flags need it.
-        requires: settings that it needs besides.
-        interval: the setting with the steps between two times.
+        name: name in events, in the record of attempts, and of its file.
+        setting: the setting that turns it on, required by its other flags.
+        requires: other settings that it needs.
+        interval: the setting with the number of steps between evaluations.
         on_texts: whether it needs a tokenizer.
-        on_every_rank: whether `measure` is called on every rank, and not only on rank 0.
-        of_other_weights: whether features' other weights, such as an average, are measured too.
-        OUTCOMES: key of each item's outcome in its file; "" if it has no file.
-        EXPORT: its flags of `zerolm evaluate`; it is for runs only if there are none.
+        on_every_rank: whether `measure` is called on every rank, not only on rank 0.
+        of_other_weights: whether it also measures features' other weights, such as an average.
+        OUTCOMES: key of each item's outcome in its file; "" if there is no file.
+        EXPORT: its flags in `zerolm evaluate`; empty if it works only in runs.
     """
 
     name: str
@@ -132,51 +133,51 @@ class Evaluation(Part, ABC):
 
     @classmethod
     def wanted(cls, settings: Any) -> bool:
-        """Return whether the settings ask for it."""
+        """Return whether the settings turn it on."""
         return all(getattr(settings, name) for name in (cls.setting, *cls.requires))
 
     @classmethod
     def problems(cls, settings: Any) -> Iterable[str]:
-        """Return why a run cannot have its settings, besides flags without `setting`."""
+        """Return problems with its settings, except flags given without `setting`."""
         return ()
 
     @classmethod
     def check(cls, settings: Any, coder: "TextCoder", max_length: int | None) -> None:
-        """Read its inputs before a run; raise a ConfigError if they cannot be used.
+        """Read the inputs before a run; raise a ConfigError if they cannot be used.
 
         Args:
-            max_length: maximum tokens of a text; None if not known.
+            max_length: maximum number of tokens in a text; None if unknown.
         """
         cls.build(settings)[0].read()
 
     @classmethod
     def label(cls, settings: Any) -> str:
-        """Return what the plan calls it."""
+        """Return its name in the plan."""
         return cls.name
 
     @classmethod
     def summary(cls, plan: "Plan") -> Mapping[str, str]:
-        """Return lines of the plan besides that of `label`, whether it is on or off."""
+        """Return further lines for the plan, whether it is on or off."""
         return {}
 
     @classmethod
     def build(cls, settings: Any, held_out: "HeldOut | None" = None) -> "Sequence[Evaluation]":
-        """Return what is measured, logged and retried on its own."""
+        """Return the evaluations to measure, log and retry separately."""
         return [cls(settings, held_out)]
 
     def __init__(self, settings: Any, held_out: "HeldOut | None" = None):
         self.settings, self.held_out = settings, held_out
 
     def read(self) -> None:
-        """Read its inputs, unless they have been read."""
+        """Read the inputs, unless they have been read."""
 
     # ---- A measurement
 
     @abstractmethod
     def measure(self, runner: "ModelRunner", step: int = 0) -> Scores:
-        """Measure the weights that the model has now, which is in evaluation mode.
+        """Measure the model's current weights. The model is in evaluation mode.
 
-        On rank 0, while the others compute what it asks the runner for; or on every rank.
+        Called on rank 0 while the other ranks serve the runner's requests, or on every rank.
         """
 
     def measure_export(self, runner: "ModelRunner") -> Scores:
@@ -186,10 +187,10 @@ class Evaluation(Part, ABC):
     # ---- In a run, on every rank
 
     def restore(self, log: Log, skipped_tokens: int) -> None:
-        """Resume; evaluations are skipped at a step where the run had this many tokens."""
+        """Resume; `skipped_tokens` is the token count at the last disabled step, or 0."""
 
     def due(self, progress: Any, is_due: Callable[[int], bool]) -> bool:
-        """Return whether it is due; called once a step.
+        """Return whether it is due; called once per step.
 
         Args:
             is_due: interval in steps -> whether it ends at this step.
@@ -199,17 +200,17 @@ class Evaluation(Part, ABC):
 
     @property
     def logged_key(self) -> str:
-        """A key for `Log.has`, which it has if it is logged."""
+        """The key that `Log.has` finds once the results are logged."""
         return f"eval/{self.name}/"
 
     def shown(self, figures: Mapping[str, float]) -> str:
-        """Return the figures as the console shows them."""
+        """Format the figures for the console."""
         return " ".join(f"{key}={value:.4g}" for key, value in figures.items())
 
     def record(
         self, scores: Scores, progress: Any, log: Log, print_line: Callable[..., None]
     ) -> None:
-        """Log, print and write what was measured, on rank 0."""
+        """Log, print and write the results, on rank 0."""
         where = {"step": progress.step, "tokens": progress.tokens}
         log.metrics({**where, **{f"eval/{key}": value for key, value in scores.figures.items()}})
         if self.OUTCOMES:

@@ -1,8 +1,8 @@
-"""`Evaluations` of a run: those of `EVALUATIONS` that its settings ask for, when they are due.
+"""`Evaluations`: runs the entries of `EVALUATIONS` that the settings turn on when they are due.
 
-Every rank runs them between two steps, once the checkpoint of the step is on disk. They leave the
+Every rank runs them between two steps, after the step's checkpoint is on disk. They leave the
 engine and all random generators unchanged. `Crashes` decides which errors end the run. Must not
-know an evaluation by name.
+refer to an evaluation by name.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,13 +33,13 @@ IsDue = Callable[[int], bool]
 
 
 class Evaluations:
-    """The evaluations of a run on one rank. Every rank makes the same calls.
+    """A run's evaluations on one rank. Every rank must make the same calls.
 
     Args:
         stream_options: shape and shard of this rank's validation batches, for `HeldOut`.
-        features: those whose other weights are evaluated beside the model's own.
+        features: features whose other weights are evaluated in addition to the model's own.
         print_line: prints on rank 0.
-        token_bytes: bytes of text of each token, for `HeldOut`.
+        token_bytes: number of text bytes in each token, for `HeldOut`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Evaluations:
             if kind.wanted(settings)
             for one in kind.build(settings, held_out)
         ]
-        # An error in a forward pass would leave other ranks waiting, or ZeRO-3 weights gathered.
+        # After an error in a forward pass, other ranks might wait or ZeRO-3 weights stay gathered.
         survives = engine.world_size == 1 and plan.profile.zero_stage < 3
         self.crashes = Crashes(plan.run_dir, self.is_rank0, survives, print_line)
         coder, self.tokenizer_error = self._open_tokenizer(plan)
@@ -79,9 +79,10 @@ class Evaluations:
         )
 
     def _open_tokenizer(self, plan: Plan) -> tuple[TextCoder | None, str | None]:
-        """Return the tokenizer of the training data, or why a rank cannot open it.
+        """Return the tokenizer of the training data, or why some rank cannot open it.
 
-        Preflight refuses a new run for this; a resumed run continues without evaluations on texts.
+        In that case preflight refuses a new run; a resumed run continues without evaluations on
+        texts.
         """
         if not any(each.on_texts for each in self.evaluations):
             return None, None
@@ -94,7 +95,9 @@ class Evaluations:
         return (None if problem else coder), problem
 
     def restore(self, log: Any, step: int) -> None:
-        """Restore what was due, and log a crash. All ranks call this, after each load."""
+        """Restore which evaluations are due, and log a crash. Every rank must call this after each
+        load.
+        """
         self.crashes.restore(log)
         disabled = [tokens for at, tokens in self.crashes.disabled_steps.items() if at <= step]
         for each in self.evaluations:
@@ -103,7 +106,8 @@ class Evaluations:
     def run_due(
         self, progress: Any, log: Any, is_due: IsDue, wait_for_checkpoint: Callable[[], None]
     ) -> None:
-        """Run the evaluations of this step that are due and not logged yet. All ranks call this.
+        """Run the evaluations that are due at this step and not yet logged. Every rank must call
+        this.
 
         Args:
             is_due: interval in steps -> whether it ends at this step.
@@ -129,7 +133,7 @@ class Evaluations:
             return
         scores = None
         with self.crashes.recorded(each.name, progress):
-            broadcast_object(None)  # now the record is on disk
+            broadcast_object(None)  # the record is on disk now
             logged = self.crashes.logged_errors(each.name, progress, log)
             with logged if self.crashes.survives_forward_error else nullcontext():
                 fault_point("evaluation.measure", progress.step)
@@ -139,9 +143,9 @@ class Evaluations:
                     each.record(scores, progress, log, self.print_line)
 
     def _measure_all(self, each: Evaluation, progress: Any, log: Any) -> Scores | None:
-        """Measure the weights, and other weights, such as their average.
+        """Measure the model's weights and other weights, such as their average.
 
-        `eval/web/loss` of the weights `ema` is `eval/web/ema_loss`.
+        With the weights `ema`, `eval/web/loss` becomes `eval/web/ema_loss`.
         """
         scores = self._measure(each, progress, log)
         if not each.of_other_weights:
@@ -158,7 +162,7 @@ class Evaluations:
         return scores
 
     def _measure(self, each: Evaluation, progress: Any, log: Any) -> Scores | None:
-        """Return what was measured; None on ranks that served rank 0, and after an error there."""
+        """Return the results; None on ranks that serve rank 0, and on rank 0 after an error."""
         if each.on_every_rank:
             return each.measure(self.runner, progress.step)
         if not self.is_rank0:

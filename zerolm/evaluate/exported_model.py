@@ -1,6 +1,6 @@
-"""Evaluates an exported model: `zerolm evaluate`, in one process.
+"""Evaluates an exported model in one process, for `zerolm evaluate`.
 
-Must not depend on a run or an engine, nor know an evaluation by name.
+Must not depend on a run or an engine, or refer to an evaluation by name.
 """
 
 import os
@@ -29,12 +29,12 @@ def evaluate_export(
     """Evaluate a model.
 
     Args:
-        directory: a model that `from_pretrained` loads, and its tokenizer.
-        settings: what to evaluate it with.
+        directory: contains a model that `from_pretrained` can load, and its tokenizer.
+        settings: the evaluations and their settings.
 
     Returns:
-        `model`; `figures`, {`<task>/<metric>`: value}; and by the name of each evaluation with
-        items their outcomes.
+        `model`; `figures`: {`<task>/<metric>`: value}; and for each evaluation with items, their
+        outcomes under its name.
     """
     if not (directory / "config.json").is_file():
         fact = "not a model directory" if directory.is_dir() else "no such directory"
@@ -80,10 +80,10 @@ def evaluate_export(
 
 
 def load_directory(directory: Path) -> Any:
-    """Load the model of a directory in its own precision, and run no code of the directory.
+    """Load a model in its own precision from a directory, without running code from the directory.
 
     Raises:
-        ConfigError: it needs such code, or a file is unreadable or damaged.
+        ConfigError: the model needs such code, or a file is unreadable or damaged.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -95,7 +95,9 @@ def load_directory(directory: Path) -> Any:
             directory, dtype="auto", local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, SafetensorError) as error:
-        for path in sorted(directory.iterdir()):  # safetensors calls an unreadable file absent
+        for path in sorted(
+            directory.iterdir()
+        ):  # safetensors reports an unreadable file as missing
             if not os.access(path, os.R_OK):
                 raise ConfigError(f"{path}: Permission denied. Let this user read it.") from None
         raise ConfigError(f"{directory}: cannot be loaded: {error}") from None

@@ -1,4 +1,4 @@
-"""`HeldOut`: validation shards, of a run or given for an exported model, and their sequences."""
+"""`HeldOut`: validation shards for a run or an exported model, and their sequences."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,18 +21,18 @@ from zerolm.shards.reader import Source, open_source
 from zerolm.shards.token_bytes import read_token_bytes
 from zerolm.shards.tokenizer import gives_equal_ids
 
-BATCH_TOKENS = 8192  # maximum of a forward pass of an exported model
-DEFAULT_SEQ_LEN = 2048  # or the positions of the model, if fewer
+BATCH_TOKENS = 8192  # maximum per forward pass of an exported model
+DEFAULT_SEQ_LEN = 2048  # or the model's positions, if fewer
 SDPA = "sdpa"
 
 
 class HeldOut(NamedTuple):
-    """Validation shards, and how they are divided into sequences.
+    """Validation shards, and their division into sequences.
 
     Attributes:
         options: shape and shard of this rank's batches, for `ValidationStream`.
-        token_bytes: bytes of text of each token, for `sums_by_source`; None if not known.
-        notices: what the user should know of them.
+        token_bytes: number of text bytes in each token, for `sums_by_source`; None if unknown.
+        notices: lines to print about the shards.
     """
 
     sources: Sequence[Source]
@@ -43,7 +43,7 @@ class HeldOut(NamedTuple):
     notices: Sequence[str] = ()
 
     def batches(self, device: Any) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield this rank's micro-batches; every rank has the same number of them."""
+        """Yield this rank's micro-batches; all ranks yield the same number."""
         stream = ValidationStream(self.sources, num_sequences=self.num_sequences, **self.options)
         yield from prefetch_to_device(make_loader(stream, 0, False), device)
 
@@ -56,7 +56,7 @@ class HeldOut(NamedTuple):
 
 
 def open_held_out(directory: Path, settings: Settings) -> HeldOut:
-    """Open the shards of `--val_data`, and check that they are for the model in a directory."""
+    """Open the shards in `--val_data`, and check that they match the model in a directory."""
     config = load_model_config(str(directory / "config.json"), [])
     positions, packing = max_positions(config), settings.packing
     seq_len = settings.seq_len or min(positions or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
@@ -99,12 +99,12 @@ def _check(source: Source, directory: Path, config: Any, seq_len: int, packing: 
     tokenizer = source.tokenizer_directory()
     if not tokenizer.is_dir():
         raise ShardError(
-            f"{tokenizer}: no such directory, so that nobody knows whether the ids are those of "
-            f"the model. Tokenize again."
+            f"{tokenizer}: no such directory, so the ids cannot be compared with the model's "
+            f"tokenizer. Tokenize again."
         )
     if not gives_equal_ids(tokenizer, directory):
         raise ShardError(
-            f"{source.directory}: its ids were not made by the tokenizer of the model in "
+            f"{source.directory}: its ids were not produced by the tokenizer of the model in "
             f"{directory}. Tokenize the text with --tokenizer {directory}."
         )
     vocab_size = config.get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""HellaSwag as in lm-eval: reading the items, building the requests, and both accuracies.
+"""HellaSwag as in lm-eval: reading items, building requests, and both accuracies.
 
 Zellers et al., "HellaSwag: Can a Machine Really Finish Your
 Sentence?" (2019). Source of every step: lm-evaluation-harness 0.4.13, `tasks/hellaswag`, and
@@ -36,7 +36,7 @@ EXAMPLE = "hellaswag_val.jsonl, or the hub id Rowan/hellaswag"
 
 
 class HellaSwag(Evaluation):
-    """Both accuracies; `hellaswag.json` has the outcomes."""
+    """Both accuracies on HellaSwag; `hellaswag.json` records the outcomes."""
 
     name = setting = "hellaswag"
     OUTCOMES = "outcomes"
@@ -49,7 +49,7 @@ class HellaSwag(Evaluation):
         Metric("eval/hellaswag/acc_norm", "share", TASKS,
             "the same, with log-likelihoods divided by the number of characters", better=HIGHER),
         Metric("eval/hellaswag/items", "items", None,
-            "number of HellaSwag items that were evaluated"),
+            "number of HellaSwag items evaluated"),
     )
     # fmt: on
     HEADLINES = (Headline("eval/hellaswag/acc_norm", "HellaSwag", "{:.1%}", "normalized accuracy"),)
@@ -90,7 +90,7 @@ class HellaSwag(Evaluation):
     def __init__(self, *given: Any):
         super().__init__(*given)
         self.items: list[Item] = []
-        self.rows: list[Row] = []  # of all endings
+        self.rows: list[Row] = []  # one per ending
 
     def read(self) -> None:
         if not self.items:
@@ -109,7 +109,7 @@ class HellaSwag(Evaluation):
 
 
 class Item(NamedTuple):
-    """A context, possible endings, and the number of the correct one."""
+    """A context, the possible endings, and the index of the correct one."""
 
     context: str
     endings: list[str]
@@ -117,25 +117,25 @@ class Item(NamedTuple):
 
     @property
     def requests(self) -> list[tuple[str, str]]:
-        """(context, continuation) of each ending."""
+        """(context, continuation) for each ending."""
         return [(self.context, f" {ending}") for ending in self.endings]
 
 
 class Outcome(NamedTuple):
-    """The scores and predictions of a model for an item."""
+    """A model's scores and predictions for an item."""
 
     log_likelihoods: list[float]  # of each ending
     prediction: int
-    prediction_norm: int  # by log-likelihood per character of the ending
+    prediction_norm: int  # by log-likelihood per character
     label: int
 
 
 def read_items(name: str, limit: int = 0) -> list[Item]:
-    """Read items from JSON lines, or from the validation split of a hub data set.
+    """Read items from a JSON lines file, or from the validation split of a hub data set.
 
     Args:
         name: path of a file, or hub id.
-        limit: number of items to read, from the first; 0 for all.
+        limit: number of items to read from the start; 0: all.
 
     Raises:
         ConfigError: there is no such file, or a line is not an item.
@@ -164,7 +164,7 @@ def _load_from_hub(name: str) -> list[Any]:
     try:
         with hub_client(name):
             return list(datasets.load_dataset(name, split=SPLIT))
-    except Exception as error:  # from the hub, the network, the disk or the format
+    except Exception as error:  # raised by the hub, the network, the disk or the format
         raise ConfigError(
             f"{name}: neither a file nor a hub data set that can be loaded ({reason(error)}). "
             f"Give {EXAMPLE}."
@@ -184,7 +184,7 @@ def _problem(document: Any) -> str | None:
         or len(endings) < 2
         or not all(isinstance(t, str) for t in texts)
     ):
-        return "activity_label, ctx_a and ctx_b must be strings, endings a list of strings"
+        return "activity_label, ctx_a and ctx_b must be strings, and endings a list of strings"
     label = str(document["label"])
     if not label.isdigit() or int(label) >= len(endings):
         return f"label: {document['label']!r} is not the number of an ending"
@@ -194,13 +194,13 @@ def _problem(document: Any) -> str | None:
 
 
 def preprocess(text: str) -> str:
-    """Remove the bracketed markup of the items from WikiHow."""
+    """Remove bracketed markup from WikiHow items."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def item(document: dict[str, Any]) -> Item:
-    """Return the item of a line of the data set."""
+    """Convert a line of the data set to an item."""
     context = f"{document['ctx_a']} {document['ctx_b'].capitalize()}"
     return Item(
         preprocess(f"{document['activity_label']}: {context}"),
@@ -210,9 +210,11 @@ def item(document: dict[str, Any]) -> Item:
 
 
 def outcome(scored: Item, log_likelihoods: Sequence[float]) -> Outcome:
-    """Return the predictions: the first of the likeliest endings, in total and per character."""
+    """Return the predictions: the first of the likeliest endings, by total and by per-character
+    score.
+    """
     totals = list(log_likelihoods)
-    per_character = [  # an ending of markup only has no characters left
+    per_character = [  # an ending with only markup has no characters left
         likelihood / len(ending) if ending else -math.inf
         for likelihood, ending in zip(totals, scored.endings, strict=True)
     ]
@@ -222,7 +224,7 @@ def outcome(scored: Item, log_likelihoods: Sequence[float]) -> Outcome:
 
 
 def to_json(scored: Outcome) -> dict[str, Any]:
-    """Return an outcome as JSON; numbers that are not finite become None."""
+    """Convert an outcome to JSON; numbers that are not finite become None."""
     numbers = [x if math.isfinite(x) else None for x in scored.log_likelihoods]
     return {**scored._asdict(), "log_likelihoods": numbers}
 

@@ -1,9 +1,10 @@
-"""`KeepAlive`: signals from rank 0 while it works alone and the other ranks wait in a collective.
+"""`KeepAlive`: signals sent by rank 0 while it works alone and the other ranks wait in a
+collective.
 
-lm-eval builds requests, tokenizes and scores, and a hub may answer slowly, so for minutes no rank
-takes a step or runs the model. Meanwhile a thread of rank 0 signals progress to the watchdog and to
-the other ranks, which would otherwise seem to hang in their collective. It stops after an hour, so
-that a hang of rank 0 is still detected. Must not depend on what rank 0 prepares.
+While lm-eval builds requests, tokenizes or scores, or a hub answers slowly, no rank may take a
+step or run the model for minutes. Meanwhile a thread on rank 0 signals progress to the watchdog
+and to the other ranks, which would otherwise appear to hang in their collective. The thread stops
+after an hour, so a hang of rank 0 is still detected. Must not depend on what rank 0 prepares.
 """
 
 import contextlib
@@ -16,17 +17,17 @@ from zerolm.distributed.collectives import broadcast_object
 
 STILL_WORKING = "still working"  # sent to the other ranks in place of the result
 TICK_SECONDS = 2.0
-MESSAGE_SECONDS = 60.0  # the watchdogs of the other ranks see progress
+MESSAGE_SECONDS = 60.0  # interval of the messages to the other ranks
 MAX_SECONDS = 3600.0
 
 
 class KeepAlive:
     """A context in which rank 0 may work for a long time while the other ranks wait in `receive`.
 
-    Used by rank 0 only.
+    Used only on rank 0.
 
     Args:
-        tick: signals the watchdog that this rank makes progress; called from a thread.
+        tick: signals this rank's progress to the watchdog; called from a thread.
         send: sends `STILL_WORKING` to the other ranks.
     """
 
@@ -50,11 +51,11 @@ class KeepAlive:
 
     def __exit__(self, *_: Any) -> None:
         self._quit.set()
-        self._thread.join()  # after this only the main thread sends
+        self._thread.join()  # from here on, only the main thread sends
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspend the messages while every rank computes and signals its own progress.
+        """Suspend the messages while all ranks compute and signal their own progress.
 
         Restarts the one-hour limit.
         """
@@ -90,7 +91,7 @@ class KeepAlive:
 def receive(
     tick: Callable[[], None], receive_object: Callable[[Any], Any] = broadcast_object
 ) -> Any:
-    """Return what rank 0 broadcasts when it is ready. Every rank except rank 0 calls this.
+    """Return the object that rank 0 broadcasts when ready. Every rank except rank 0 must call this.
 
     Args:
         tick: called for each signal from rank 0.

@@ -1,8 +1,9 @@
-"""Log-likelihoods of continuations, on all ranks: what downstream tasks request.
+"""Log-likelihoods of continuations, computed on all ranks for downstream tasks.
 
-Rows are sorted by length and divided into batches of about equal size, which the ranks take in
-rounds. Every rank makes the same number of forward passes, because ZeRO-3 gathers weights in each;
-a rank without a batch runs a dummy row. Works on token ids; must not depend on text or tasks.
+Rows are sorted by length and divided into batches of about equal size, which are distributed over
+the ranks in rounds. Every rank runs the same number of forward passes, because ZeRO-3 gathers
+weights in each; a rank without a batch runs a dummy row. Works on token ids; must not depend on
+text or tasks.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +15,14 @@ from torch.nn import functional
 from zerolm.distributed.collectives import sum_over_ranks
 from zerolm.model.compile import eager
 
-# Of the float32 logits of a forward pass: with a chunked loss, training never holds the logits of a
-# complete micro-batch, so evaluation must not need memory for them either.
+# Limit for a forward pass's float32 logits: with a chunked loss, training never stores the logits
+# of a complete micro-batch, so evaluation must not need memory for them either.
 MAX_LOGIT_BYTES = 1 << 30
-PAD_TO = 8  # columns: fewer shapes for the allocator and for kernels that are tuned by shape
+PAD_TO = 8  # columns; fewer shapes for the allocator and for kernels tuned per shape
 
 
 class Row(NamedTuple):
-    """Token ids; the last `num_scored` of them are scored, given the ones before."""
+    """Token ids; the last `num_scored` of them are scored, given the preceding ones."""
 
     ids: list[int]
     num_scored: int
@@ -47,14 +48,14 @@ def row_problem(row: Row, max_length: int) -> str | None:
     if row.num_scored < 1:
         return "has no token to score"
     if len(row.ids) <= row.num_scored:
-        return "has no token of context"
+        return "has no context token"
     if row.num_scored > max_length:
-        return f"has {row.num_scored} tokens to score, the maximum is {max_length}"
+        return f"has {row.num_scored} tokens to score, but the maximum is {max_length}"
     return None
 
 
 def truncate(row: Row, max_length: int) -> Row:
-    """Drop the first tokens of a row that is too long; the last token is only a target.
+    """Drop the first tokens of a row that is too long; its last token is only a target.
 
     Source: lm-evaluation-harness 0.4.13, `HFLM._loglikelihood_tokens`.
     """
@@ -64,11 +65,11 @@ def truncate(row: Row, max_length: int) -> Row:
 def batches(rows: Sequence[Row], batch_tokens: int, max_length: int) -> list[list[int]]:
     """Return the row numbers of each batch, longest rows first.
 
-    The batches, and so the shapes of the forward passes, do not depend on the number of ranks.
+    The batches, and thus the shapes of forward passes, do not depend on the number of ranks.
 
     Args:
-        batch_tokens: maximum with padding; a longer row is a batch of its own.
-        max_length: no row is padded beyond it.
+        batch_tokens: maximum per batch, including padding; a longer row forms its own batch.
+        max_length: maximum length of a padded row.
     """
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     batched: list[list[int]] = []
@@ -98,16 +99,17 @@ def log_likelihoods(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the log-likelihood of each row's scored tokens, and whether all are the likeliest.
 
-    Every rank must call this, with the same rows.
+    Every rank must call this with the same rows.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
-        rows: none has a `row_problem`; those that are too long are truncated.
+        rows: rows without a `row_problem`; rows that are too long are truncated.
         max_length: maximum tokens in a row, at most the model's positions.
         tick: called before each forward pass.
 
     Returns:
-        (N,) float64 sums of natural logarithms; (N,) bool. On the CPU, the same on every rank.
+        (N,) float64 sums of natural logarithms; (N,) bool. Both are on the CPU and the same on
+        every rank.
 
     Source: lm-evaluation-harness 0.4.13, `HFLM._loglikelihood_tokens`, but always in float32.
     """
@@ -128,7 +130,7 @@ def log_likelihoods(
                 where = torch.tensor(numbers, device=device)
                 sums[0, where], sums[1, where] = scored, likeliest.double()
     if ranks.world_size > 1:
-        sum_over_ranks(sums)  # one rank has scored each row, the others add zero
+        sum_over_ranks(sums)  # each row is scored on one rank; the others add zero
     sums = sums.cpu()
     return sums[0], sums[1] > 0.5
 

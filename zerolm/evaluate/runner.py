@@ -1,8 +1,8 @@
-"""`ModelRunner`: scores and generates texts with a model, on all ranks for rank 0.
+"""`ModelRunner`: scores and generates texts for rank 0, using all ranks.
 
-Evaluations run on rank 0 alone, so an error of theirs concerns no other rank. For each list of
-requests rank 0 sends the token ids to all ranks, which compute in lock step. The other ranks wait
-in `serve`; `KeepAlive` keeps them waiting however long rank 0 takes. Must not know evaluations.
+Evaluations run only on rank 0, so their errors affect no other rank. For each list of requests,
+rank 0 sends the token ids to all ranks, which compute in lockstep. The other ranks wait in
+`serve`; `KeepAlive` prevents their timeouts while rank 0 works. Must not depend on evaluations.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,15 +17,15 @@ from zerolm.evaluate.text_coder import TextCoder
 
 
 class ForwardError(Exception):
-    """A forward pass failed on this rank while the other ranks may be waiting inside it."""
+    """A forward pass failed on this rank, and the other ranks may be waiting in it."""
 
 
 class ModelRunner:
-    """A model, its tokenizer, and the limits of its forward passes.
+    """A model, its tokenizer, and limits on its forward passes.
 
     Args:
-        coder: None if there is no tokenizer, or none is needed.
-        max_length: tokens of a text in one forward pass.
+        coder: None if there is no tokenizer or none is needed.
+        max_length: maximum number of tokens of a text in a forward pass.
         tick: called before each forward pass.
     """
 
@@ -51,23 +51,23 @@ class ModelRunner:
     # ---- Rank 0, or a single process
 
     def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether it is the likeliest) per row."""
+        """Return (log-likelihood, whether all scored tokens are the likeliest) per row."""
         return self._compute("_score", rows)
 
     def generate(self, prompts: Sequence[tuple[Prompt, list[str]]]) -> list[str]:
-        """Return the text that continues each prompt, up to its stop strings.
+        """Return the continuation of each prompt, up to its first stop string.
 
         Args:
-            prompts: (prompt, stop strings).
+            prompts: (prompt, stop strings) pairs.
         """
         return self._compute("_generate", prompts)
 
     @contextmanager
     def serving_peers(self) -> Iterator[None]:
-        """Keep the other ranks in `serve`, and let them return at the end.
+        """Keep the other ranks in `serve` inside this context, and make them return at its end.
 
         Raises:
-            ForwardError: a forward pass failed. After any other error every rank can continue.
+            ForwardError: a forward pass failed. After any other error, every rank can continue.
         """
         has_peers = self.ranks.world_size > 1
         try:
@@ -98,7 +98,9 @@ class ModelRunner:
     # ---- The other ranks
 
     def serve(self) -> None:
-        """Compute what rank 0 requests, until it sends None. All ranks but rank 0 call this."""
+        """Compute what rank 0 requests until it sends None. Every rank except rank 0 must call
+        this.
+        """
         while (message := receive(self.tick)) is not None:
             method, requests = message
             getattr(self, method)(requests)
@@ -106,7 +108,7 @@ class ModelRunner:
     # ---- Every rank
 
     def ticking(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches for forward passes of the caller, and tick before each."""
+        """Yield batches for the caller's forward passes, and tick before each one."""
         for batch in batches:
             self.tick()
             yield batch

@@ -1,4 +1,4 @@
-"""Samples: texts that the model of a run generates from the prompts of a file, now and then."""
+"""Samples: texts that a run's model generates at intervals from the prompts in a file."""
 
 import hashlib
 import json
@@ -13,18 +13,18 @@ from zerolm.common.records import unreadable
 from zerolm.config.flag import count, flag
 from zerolm.evaluate.evaluation import OWN_TEXTS, Evaluation, Scores, read_json_lines
 
-SAMPLED_DOUBLINGS = 10  # by default the first samples are due at 1/1024 of the run
+SAMPLED_DOUBLINGS = 10  # by default, the first samples are due at 1/1024 of the run
 
 
 class Samples(Evaluation):
-    """Texts in `samples.jsonl`.
+    """Generated texts, written to `samples.jsonl`.
 
     Attributes:
-        sampled_tokens: the run's tokens when samples were last due.
+        sampled_tokens: the run's token count when samples were last due.
     """
 
     name, setting, interval = "samples", "prompts", ""
-    logged_key = ""  # lines of steps that are repeated are removed
+    logged_key = ""  # after a rollback, lines of repeated steps are removed
 
     @dataclass(frozen=True)
     class Flags:
@@ -37,12 +37,13 @@ class Samples(Evaluation):
         )
         sample_interval: int | None = count(
             "evaluation",
-            "training tokens between samples (default: each time the tokens have doubled, and at "
-            "the end)",
+            "training tokens between samples (default: each time the training tokens have "
+            "doubled, and "
+            "at the end)",
             "TOKENS",
         )
         sample_length: int = count(
-            "evaluation", "maximum new tokens of a sample", "TOKENS", default=64
+            "evaluation", "maximum number of new tokens per sample", "TOKENS", default=64
         )
         temperature: float = flag(
             "evaluation",
@@ -74,9 +75,9 @@ class Samples(Evaluation):
             tokens = 0 if max_length is None else len(prompt_ids(coder, text))
             if max_length is not None and tokens + length > max_length:
                 raise ConfigError(
-                    f"{path}: prompt {number} has {tokens} tokens; with --sample_length "
-                    f"{length} they must not exceed {max_length}, the maximum of "
-                    f"--seq_len and the model. Shorten one of them."
+                    f"{path}: prompt {number} has {tokens} tokens; together with "
+                    f"--sample_length {length}, they must not exceed {max_length}, the smaller of "
+                    f"--seq_len and the model's maximum. Shorten one of them."
                 )
 
     @classmethod
@@ -95,7 +96,9 @@ class Samples(Evaluation):
         from zerolm.distributed.collectives import broadcast_object
 
         sampled = broadcast_object(log.sampled_tokens() if log.writes else 0)
-        self.sampled_tokens = max(sampled, skipped_tokens)  # skipped samples are not made up for
+        self.sampled_tokens = max(
+            sampled, skipped_tokens
+        )  # skipped samples are not generated later
 
     def due(self, progress: Any, is_due: Callable[[int], bool]) -> bool:
         total, interval = self.settings.total_tokens, self.settings.sample_interval
@@ -115,10 +118,10 @@ class Samples(Evaluation):
         texts = read_prompts(Path(settings.prompts))
         ids = [prompt_ids(runner.coder, text) for text in texts]
         longest = max(map(len, ids)) + settings.sample_length
-        if longest > runner.max_length:  # refused only for a new run
+        if longest > runner.max_length:  # only a new run is refused
             raise ConfigError(
-                f"{settings.prompts}: the longest prompt and --sample_length make {longest} "
-                f"tokens, the maximum is {runner.max_length}"
+                f"{settings.prompts}: the longest prompt and --sample_length add up to {longest} "
+                f"tokens, but the maximum is {runner.max_length}"
             )
         options = SamplingOptions(settings.temperature, settings.top_k, settings.top_p)
         seeds = [sample_seed(settings.seed, step, number) for number in range(len(ids))]
@@ -162,18 +165,18 @@ def read_prompts(path: Path) -> list[str]:
                 )
             lines.append(row["prompt"])
     if not lines:
-        raise ConfigError(f"{path}: has no prompt. {fix}.")
+        raise ConfigError(f"{path}: contains no prompt. {fix}.")
     return lines
 
 
 def sample_seed(seed: int, step: int, number: int) -> int:
-    """Return the seed of a sample, a function of the run's seed, the step and the prompt number."""
+    """Derive the seed of a sample from the run's seed, the step and the prompt number."""
     digest = hashlib.sha256(f"{seed}/sample/{step}/{number}".encode()).digest()
     return int.from_bytes(digest[:4], "little")  # 32 bits: exact as a JSON number
 
 
 def num_points_passed(tokens: int, total_tokens: int, interval: int | None) -> int:
-    """Return at how many points in a run samples have been due so far.
+    """Return the number of points in a run at which samples have been due so far.
 
     Args:
         interval: tokens between two points; None: a point after each doubling of the tokens.

@@ -1,8 +1,8 @@
 """Text generation on all ranks: prompts, and sampling of the next token.
 
-A rank generates one prompt at a time, so a text depends neither on the other prompts nor on the
-number of ranks. All ranks make the same number of forward passes, because ZeRO-3 gathers weights in
-each. Each prompt has a CPU generator of its own; the generators of training are not used.
+A rank continues one prompt at a time, so a text depends neither on the other prompts nor on the
+number of ranks. All ranks run the same number of forward passes, because ZeRO-3 gathers weights in
+each. Each prompt has its own CPU random generator; training's generators are not used.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +16,18 @@ from zerolm.evaluate.likelihood import SINGLE_PROCESS, Ranks
 from zerolm.evaluate.text_coder import TextCoder, max_length
 from zerolm.model.compile import eager
 
-SYNC_INTERVAL = 8  # tokens between two checks whether all ranks are done
-MIN_LOGIT = -1e30  # probability zero next to any usual logit, yet finite
-# From transformers 5.24 on, whose Mamba answers to the older name without taking it, and before.
+SYNC_INTERVAL = 8  # tokens between checks whether all ranks are done
+MIN_LOGIT = -1e30  # finite, but has probability zero next to any usual logit
+# transformers 5.24 and later (whose Mamba accepts the older name but ignores it); before.
 CACHE_NAMES = ("cache", "past_key_values")
-CONTEXT_TOKENS = 8  # decoded with the new tokens: some tokenizers drop a text's first space
-INCOMPLETE = "\ufffd"  # what the first bytes of a character decode to
+CONTEXT_TOKENS = 8  # decoded with the new tokens, as some tokenizers drop a text's first space
+INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
 
 Stop = Callable[[Sequence[int]], bool]
 
 
 class SamplingOptions(NamedTuple):
-    """How the next token is drawn. Temperature 0: greedy. Top-k 0 and top-p 1: from all tokens."""
+    """How to sample the next token. Temperature 0: greedy. Top-k 0 and top-p 1: from all tokens."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -46,9 +46,10 @@ class Prompt(NamedTuple):
 def token_probabilities(logits_V: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
     """Return the probabilities of the next token, (V,) float64.
 
-    Top-k is applied first, then top-p: the smallest set of likeliest tokens that reaches it.
+    Top-k is applied first, then top-p, which keeps the smallest set of likeliest tokens that
+    reaches it.
     """
-    # Generation must also work with a model that has diverged.
+    # Generation must also work with a diverged model.
     logits_V = logits_V.double().nan_to_num(nan=MIN_LOGIT, posinf=-MIN_LOGIT, neginf=MIN_LOGIT)
     if options.temperature == 0:
         best = torch.zeros_like(logits_V)
@@ -80,13 +81,13 @@ def generate(
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
-        prompts: the same on every rank, and none empty; each fits the model's positions together
-            with its new tokens.
-        stop: new tokens -> whether to stop after them.
+        prompts: nonempty prompts, the same on every rank; each fits into the model's positions
+            together with its new tokens.
+        stop: takes the new tokens; returns whether to stop after them.
         tick: called before each forward pass.
 
     Returns:
-        The new tokens of each prompt, including the one that stopped it, on every rank.
+        Each prompt's new tokens, including the one that stopped it, on every rank.
     """
     mine: dict[int, list[int]] = {}
     with torch.no_grad(), eager():
@@ -102,7 +103,7 @@ def generate(
 
 
 def continuation(model: Any, prompt: Prompt, device: Any) -> Iterator[int]:
-    """Yield the new tokens of a prompt without end, each after one forward pass.
+    """Yield new tokens for a prompt endlessly, each after one forward pass.
 
     Uses a KV cache if the model has one. Call under `torch.no_grad`. The caller applies
     `prompt.max_new_tokens`.
@@ -134,7 +135,7 @@ def _generate_one(
     ranks: Ranks,
     tick: Callable[[], None],
 ) -> list[int]:
-    """Generate one text in lock step with the other ranks, in at most `num_passes` passes."""
+    """Generate one text in lockstep with the other ranks, in at most `num_passes` passes."""
     tokens, new = continuation(model, prompt, device), []
     done = prompt.max_new_tokens == 0
     for number in range(num_passes):
@@ -142,7 +143,7 @@ def _generate_one(
         if not done:
             new.append(next(tokens))
             done = len(new) == prompt.max_new_tokens or stop(new)
-        elif ranks.world_size > 1:  # joins in gathering the weights
+        elif ranks.world_size > 1:  # takes part in gathering the weights
             model(input_ids=torch.tensor([[0]], device=device), use_cache=False)
         else:
             break
@@ -154,15 +155,15 @@ def _generate_one(
 
 
 def streamed_text(model: Any, coder: TextCoder, prompt: Prompt) -> Iterator[str]:
-    """Yield the text that continues a prompt in pieces, each as soon as it is generated.
+    """Yield a prompt's continuation in pieces, each as soon as it is generated.
 
-    The text ends at an EOS token of the tokenizer or of the model's generation config, after
-    `prompt.max_new_tokens`, or at the model's maximum. Not for a model sharded over ranks.
+    The text ends at an EOS token of the tokenizer or the model's generation config, after
+    `prompt.max_new_tokens`, or at the model's maximum length. Not for models sharded over ranks.
     """
     room = max_length(model.config, coder.tokenizer) - len(prompt.ids)
     if room <= 0:
         raise ConfigError(
-            f"the prompt has {len(prompt.ids)} tokens, and the model's maximum is "
+            f"the prompt has {len(prompt.ids)} tokens, but the model's maximum is "
             f"{room + len(prompt.ids)}. Use a shorter one."
         )
     also = getattr(getattr(model, "generation_config", None), "eos_token_id", None)

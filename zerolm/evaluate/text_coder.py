@@ -1,7 +1,7 @@
-"""`TextCoder`: text to token ids and back as in lm-eval, with the tokenizer of the training data.
+"""`TextCoder`: converts text to token ids and back as lm-eval does, with the data's tokenizer.
 
-Reads the copy of the tokenizer next to the shards, or next to an exported model. Must not depend on
-the model or on training, which never tokenizes: its token ids are in the shards.
+Reads the copy of the tokenizer next to the shards or an exported model. Must not depend on the
+model or on training, which never tokenizes, since the shards contain token ids.
 """
 
 from collections.abc import Sequence
@@ -13,20 +13,21 @@ from zerolm.evaluate.likelihood import Row, row_problem
 from zerolm.model.model import max_positions
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, read_tiktoken
 
-DEFAULT_MAX_LENGTH = 2048  # if neither model nor tokenizer has a limit, as in lm-eval
+DEFAULT_MAX_LENGTH = 2048  # if neither the model nor the tokenizer has a limit, as in lm-eval
 
 
 class TextCoder:
-    """A tokenizer of transformers or tiktoken.
+    """A tokenizer from transformers or tiktoken.
 
     Args:
-        eos_id: replaces the tokenizer's EOS id.
+        eos_id: used in place of the tokenizer's EOS id.
 
     Attributes:
         eos_id: id that ends a document.
-        prefix_id: id that precedes a text without context: BOS, or else EOS.
-        tokenizer: a tokenizer of transformers; None for tiktoken.
-        notices: a line if its class differs from its tokenizer.json, which takes precedence.
+        prefix_id: id that precedes a text without context: BOS if there is one, otherwise EOS.
+        tokenizer: a transformers tokenizer; None for tiktoken.
+        notices: a line if the tokenizer class differs from its tokenizer.json, which takes
+            precedence.
 
     Raises:
         ConfigError: there is no tokenizer in `directory`, or it has no EOS token.
@@ -42,8 +43,8 @@ class TextCoder:
             return
         if not directory.is_dir():
             raise ConfigError(
-                f"{directory}: there is no tokenizer, which evaluation on text needs. Tokenize the "
-                f"data with `zerolm data tokenize`, which copies it there."
+                f"{directory}: there is no tokenizer, but evaluation on text needs one. Tokenize "
+                f"the data with `zerolm data tokenize`, which copies the tokenizer there."
             )
         self.tokenizer = load_auto_tokenizer(str(directory), local=True, notices=self.notices)
         known = self.tokenizer.eos_token_id
@@ -58,7 +59,7 @@ class TextCoder:
         """Return the token ids of a text.
 
         Args:
-            special_tokens: whether the tokenizer may add a BOS; None: unless the text has one.
+            special_tokens: whether the tokenizer may add a BOS; None: only if the text has none.
         """
         if self.tokenizer is None:
             return self._encoding.encode(text, allowed_special="all")
@@ -68,9 +69,9 @@ class TextCoder:
         return self.tokenizer.encode(text, **kwargs)
 
     def decode(self, ids: Sequence[int], special_tokens: bool = True) -> str:
-        """Return the text of token ids, optionally without special tokens.
+        """Decode token ids to text, optionally without special tokens.
 
-        Ids of a padded vocabulary, which the tokenizer does not know, are skipped.
+        Padding ids of the vocabulary, which the tokenizer does not contain, are skipped.
         """
         if self.tokenizer is not None:
             known = [token for token in ids if token < len(self.tokenizer)]
@@ -87,7 +88,7 @@ class TextCoder:
             return b""
 
     def row(self, context: str, continuation: str) -> Row:
-        """Return the ids of context and continuation, tokenized together as one text.
+        """Return the ids of a context and its continuation, tokenized together as one text.
 
         Source: lm-evaluation-harness 0.4.13, `TemplateLM.loglikelihood` and `_encode_pair`.
         """
@@ -96,13 +97,13 @@ class TextCoder:
             if ids and ids[0] == self.prefix_id:
                 return Row(ids, len(ids) - 1)
             return Row([self.prefix_id, *ids], len(ids))
-        # The context's ids are those of the context alone, even if they differ in the joined text.
+        # Tokenize the context alone, even if its ids differ in the joined text.
         context_ids = self.encode(context.rstrip())
         scored_ids = self.encode(context + continuation)[len(context_ids) :]
         return Row(context_ids + scored_ids, len(scored_ids))
 
     def rows(self, items: Sequence[Sequence[tuple[str, str]]], max_length: int) -> list[Row]:
-        """Return the rows of all (context, continuation) pairs of all items, in order.
+        """Return the rows for all (context, continuation) pairs of all items, in order.
 
         Raises:
             ConfigError: a row cannot be scored; the message names the item.
@@ -120,15 +121,15 @@ class TextCoder:
 
 
 def prompt_ids(coder: TextCoder, prompt: str) -> list[int]:
-    """Return the ids of a prompt; the EOS id for an empty one."""
+    """Return the ids of a prompt; for an empty prompt, the EOS id."""
     return coder.encode(prompt) or [coder.eos_id]
 
 
 def max_length(config: Any, tokenizer: Any = None) -> int:
-    """Return the maximum number of tokens of a forward pass of a model.
+    """Return the maximum number of tokens in a model's forward pass.
 
-    Source: lm-evaluation-harness 0.4.13, `resolve_max_length`, which does not know `max_seq_len` of
-    MPT and the padding rows of RoBERTa's position tables.
+    Source: lm-evaluation-harness 0.4.13, `resolve_max_length`, which does not handle MPT's
+    `max_seq_len` and the padding rows of RoBERTa's position tables.
     """
     if positions := max_positions(config):
         return positions

@@ -1,4 +1,4 @@
-"""Validation loss on all ranks, under every ZeRO stage; the same for every world size."""
+"""Validation loss, computed on all ranks; the same for every ZeRO stage and world size."""
 
 import math
 import re
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from zerolm.engine.protocol import Model
 
-# Where a quarter of the window starts, as a share of the positions at which it can.
+# Start of each quarter of the window, as a fraction of its possible start positions.
 QUARTERS = {"first": 0.0, "middle": 0.5, "last": 1.0}
 
 
@@ -29,13 +29,13 @@ class Validation(Evaluation):
     EXPORT = (
         ExportFlag(
             "val_data",
-            help="token shards: compute loss and bits per byte as eval/... of a run; may be "
+            help="token shards: compute loss and bits per byte, like a run's eval/...; may be "
             "repeated",
         ),
         ExportFlag(
             "seq_len",
-            help="tokens per sequence of --val_data; give that of the run to get its figures "
-            "(default: 2048, or the positions of the model if fewer)",
+            help="tokens per sequence of --val_data; give the run's value to reproduce its figures "
+            "(default: 2048, or the model's positions if fewer)",
         ),
         *map(ExportFlag, ("eval_tokens", "document_mask", "packing", "loss_by_position")),
     )
@@ -45,30 +45,30 @@ class Validation(Evaluation):
             "mean over the validation tokens of all `--val_data`", better=LOWER),
         Metric("eval/perplexity", "", None, "`exp(eval/loss)`", better=LOWER),
         Metric("eval/bits_per_byte", "bits per byte", BITS_PER_BYTE,
-            "the same for the validation tokens of all `--val_data`", better=LOWER),
+            "the same loss in bits per byte of text", better=LOWER),
         Metric("eval/<source>/loss", "nats per token",
             Panel("Evaluation by source", many=True, points=True),
-            "validation loss of one source; only if there are several", better=LOWER),
+            "validation loss on one source; only if there are several", better=LOWER),
         Metric("eval/loss_at_<part>_quarter", "nats per token",
             Panel("Evaluation by position", points=True,
-                about="Of the first, middle and last quarter of the window: a model that uses its "
-                    "context has less loss where it has more."),
+                about="Loss on the first, middle and last quarter of the window: if the model "
+                    "uses its context, its loss is lower later in the window."),
             pattern=r"eval/([a-z]+_)?loss_at_[a-z]+_quarter",
-            about="with `--loss_by_position`: validation loss of the window's `first`, `middle` or "
+            about="with `--loss_by_position`: validation loss on the window's `first`, `middle` or "
                 "`last` quarter; with `--ema_tokens` also `eval/ema_loss_at_...`", better=LOWER),
         Metric("eval/<source>/loss_at_<part>_quarter", "nats per token",
             Panel("Evaluation by source and position", many=True, points=True),
-            "the same of one source; only if there are several", better=LOWER),
+            "the same for one source; only if there are several", better=LOWER),
         Metric("eval/<source>/bits_per_byte", "bits per byte",
             Panel("Evaluation by source, bits per byte", many=True, points=True),
-            "`eval/bits_per_byte` of one source; only if there are several", better=LOWER),
+            "`eval/bits_per_byte` for one source; only if there are several", better=LOWER),
     )
     # fmt: on
 
     @dataclass(frozen=True)
     class Flags:
         loss_by_position: bool = switch(
-            "data", "also log the validation loss of the window's first, middle and last quarter"
+            "data", "also log the validation loss on the window's first, middle and last quarter"
         )
 
     @classmethod
@@ -96,7 +96,9 @@ class Validation(Evaluation):
         shown = [f"eval_loss={figures['loss']:.4f} eval_perplexity={figures['perplexity']:.2f}"]
         if "bits_per_byte" in figures:
             shown.append(f"eval_bits_per_byte={figures['bits_per_byte']:.4f}")
-        others = [key for key in figures if re.fullmatch(r"\w+_loss", key)]  # of other weights
+        others = [
+            key for key in figures if re.fullmatch(r"\w+_loss", key)
+        ]  # losses of other weights
         return " ".join(shown + [f"eval_{key}={figures[key]:.4f}" for key in others])
 
 
@@ -113,15 +115,15 @@ def validation_loss(
     Every rank must call this.
 
     Args:
-        engine: a DeepSpeed engine, or a model in a single process; in training mode afterwards.
+        engine: a DeepSpeed engine, or a model in a single process; left in training mode.
         batches: this rank's micro-batches on the engine's device. Every rank must have the same
             number of them, because ZeRO-3 gathers weights in each forward pass.
-        token_bytes: bytes of text in each token, for `sums_by_source`; None if not known.
-        by_position: also return the losses of three quarters of the window.
+        token_bytes: number of text bytes in each token, for `sums_by_source`; None if unknown.
+        by_position: also return the losses on three quarters of the window.
 
     Returns:
-        `loss`, `perplexity` and `bits_per_byte`, and `<source>/loss` and `<source>/bits_per_byte`
-        if there are several sources. By position, also `loss_at_first_quarter` and so on.
+        `loss`, `perplexity` and `bits_per_byte`; with several sources also `<source>/loss` and
+        `<source>/bits_per_byte`; with `by_position` also `loss_at_first_quarter` and so on.
     """
     import torch
 
@@ -166,7 +168,7 @@ def _quarter(part: str, length: int) -> slice:
 def _figures(
     sums: "torch.Tensor", source_names: Sequence[str], suffix: str = ""
 ) -> dict[str, float]:
-    """Return loss and bits per byte of `sums_by_source`, in total and by source."""
+    """Return loss and bits per byte from `sums_by_source`, in total and by source."""
     from zerolm.model.loss import bits_per_byte
 
     of_each = {"": [sum(each) for each in sums.tolist()]}

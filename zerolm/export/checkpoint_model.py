@@ -1,4 +1,4 @@
-"""Loads the model of a checkpoint or of a model directory, in one process and without an engine."""
+"""Loads a model from a checkpoint or model directory in one process, without an engine."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ class LoadedModel(NamedTuple):
     """A model in evaluation mode.
 
     Attributes:
-        tokenizer: the directory with its tokenizer.
-        eos_id: EOS id of the training data; None for the tokenizer's.
+        tokenizer: directory with the model's tokenizer.
+        eos_id: EOS id of the training data; None: the tokenizer's.
         about: one line about the model for the user.
     """
 
@@ -26,9 +26,9 @@ class LoadedModel(NamedTuple):
 
 
 def load_model(reference: str | Path, device: str | None = None) -> LoadedModel:
-    """Load a model directory, or a checkpoint that `locate` finds, in its own precision.
+    """Load a model directory, or a checkpoint found by `locate`, in its own precision.
 
-    Without a device, it is a GPU if there is one.
+    If no device is given, use a GPU if available.
     """
     device, directory = inference_device(device), Path(reference)
     if (directory / "config.json").is_file():
@@ -77,7 +77,7 @@ def _load_checkpoint(reference: str | Path, device: str) -> LoadedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(fitting(name, weights[name], parameter))
-        # Buffers are replaced: those of the checkpoint may have a higher precision (router biases).
+        # Replace the buffers: the checkpoint's may have a higher precision (router biases).
         for name in set(weights.buffers) & set(model.state_dict()):
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._buffers[leaf] = weights[name].clone()

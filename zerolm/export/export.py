@@ -1,9 +1,9 @@
 """Exports a checkpoint to a Hugging Face model directory that `from_pretrained` loads.
 
 The weights are the optimizer's float32 master weights, assembled from the shards of all ranks, so
-an export depends neither on the ZeRO stage nor on the world size. The written model is loaded again
-as a user would load it, and its logits are compared with the training engine's. `write_model`
-writes any other weights of a run's model.
+an export depends neither on the ZeRO stage nor on the world size. The written model is reloaded as
+a user would load it, and its logits are compared with the training engine's. `write_model` writes
+other weights for a run's model.
 """
 
 import os
@@ -24,8 +24,9 @@ from zerolm.shards.tokenizer import TOKENIZER_FILE, load_auto_tokenizer, make_po
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_SHARD_BYTES = 5 * 10**9
-# Maximum difference of a logit, relative to the largest logit. Kernels on another machine sum in
-# another order; with 16-bit weights or activations each layer rounds to 2^-9 of its values.
+# Maximum difference of a logit, relative to the largest logit. Kernels on another machine sum in a
+# different order; with 16-bit weights or activations, each layer has a relative rounding error of
+# 2^-9.
 LOGIT_TOLERANCES = {"fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-5}
 
 
@@ -45,11 +46,11 @@ def export(
     """Write the Hugging Face model directory of a checkpoint.
 
     Args:
-        checkpoint_dir: a checkpoint that has been verified.
-        state: state of the optimizer to write instead of the weights, such as their moving average.
-            There are no logits of the engine to compare it with.
+        checkpoint_dir: a verified checkpoint.
+        state: optimizer state to write instead of the weights, such as their moving average.
+            Checkpoints contain no engine logits to compare it with.
 
-    The other arguments, the result and the errors are those of `write_model`.
+    The other arguments, the result and the errors are the same as for `write_model`.
     """
     from zerolm.engine.zero_files import MASTER, Weights
 
@@ -69,12 +70,12 @@ def export(
 
 
 class WeightsByName(Protocol):
-    """The weights of a model, loaded one tensor at a time."""
+    """A model's weights, loaded one tensor at a time."""
 
     def __getitem__(self, name: str) -> Any: ...
 
     def release(self) -> None:
-        """Close what is open; the tensors that were returned are no longer used."""
+        """Close open files; tensors returned earlier are no longer used."""
 
 
 def write_model(
@@ -91,18 +92,20 @@ def write_model(
 ) -> str:
     """Write a Hugging Face model directory: safetensors, config, tokenizer, model card.
 
-    Needs host memory for one safetensors file and one decoder block, whatever the model's size.
+    Needs host memory for one safetensors file and one decoder block, regardless of model size.
 
     Args:
-        manifest: the model's config and training precision are taken from it.
-        output: must not exist; it appears complete or not at all.
+        manifest: provides the model's config and training precision.
+        output: must not exist; created only when complete.
         precision: "bf16", "fp16" or "fp32"; None for the training precision.
         tokenizer_dir: files to copy into the model directory.
-        eos_id: ends generation; None leaves the config unchanged.
-        model_card: number of parameters -> {file name: content} of README.md and its images.
-        check: (model directory, precision) -> one line about the result; raises to refuse it.
-        max_shard_bytes: maximum size of one safetensors file.
-        source: generation values of the weights that the run began with, if any.
+        eos_id: token id that ends generation; None leaves the config unchanged.
+        model_card: takes the number of parameters; returns {file name: content} for README.md and
+            its images.
+        check: takes the model directory and precision; returns one line about the result, or
+            raises to refuse it.
+        max_shard_bytes: maximum size of a safetensors file.
+        source: generation values of the run's initial weights, if any.
 
     Returns:
         The result and any notes, one per line.
@@ -121,7 +124,7 @@ def write_model(
     from zerolm.export.weights import write_weights
 
     notices: list[str] = []
-    by_file: list[str] = []  # why the tokenizer is to be loaded by its file
+    by_file: list[str] = []  # reasons to load the tokenizer from its file
     precision = precision or manifest["precision"]
     dtype = getattr(torch, DTYPES[precision])
     settings = dict(manifest["model_config"])
@@ -136,7 +139,8 @@ def write_model(
     skeleton.tie_weights()
     if zeroes_padding_row(skeleton):
         config.get_text_config().pad_token_id = skeleton.config.pad_token_id = None
-    # The text part of a config that has more; `AutoModelForCausalLM` may know only all of it.
+    # A config may have more than its text part; `AutoModelForCausalLM` may support only the full
+    # one.
     known = type(skeleton.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     saved = skeleton.config if known else config
     notices += set_for_inference(saved)
@@ -180,7 +184,7 @@ def write_model(
 
 
 def _tokenizer_notices(directory: Path) -> list[str]:
-    """Return a line if AutoTokenizer gives other ids beside this model than the tokenizer alone."""
+    """Return a line if AutoTokenizer gives other ids next to this model than without it."""
     notices: list[str] = []
     if (directory / TOKENIZER_FILE).is_file():
         load_auto_tokenizer(str(directory), local=True, notices=notices)
@@ -188,10 +192,10 @@ def _tokenizer_notices(directory: Path) -> list[str]:
 
 
 def check_room(output: Path, needed_bytes: int) -> None:
-    """Check that an output does not exist and that its disk has space for it.
+    """Check that an output does not exist and that its disk has enough space.
 
     Raises:
-        ConfigError: it exists, or the disk has too little space.
+        ConfigError: the output exists, or the disk has too little space.
     """
     if output.exists():
         raise ConfigError(f"{output}: already exists. Choose another directory, or remove it.")
@@ -199,7 +203,8 @@ def check_room(output: Path, needed_bytes: int) -> None:
     free_bytes = shutil.disk_usage(above).free
     if free_bytes < needed_bytes:
         raise ConfigError(
-            f"{output}: needs {shown_bytes(needed_bytes)}, {above} has {shown_bytes(free_bytes)} "
+            f"{output}: needs {shown_bytes(needed_bytes)}, but {above} has "
+            f"{shown_bytes(free_bytes)} "
             f"free. Choose another disk, or free space."
         )
 
@@ -209,7 +214,7 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
 
     Args:
         saved: the training engine's logits from `probe.sample_logits`, and its precision; None for
-            checkpoints of versions that saved none.
+            checkpoints from versions that did not save them.
         precision: precision of the weights in the directory.
 
     Returns:
@@ -221,11 +226,11 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
 def check_logits(
     model: Any, saved: Mapping[str, Any] | None, precision: str, where: str | Path
 ) -> str:
-    """Compare a model's logits with those that the training engine recorded in a checkpoint.
+    """Compare a model's logits with the training engine's, as recorded in a checkpoint.
 
     Args:
         saved, precision: see `compare_logits`.
-        where: names the model in messages.
+        where: name of the model in messages.
 
     Returns:
         The result, to be printed.
@@ -233,7 +238,7 @@ def check_logits(
     import torch
 
     if saved is None:
-        return "there are no logits of the training engine to compare it with"
+        return "the checkpoint contains no logits of the training engine to compare with"
     with torch.no_grad():
         ids_BT = torch.tensor([saved["input_ids"]], device=model.device)
         logits_TV = model.eval()(input_ids=ids_BT, use_cache=False).logits[0].float().cpu()
@@ -243,19 +248,19 @@ def check_logits(
     share = difference / max(float(trained.abs().max()), 1e-6)
     allowed = max(LOGIT_TOLERANCES[precision], LOGIT_TOLERANCES[saved["precision"]])
     what = f"{trained.numel()} logits of the training engine and of the reloaded model"
-    if not share <= allowed:  # so that NaN fails
+    if not share <= allowed:  # NaN fails too
         raise CheckpointError(
-            f"{where}: {what} differ by {share:.2e} of the largest logit; rounding explains "
-            f"{allowed:.2e}, so this is not the model that was trained. Please report this with "
+            f"{where}: {what} differ by {share:.2e} of the largest logit, but rounding explains "
+            f"only {allowed:.2e}, so this is not the trained model. Please report this with "
             f"the model's config."
         )
     if difference == 0:
         return f"{what} are bit-identical"
-    return f"{what} are equal to {share:.1e} of the largest"
+    return f"{what} agree to within {share:.1e} of the largest"
 
 
 def load_exported(directory: Path) -> Any:
-    """Load a model directory as a user would. On a CPU its files are mapped, not read."""
+    """Load a model directory as a user would. On a CPU, its files are memory-mapped, not read."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

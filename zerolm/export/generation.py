@@ -1,7 +1,7 @@
-"""The generation config of an exported model: its special ids, and values of its source.
+"""The generation config of an exported model: special ids, and values from its initial weights.
 
-The ids are those of the run's tokenizer. A run that began with existing weights keeps the further
-ids and the sampling values of their `generation_config.json`. Must not depend on weights.
+The ids come from the run's tokenizer. A run started from existing weights also keeps additional
+ids and sampling values from their `generation_config.json`. Must not depend on weights.
 """
 
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ def set_special_ids(
     tokenizer_dir: Path | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Set the ids that begin and end generation, in place; return lines about ids left out.
+    """Set the ids that begin and end generation in place; return lines about omitted ids.
 
-    Without a source they are the tokenizer's, because a class's default `bos_token_id` is an
-    ordinary token of the run's tokenizer. Some classes accept only a number, and keep theirs.
-    `pad_token_id` stays: the positions of RoBERTa begin after it. Default ids that a class forces
-    or suppresses are ordinary tokens too.
+    Without a source, the ids are the tokenizer's, because a class's default `bos_token_id` is an
+    ordinary token in the run's tokenizer. Some classes accept only a number and keep theirs.
+    `pad_token_id` is unchanged, because RoBERTa's positions begin after it. Default ids that a
+    class forces or suppresses are also ordinary tokens.
 
     Args:
-        source: ids of the weights that the run began with; kept if they are special tokens.
+        source: ids from the run's initial weights; kept if they are special tokens.
     """
     from huggingface_hub.errors import StrictDataclassFieldValidationError
 
@@ -52,16 +52,16 @@ def set_special_ids(
     if source.get("bos_token_id") not in (None, bos_id):
         left_out.append(("bos_token_id", source["bos_token_id"]))
     return [
-        f"{key} {each} of --init_from: left out, because it is not one of the run's tokenizer"
+        f"{key} {each} of --init_from: left out, because the run's tokenizer does not have it"
         for key, each in left_out
     ]
 
 
 def set_for_inference(config: Any) -> list[str]:
-    """Turn off outputs that a model needs in training only; return a line about router losses.
+    """Turn off outputs that are needed only in training; return a line about router losses.
 
-    With `output_router_logits`, `.loss` includes the loss of the routers, and `generate` of
-    transformers 4 fails.
+    With `output_router_logits`, `.loss` includes the router loss, and `generate` fails in
+    transformers 4.
     """
     notices = []
     for part in _parts(config):
@@ -76,25 +76,26 @@ def set_for_inference(config: Any) -> list[str]:
 
 
 def position_notices(model: Any) -> list[str]:
-    """Return a line if `generate` counts positions otherwise than the model does in training.
+    """Return a line if `generate` counts positions differently from the model in training.
 
-    That of transformers 4 and 5 counts from 0, RoBERTa and its like from after `pad_token_id`.
+    In transformers 4 and 5, `generate` counts from 0, but models like RoBERTa start after
+    `pad_token_id`.
     """
     counts = (hasattr(each, "create_position_ids_from_input_ids") for each in model.modules())
     if not any(counts):
         return []
     first = model.config.pad_token_id + 1
     return [
-        f"generate() of transformers counts positions from 0, but this model was trained with "
-        f"{first} as the first, so it would continue texts badly. Give it position_ids="
+        f"generate() in transformers counts positions from 0, but this model was trained with "
+        f"{first} as the first position, so it would continue texts badly. Pass position_ids="
         f"torch.arange({first}, {first} + input_ids.shape[1])[None]"
     ]
 
 
 def zeroes_padding_row(model: Any) -> bool:
-    """Return whether `from_pretrained` overwrites the row of the padding token with zeros.
+    """Return whether `from_pretrained` overwrites the padding token's embedding with zeros.
 
-    transformers 5.23 does so for youtu.
+    transformers 5.23 overwrites it for youtu.
     """
     import torch
 
@@ -102,16 +103,16 @@ def zeroes_padding_row(model: Any) -> bool:
     with torch.no_grad():
         table.weight.fill_(1.0)
         setattr(table.weight, "_is_hf_initialized", True)  # noqa: B010 - no attribute of a Tensor
-        with suppress(AttributeError):  # xlstm's finds its embedding in another place
+        with suppress(AttributeError):  # xlstm's looks for the embedding elsewhere
             model._init_weights(table)
     return not bool(table.weight[0].any())
 
 
 def with_values_of(source: Mapping[str, Any], generation: Any) -> tuple[Any, list[str]]:
-    """Return a generation config with the values of a source, and lines about those left out.
+    """Return a generation config with a source's values, and lines about omitted values.
 
     Args:
-        generation: the exported model's; its special ids stay.
+        generation: the exported model's config; its special ids are kept.
     """
     from transformers import GenerationConfig
 
@@ -126,17 +127,17 @@ def with_values_of(source: Mapping[str, Any], generation: Any) -> tuple[Any, lis
 
 
 def id_list(value: int | list[int] | None) -> list[int]:
-    """Return the ids of a key that may have one, several or none."""
+    """Return a key's ids as a list; the value may be one id, several or none."""
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return a config and its text part, of which generation takes what the config has not."""
+    """Return a config and its text part, which provides generation values that the config lacks."""
     return list({id(each): each for each in (config, config.get_text_config())}.values())
 
 
 def _of_tokenizer(directory: Path | None) -> tuple[int | None, set[int]]:
-    """Return the BOS id of a tokenizer, and all its special ids."""
+    """Return a tokenizer's BOS id and all its special ids."""
     if directory is None or not directory.is_dir() or (directory / TIKTOKEN_FILE).is_file():
         return None, set()
     tokenizer = load_auto_tokenizer(str(directory), local=True)

@@ -1,7 +1,7 @@
 """Pushes an exported model to the Hugging Face hub, private by default.
 
-`check` runs before the export, so that a missing token is found before hours of work. The token
-comes from `hf auth login` or HF_TOKEN; there is no flag for it.
+`check` runs before the export, so a missing token is found before hours of work. The token comes
+from `hf auth login` or HF_TOKEN; there is no flag for it.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ def check(repository: str, public: bool) -> None:
     """Check that a model can be pushed under this name.
 
     Raises:
-        ConfigError: it cannot be pushed; the message has the fix.
+        ConfigError: the model cannot be pushed; the message states the fix.
     """
     from huggingface_hub import HfApi, constants, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
@@ -38,7 +38,7 @@ def check(repository: str, public: bool) -> None:
         return
     except (HfHubHTTPError, OSError) as error:
         raise ConfigError(
-            f"{where}: the hub answered: {reason(error, named=False)}. Try again later."
+            f"{where}: the hub returned an error: {reason(error, named=False)}. Try again later."
         ) from None
     if not found.private and not public:
         raise ConfigError(
@@ -61,7 +61,7 @@ def push(directory: Path, repository: str, public: bool) -> str:
         api.upload_folder(
             repo_id=repository, folder_path=directory, commit_message=f"Upload {directory.name}"
         )
-    except Exception as error:  # the hub's library raises errors of several others
+    except Exception as error:  # the hub's library raises errors from several other libraries
         raise PushError(
             f"--push {repository}: {reason(error, named=False)}. {directory} is complete: push it "
             f"with `hf upload {repository} {directory}`."

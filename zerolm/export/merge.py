@@ -1,8 +1,8 @@
 """Merges checkpoints: a weighted mean of their float32 master weights, one tensor at a time.
 
-A mean of checkpoints of a constant learning rate approximates a learning-rate decay (arXiv
-2507.17634): with coefficients c_0 ... c_k, which sum to 1, the update between checkpoints i-1 and i
-counts with w_i = c_i + ... + c_k. `wsm_coefficients` inverts this for the shape of a decay. Must
+Averaging checkpoints trained at a constant learning rate approximates a learning-rate decay (arXiv
+2507.17634): with coefficients c_0 ... c_k, which sum to 1, the update between checkpoints i-1 and
+i has weight w_i = c_i + ... + c_k. `wsm_coefficients` inverts this for a given decay shape. Must
 not depend on runs or engines.
 """
 
@@ -19,7 +19,7 @@ from zerolm.common.values import shown
 from zerolm.engine.zero_files import Weights
 from zerolm.export.export import load_exported
 
-CHUNK_VALUES = 1 << 22  # added at once, because torch converts what it adds to float64
+CHUNK_VALUES = 1 << 22  # added at a time, because torch converts the added values to float64
 INTEGRATION_POINTS = 1000
 CHECKED_TENSORS, CHECKED_VALUES = 4, 4096
 
@@ -30,10 +30,10 @@ def mean_coefficients(tokens: Sequence[int]) -> list[float]:
 
 
 def ema_coefficients(tokens: Sequence[int], decay: float) -> list[float]:
-    """Return the coefficients of an exponential moving average that begins with the oldest.
+    """Return the coefficients of an exponential moving average starting at the oldest checkpoint.
 
-    Each further checkpoint multiplies the average so far by `decay`; of `tokens`, only their number
-    counts.
+    Each newer checkpoint multiplies the average so far by `decay`; only the length of `tokens`
+    matters.
     """
     newest = len(tokens) - 1
     return [
@@ -43,19 +43,20 @@ def ema_coefficients(tokens: Sequence[int], decay: float) -> list[float]:
 
 
 def wsm_coefficients(tokens: Sequence[int], remaining: Callable[[float], float]) -> list[float]:
-    """Return the coefficients that imply a decay from the oldest checkpoint to the newest.
+    """Return the coefficients that imply a learning-rate decay from the oldest to the newest
+    checkpoint.
 
-    The update between two checkpoints counts with the mean of the decay over its tokens, so the
-    distances between checkpoints may differ.
+    The update between two checkpoints is weighted with the mean of the decay over its tokens, so
+    the distances between checkpoints may differ.
 
     Args:
         tokens: tokens at each checkpoint, strictly ascending.
-        remaining: one of `zerolm.optim.schedule.DECAY_SHAPES`.
+        remaining: a function from `zerolm.optim.schedule.DECAY_SHAPES`.
 
     Source: Tian et al. 2025 (arXiv 2507.17634), theorem 1.
     """
     first, length = tokens[0], tokens[-1] - tokens[0]
-    implied = [1.0]  # of the weights that the oldest checkpoint has
+    implied = [1.0]  # w_0
     for start, end in pairwise((each - first) / length for each in tokens):
         points = ((number + 0.5) / INTEGRATION_POINTS for number in range(INTEGRATION_POINTS))
         total = sum(remaining(start + (end - start) * point) for point in points)
@@ -64,7 +65,9 @@ def wsm_coefficients(tokens: Sequence[int], remaining: Callable[[float], float])
 
 
 def model_differences(checkpoints: Sequence[Checkpoint], irrelevant: frozenset[str]) -> list[str]:
-    """Return a line for each key, unless `irrelevant`, in which a config differs from the first."""
+    """Return a line for each key, except `irrelevant` ones, in which a config differs from the
+    first.
+    """
     first = checkpoints[0]
     ours = first.manifest["model_config"]
     problems = []
@@ -72,7 +75,7 @@ def model_differences(checkpoints: Sequence[Checkpoint], irrelevant: frozenset[s
         theirs = other.manifest["model_config"]
         problems += [
             f"{other.directory}: model_config.{key}: {shown(theirs.get(key))}, but "
-            f"{shown(ours.get(key))} in {first.directory}. Merge checkpoints of one model."
+            f"{shown(ours.get(key))} in {first.directory}. Merge checkpoints of the same model."
             for key in sorted({*ours, *theirs} - irrelevant)
             if ours.get(key) != theirs.get(key)
         ]
@@ -80,10 +83,10 @@ def model_differences(checkpoints: Sequence[Checkpoint], irrelevant: frozenset[s
 
 
 class MergedWeights:
-    """The weighted means of several checkpoints' weights, computed one tensor at a time.
+    """Weighted means of several checkpoints' weights, computed one tensor at a time.
 
-    The checkpoints are verified, oldest first. Sums are in float64. Integer buffers are those of
-    the newest checkpoint.
+    The checkpoints must be verified, and sorted from the oldest. Sums are in float64. Integer
+    buffers come from the newest checkpoint.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint], coefficients: Sequence[float]):
@@ -109,20 +112,20 @@ class MergedWeights:
                 part.add_(added.double(), alpha=coefficient)
         assert total is not None
         shape, dtype = tensor.shape, tensor.dtype
-        del tensor, values, added  # as large as the result, which is allocated now
+        del tensor, values, added  # as large as the result, which is allocated next
         return total.to(dtype).view(shape)
 
     def release(self) -> None:
-        """Close the shards, so that their mapped pages can leave memory."""
+        """Close the shards so that the kernel can evict their mapped pages."""
         for weights, _ in self._terms:
             weights.release()
 
     @torch.no_grad()
     def check(self, directory: Path) -> str:
-        """Load the written model, and compare some of its values with sums over the checkpoints.
+        """Load the written model, and compare some of its values with means of the checkpoints.
 
         Raises:
-            CheckpointError: weights are missing or unexpected, not finite, or not the means.
+            CheckpointError: weights are missing, unexpected, not finite, or not equal to the means.
         """
         state: Mapping[str, Any] = load_exported(directory).state_dict()
         floating = {name: each for name, each in state.items() if each.is_floating_point()}
@@ -130,7 +133,7 @@ class MergedWeights:
         if wrong:
             raise CheckpointError(
                 f"{directory}: merged weights that are not finite: {', '.join(wrong[:4])}. Nothing "
-                f"was written. Merge checkpoints of before the run diverged."
+                f"was written. Merge checkpoints from before the run diverged."
             )
         names = sorted(floating, key=lambda name: floating[name].numel())
         names = names[:: max(1, len(names) // CHECKED_TENSORS)]
@@ -148,4 +151,4 @@ class MergedWeights:
                     f"{directory}: {name} is not the weighted mean of the checkpoints. Nothing was "
                     f"written. Please report this with the model's config."
                 )
-        return f"all weights are finite, {len(names)} tensors compared with the checkpoints"
+        return f"all weights are finite; {len(names)} tensors agree with the checkpoints"

@@ -1,7 +1,7 @@
-"""The model card of an exported model: its training settings, data, results and versions.
+"""Model card of an exported model: training settings, data, results and versions.
 
-Made from `run.json` and `metrics.jsonl` of the run directory, up to the exported checkpoint. It may
-be published, so it contains no paths of this machine. Must not depend on weights.
+Generated from the run directory's `run.json` and `metrics.jsonl`, up to the exported checkpoint.
+The card may be published, so it contains no local paths. Must not depend on weights.
 """
 
 import json
@@ -18,8 +18,13 @@ from zerolm.run_dir.jsonl import MetricsRow
 from zerolm.run_dir.records import find_run_json, lineage
 
 PICTURE = RunFiles("").plot.name
-PRIVATE_KEYS = ("tensorboard", "wandb", "csv_monitor", "comet")  # of ds configs: have paths, names
-LOSS_ROWS = 10  # the training loss is the mean of the last rows, because one step is noisy
+PRIVATE_KEYS = (
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+)  # in ds configs; contain paths and names
+LOSS_ROWS = 10  # averaged for the training loss, because a single step is noisy
 PLAIN = re.compile(r"[\w .,%+/()-]*")
 SETTINGS = {
     "seq_len": "sequence length (tokens)",
@@ -49,11 +54,11 @@ def model_card(
     """Return the text of the model card.
 
     Args:
-        run_dir: a section is left out if its file is missing here.
-        num_parameters: tied parameters count once.
+        run_dir: the run directory; a section is omitted if its file is missing.
+        num_parameters: number of parameters; tied ones count once.
         picture: whether `loss.png` is next to the card.
-        about: Markdown about the weights, if they are not those of the training.
-        measured: key of an evaluation -> whether it was measured with these weights.
+        about: Markdown about the weights, if they are not the trained weights themselves.
+        measured: takes an evaluation's key; returns whether it was measured with these weights.
     """
     files = RunFiles(run_dir)
     run = find_run_json(run_dir) or {}
@@ -62,7 +67,7 @@ def model_card(
         row for row in jsonl.read_rows(files.metrics, MetricsRow) if row["step"] <= progress["step"]
     ]
     newest: dict[str, Any] = {}
-    measured_at: dict[str, int] = {}  # metric: step of its newest value
+    measured_at: dict[str, int] = {}  # {metric: step of its newest value}
     for row in rows:
         values = {key: value for key, value in row.items() if value is not None}
         newest |= values
@@ -113,7 +118,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 
 
 def _origin(run: Mapping[str, Any]) -> str:
-    """Return which weights the run began with, without the paths of this machine."""
+    """Describe the run's initial weights, without local paths."""
     source = run.get("initial_weights")
     if not source:
         return "random weights"
@@ -124,7 +129,7 @@ def front_matter(name: str, evaluations: Mapping[str, float], base_model: str | 
     """Return the card's YAML metadata for the hub.
 
     Args:
-        base_model: hub id of the weights that the run began with.
+        base_model: hub id of the run's initial weights.
     """
     from huggingface_hub import EvalResult, ModelCardData
 
@@ -204,7 +209,7 @@ def _results(
 
 
 def _published(value: Any) -> Any:
-    """Return a ds config without paths and monitors, which must not be published."""
+    """Return a DeepSpeed config without paths and monitors, which must not be published."""
     if not isinstance(value, Mapping):
         return value
     return {
@@ -236,9 +241,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def plain(text: object) -> str:
-    """Return text as Markdown that shows it: names come from files of others.
+    """Escape text for Markdown, since names come from other people's files.
 
-    What could be HTML, a link or an image is a code span.
+    Text that could be HTML, a link or an image becomes a code span.
     """
     word = printable(" ".join(str(text).split()))
     is_plain = PLAIN.fullmatch(word) and "www." not in word.lower()

@@ -1,8 +1,8 @@
-"""Keys of an exported config.json for other readers: transformers 4, vLLM, llama.cpp, MLX.
+"""Additional config.json keys for other readers: transformers 4, vLLM, llama.cpp, MLX.
 
-transformers 5 writes rotary embeddings as `rope_parameters` only. A reader that looks for
-`rope_theta` and `rope_scaling` finds neither, silently takes its defaults, and computes another
-model. Keys of single families are in `published_keys`.
+transformers 5 writes rotary embeddings only as `rope_parameters`. A reader that looks for
+`rope_theta` and `rope_scaling` finds neither, silently uses its defaults, and computes a different
+model. Keys specific to one model family are in `published_keys`.
 """
 
 import copy
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 
 NEW = "rope_parameters"
 POSITIONS = "original_max_position_embeddings"
-# Names of the base, of that of sliding-window layers, and of the rotated share of a head.
+# Names of the base, of the base for sliding-window layers, and of the rotated share of a head.
 NAMES = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 OTHER_NAMES = {
     "gpt_neox": ("rotary_emb_base", "", "rotary_pct"),
     "gpt_neox_japanese": ("rotary_emb_base", "", "rotary_pct"),
-    "modernbert-decoder": ("global_rope_theta", "", ""),  # version 4 has one base for all layers
+    "modernbert-decoder": ("global_rope_theta", "", ""),  # version 4 uses one base for all layers
     "olmo3": ("rope_theta", "", ""),
 }
-# Classes of transformers 4 that accept these keys of `rope_scaling`, all of them and no other.
+# `rope_scaling` keys that must all be present, with no others, for some transformers 4 classes.
 LONGROPE = {"type", "short_factor", "long_factor"}
 ACCEPTED = {
     "olmo": {"type", "factor"}, "olmo2": {"type", "factor"},
     "phi3": LONGROPE, "phi4_multimodal": LONGROPE,
 }  # fmt: skip
-# Parts of a config whose classes in transformers 4 refuse any other key.
+# Config parts whose transformers 4 classes refuse any other key.
 ONLY = {
     "attn_config": {"attn_pdrop", "clip_qkv", "kv_n_heads", "rope_theta"},
     "ffn_config": {
@@ -47,8 +47,8 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
     """Add the older keys to the config.json that `config` wrote.
 
     Returns:
-        A line for each part of the model whose rotary embeddings or layers older keys cannot
-        describe.
+        A line for each part of the model whose rotary embeddings or layers cannot be described by
+        older keys.
     """
     path, notices = directory / "config.json", []
     values = _plain_numbers(read_json(path, "the config.json of a model"))
@@ -60,13 +60,13 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
         keys = rope_keys(part)
         if keys is None:
             notices.append(
-                f"{path}: no older keys mean the same as {NEW} of {part.model_type}: readers made "
-                f"for transformers 4 would compute another model"
+                f"{path}: no older keys are equivalent to {part.model_type}'s {NEW}: readers for "
+                f"transformers 4 would compute a different model"
             )
         if key := missing_period(part):
             notices.append(
-                f"{path}: layer_types of {part.model_type} have no period, so {key} cannot express "
-                f"them: programs that read only that key would compute another model"
+                f"{path}: {part.model_type}'s layer_types are not periodic, so {key} cannot "
+                f"express them: programs that read only that key would compute a different model"
             )
         renamed = {"torch_dtype": "dtype", "num_experts": part.attribute_map.get("num_experts")}
         same = {old: written[new] for old, new in renamed.items() if new in written}
@@ -79,10 +79,10 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
 
 
 def set_tied(config: "PretrainedConfig", model: Any) -> None:
-    """Set whether the model's output embeddings are its input embeddings, in place.
+    """Set in place whether the model ties its output embeddings to its input embeddings.
 
-    transformers 5 asks the whole config, version 4 its text part; some classes of 5 tie nothing,
-    whatever the config says.
+    transformers 5 reads the key from the whole config, version 4 from its text part; some version
+    5 classes tie nothing, regardless of the config.
     """
     given, output = model.get_input_embeddings(), model.get_output_embeddings()
     if given is None or output is None:
@@ -93,9 +93,9 @@ def set_tied(config: "PretrainedConfig", model: Any) -> None:
 
 
 def _plain_numbers(value: Any) -> Any:
-    """Return a value with the numbers that transformers 5 writes as `{"__float__": "Infinity"}`.
+    """Convert `{"__float__": "Infinity"}`, as written by transformers 5, back to numbers.
 
-    Files of published models have them as Python's json writes them, which all versions read.
+    Published models contain these numbers as written by Python's json, which all versions can read.
     """
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
@@ -105,7 +105,7 @@ def _plain_numbers(value: Any) -> Any:
 
 
 def _published(part: "PretrainedConfig", written: dict[str, Any]) -> dict[str, Any]:
-    """Return keys of the family's published files: those with which this version reads the same."""
+    """Return keys of the family's published files that do not change what this version reads."""
     given = {key: value for key, value in written.items() if key != "dtype"}
 
     def read(**keys: Any) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _published(part: "PretrainedConfig", written: dict[str, Any]) -> dict[str, A
 
     before, found = read(), {}
     for key, value in published_keys(part).items():
-        with suppress(Exception):  # errors of strict dataclasses, and of the classes
+        with suppress(Exception):  # errors from strict dataclasses and the classes
             after = read(**{key: value})
             if _meaning({**after, key: None}) == _meaning({**before, key: None}):
                 found[key] = value
@@ -121,11 +121,11 @@ def _published(part: "PretrainedConfig", written: dict[str, Any]) -> dict[str, A
 
 
 def rope_keys(config: "PretrainedConfig") -> dict[str, Any] | None:
-    """Return the older keys of a config's rotary embeddings; None if none mean the same."""
+    """Return the older keys for a config's rotary embeddings; None if they cannot express them."""
     full, sliding = getattr(config, NEW, None), None
     if not full:
         return {}
-    if any(isinstance(each, dict) for each in full.values()):  # by type of layer
+    if any(isinstance(each, dict) for each in full.values()):  # by layer type
         full, sliding = full.get("full_attention"), full.get("sliding_attention")
     if not full:
         return None
@@ -145,15 +145,15 @@ def rope_keys(config: "PretrainedConfig") -> dict[str, Any] | None:
     values = config.to_dict()
     if any(values.get(key, value) != value for key, value in keys.items()):
         return None
-    try:  # this version reads both, and older keys must not change what it reads
+    try:  # this version reads both, and the result must not change
         read = type(config).from_dict(copy.deepcopy(values | keys))
-    except Exception:  # errors of strict dataclasses, and of the classes
+    except Exception:  # errors from strict dataclasses and the classes
         return None
     return keys if _meaning(getattr(read, NEW)) == _meaning(values[NEW]) else None
 
 
 def _scaling(config: "PretrainedConfig", parameters: dict[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_scaling`: its kind is `rope_type`, and `type` for the oldest readers."""
+    """Return `rope_scaling`, with its kind as `rope_type`, and as `type` for the oldest readers."""
     elsewhere = {"rope_theta", "partial_rotary_factor"}
     scaling = {key: value for key, value in parameters.items() if key not in elsewhere}
     scaling["type"] = scaling["rope_type"]
@@ -167,7 +167,7 @@ def _scaling(config: "PretrainedConfig", parameters: dict[str, Any]) -> dict[str
 
 
 def _meaning(value: Any) -> Any:
-    """Return a value without the keys of rotary embeddings that change nothing."""
+    """Return a value without rotary embedding keys that have no effect."""
     if not isinstance(value, dict):
         return value
     idle = {"type": value.get("type"), "partial_rotary_factor": 1.0}

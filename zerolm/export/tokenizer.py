@@ -1,5 +1,5 @@
-"""Finds a run's tokenizer, that of its first data source in run.json, and the generation values of
-the weights that the run began with.
+"""Finds a run's tokenizer (that of its first data source in run.json), and the generation values
+of its initial weights.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from zerolm.shards.reader import Source, open_source
 
 
 def tokenizer_of(run_dir: Path) -> tuple[Path | None, int | None]:
-    """Return the tokenizer's directory and its EOS id; None if the shards are not found.
+    """Return the tokenizer's directory and EOS id; None for both if the shards are not found.
 
     Raises:
         ConfigError: the shards or their tokenizer are damaged.
@@ -25,7 +25,7 @@ def tokenizer_of(run_dir: Path) -> tuple[Path | None, int | None]:
 
 
 def generation_of(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the values of generation of the weights that a run began with; None if random."""
+    """Return the generation values of a run's initial weights; None if they were random."""
     initial = (find_run_json(run_dir) or {}).get("initial_weights")
     return None if initial is None else initial.get("generation", {})
 
@@ -37,7 +37,7 @@ def first_source(run_dir: Path) -> Source | None:
 
 
 def missing_tokenizer(run_dir: Path) -> str:
-    """Return why `tokenizer_of` found none, with the paths where it looked for the shards."""
+    """Return why `tokenizer_of` found none, with the paths that it searched for the shards."""
     path = RunFiles(run_dir).record
     if (source := first_source(run_dir)) is not None:
         return f"{path}: settings.data: {source.directory} has no tokenizer"
@@ -46,11 +46,12 @@ def missing_tokenizer(run_dir: Path) -> str:
 
 
 def _places(run_dir: Path) -> list[str]:
-    """Return where the shards of the first source may be, the likeliest first.
+    """Return possible locations of the first source's shards, the likeliest first.
 
-    A relative path belongs to the directory in which the run was started, or to the one below which
-    `run_dir` was created, if both were moved. Early releases recorded neither that directory nor,
-    with an absolute `--run_dir`, a way to find it: then the path belongs to the current one.
+    A relative path is resolved against the directory in which the run was started, or, if both
+    were moved, against the one below which `run_dir` was created. Early releases did not record
+    the starting directory, and it cannot be derived from an absolute `--run_dir`: then the path is
+    resolved against the current directory.
     """
     record = find_run_json(run_dir) or {}
     settings = record.get("settings", {})

@@ -1,9 +1,10 @@
-"""Writes weights as safetensors files under their published names, one file in memory at a time.
+"""Writes weights to safetensors files under their published names, one file in memory at a time.
 
-A checkpoint names weights as the model's code does. Some architectures are published under other
-names and shapes (Mixtral: one matrix per expert), and `from_pretrained` expects those. Transformers
-converts complete state dicts; here it converts one decoder block at a time, if a conversion of meta
-tensors shows that the result is the same. Must not depend on checkpoints: weights come by name.
+A checkpoint names weights as the model's code does. Some architectures are published with other
+names and shapes (Mixtral: one matrix per expert), which `from_pretrained` expects. Transformers
+converts complete state dicts; here it converts one decoder block at a time, if a conversion of
+meta tensors shows that the result is the same. Must not depend on checkpoints: weights are
+requested by name.
 """
 
 import re
@@ -23,8 +24,8 @@ from zerolm.routers.biased_routers import biased_routers
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # model.layers.3, transformer.h.3
 INDEX = "model.safetensors.index.json"
 
-# Names that transformers 5.23 writes and published files do not have, for layers of one kind or all
-# weights: (the kind, a pattern, the published name). It reads both.
+# Names written by transformers 5.23 that differ from published files, for one kind of layer or all
+# weights: (kind, pattern, published name). transformers reads both.
 MISNAMED = {
     "bailing_hybrid": [("linear_attention", r"\.attention\.dense\.", ".attention.o_proj.")],
     "hy_v4": [
@@ -46,17 +47,17 @@ def write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> int:
-    """Write a model's weights, and their index if there are several files.
+    """Write a model's weights, and an index if there are several files.
 
     Needs memory for the file being filled, one block, and one weight in float32.
 
     Args:
         skeleton: a model on the meta device.
-        load_weight: name in the model's state dict -> tensor.
-        release: called after each block, whose weights are not loaded again.
+        load_weight: takes a name in the model's state dict; returns the tensor.
+        release: called after each block; its weights are not loaded again.
         directory: must exist.
-        dtype: dtype of parameters; buffers, and biases that choose experts, keep their own.
-        max_shard_bytes: maximum size of a file; a larger tensor gets a file of its own.
+        dtype: dtype of parameters; buffers, and biases that choose experts, keep their own dtype.
+        max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Returns:
         The size of all weights in bytes.
@@ -68,7 +69,7 @@ def write_weights(
         for name, tensor in skeleton.state_dict().items()
         if name not in skeleton.all_tied_weights_keys
     }
-    planned = {  # copies, because a view would count with the size of its base
+    planned = {  # copies, because a view would count with its base's size
         name: torch.empty_like(tensor) for name, tensor in published(skeleton, dict(meta)).items()
     }
     split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
@@ -97,10 +98,10 @@ def write_weights(
 
 
 def fitting(name: str, weight: Any, expected: torch.Tensor) -> torch.Tensor:
-    """Return a weight in the dtype of the model's.
+    """Return a weight converted to the dtype of the model's weight.
 
     Raises:
-        ConfigError: its shape is not that of the model.
+        ConfigError: the shape differs from the model's.
     """
     if not isinstance(weight, torch.Tensor) or weight.shape != expected.shape:
         found = list(getattr(weight, "shape", [])) or type(weight).__name__
@@ -112,7 +113,7 @@ def fitting(name: str, weight: Any, expected: torch.Tensor) -> torch.Tensor:
 
 
 def published(skeleton: Any, state: State) -> State:
-    """Return weights of the model's code under their published names, in their published shapes."""
+    """Convert weights of the model's code to their published names and shapes."""
     config = skeleton.config
     state = revert_weight_conversion(skeleton, state)
     for kind, pattern, name in MISNAMED.get(config.model_type, []):
@@ -127,7 +128,7 @@ def published(skeleton: Any, state: State) -> State:
 
 
 def _blocks(skeleton: Any, meta: State, planned: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the names that are converted together, in the order in which the files are filled."""
+    """Yield the names to convert together, in the order in which files are filled."""
     blocks: dict[str, list[str]] = {}
     for name in meta:
         match = BLOCK.match(name)
@@ -137,7 +138,7 @@ def _blocks(skeleton: Any, meta: State, planned: Sequence[str]) -> Iterator[list
         for key, names in blocks.items()
     }
     if sorted(name for names in converted.values() for name in names) != sorted(planned):
-        yield list(meta)  # a published weight needs several blocks: convert all at once
+        yield list(meta)  # a published weight combines several blocks: convert all at once
         return
     position = {name: number for number, name in enumerate(planned)}
     for key in sorted(converted, key=lambda key: min(position[name] for name in converted[key])):

@@ -1,7 +1,7 @@
-"""The parts of training that may be off: one module each, and this list of them.
+"""Optional parts of training: one module each, and the list of them.
 
-Its order is the order of their hooks (`Feature`). At its top a module imports little, so that
-`--help` is instant; its hooks may import what the training loop may.
+Hooks run in the order of `FEATURES`. A module imports little at its top, so `--help` is instant;
+its hooks may import whatever the training loop may.
 """
 
 from collections.abc import Mapping
@@ -41,27 +41,27 @@ FEATURES: tuple[type[Feature], ...] = (
 
 
 def problems(case: Case) -> list[str]:
-    """Return why a run cannot have the features that its settings ask for."""
+    """Return problems with the features that the settings turn on."""
     return [line for kind in FEATURES for line in kind.problems(case)]
 
 
 def notices(case: Case) -> list[str]:
-    """Return what the user should know about features before a run."""
+    """Return what the user should know about the features before a run."""
     return [line for kind in FEATURES for line in kind.notices(case)]
 
 
 def host_problems(plan: "Plan", environment: Mapping[str, str]) -> list[str]:
-    """Return what this host lacks for the features of a run without other problems."""
+    """Return what this host lacks for a run's features, if the run has no other problems."""
     return [line for kind in FEATURES for line in kind.host_problems(plan, environment)]
 
 
 def flops_per_token(settings: Any, config: Any) -> float:
-    """Return the FLOPs that features take per token of training, besides those of the model."""
+    """Return the FLOPs per training token that features add to those of the model."""
     return sum(kind.flops_per_token(settings, config) for kind in FEATURES)
 
 
 def summary(plan: "Plan") -> dict[str, str]:
-    """Return the lines of features in the plan of a run."""
+    """Return the features' lines in the plan of a run."""
     return {name: line for kind in FEATURES for name, line in kind.summary(plan).items()}
 
 

@@ -1,4 +1,4 @@
-"""`--loss_chunk_tokens`: compute the loss for some tokens at a time."""
+"""`--loss_chunk_tokens`: compute the loss for a chunk of tokens at a time."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -7,9 +7,9 @@ from zerolm.features.feature import Case, Feature
 
 
 class ChunkedLoss(Feature):
-    """Replaces the output head by that of zerolm/model/chunked_loss.py.
+    """Replaces the output head with the one in zerolm/model/chunked_loss.py.
 
-    The flag is one of the core: its default depends on the logits, and memory and time on it.
+    The flag is a core setting: its default depends on the logits, and it affects memory and time.
     """
 
     name = "chunked_loss"

@@ -1,4 +1,4 @@
-"""`--compile`: compile the blocks of the model."""
+"""`--compile`: compile the model's blocks."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 class CompiledBlocks(Feature):
     """Compiles the blocks as zerolm/model/compile.py describes.
 
-    The flag is one of the core: other features, the kernels and the plan depend on it.
+    The flag is a core setting: other features, the kernels and the plan depend on it.
     """
 
     name = "compiled_blocks"

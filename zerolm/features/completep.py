@@ -1,8 +1,8 @@
-"""`--parametrization completep`: the learning rate found at a small size holds at larger ones.
+"""`--parametrization completep`: a learning rate tuned on a small model transfers to larger ones.
 
-CompleteP with alpha = 1 (Dey et al. 2025, arXiv 2505.01618, table 1). Its multipliers of residual
-branches and of logits are moved into initial values and optimizer options, which for Adam is the
-same function of the data: docs/initialization.md says how. So no code of the model changes.
+CompleteP with alpha = 1 (Dey et al. 2025, arXiv 2505.01618, table 1). Its multipliers on residual
+branches and logits are moved into initial values and optimizer options, which is equivalent for
+Adam (docs/initialization.md shows how). So the model's code does not change.
 """
 
 import re
@@ -15,12 +15,13 @@ from zerolm.features.feature import Case, Feature
 
 STANDARD, COMPLETEP = "standard", "completep"
 BASES = ("base_hidden_size", "base_layers")
-# Llama-likes, and others whose blocks add the outputs of these projections to the residual stream.
+# Llama-like models, and others whose blocks add the outputs of these projections to the residual
+# stream.
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
     *("gpt2", "gpt_neox", "opt"),
 )
-# Names of their modules, or of parameters of fused experts, by kind.
+# Module names, or parameter names for fused experts, by kind.
 EMBEDDING, HIDDEN, OUTPUT = "embedding", "hidden matrix", "output projection"
 ROUTER, HEAD, NORM = "router", "head", "norm"
 KIND_OF = {
@@ -40,7 +41,7 @@ IN_BLOCK = re.compile(r"\.\d+\.")
 
 
 class Factors(NamedTuple):
-    """Factors of a parameter on the values that it has at the base size."""
+    """Factors that scale a parameter's values from the base size."""
 
     initial: float
     learning_rate: float
@@ -48,7 +49,7 @@ class Factors(NamedTuple):
     epsilon: float
 
     def moved(self, multiplier: float) -> "Factors":
-        """Return the factors of a parameter that is multiplied once, not in every forward pass."""
+        """Return the factors after moving a forward pass's multiplier into the parameter."""
         initial, rate, decay, epsilon = self
         return Factors(
             initial * multiplier, rate * multiplier, decay / multiplier, epsilon / multiplier
@@ -56,7 +57,7 @@ class Factors(NamedTuple):
 
 
 def group_of(name: str) -> str | None:
-    """Return the kind of a parameter, and whether it is a bias; None if it is not known."""
+    """Return the group of a parameter: its kind, and whether it is a bias; None if unknown."""
     path = name.removesuffix(".weight").removesuffix(".bias")
     module = path.rpartition(".")[2]
     kind = NORM if IS_NORM.search(module) else KIND_OF.get(module)
@@ -71,9 +72,9 @@ def group_of(name: str) -> str | None:
 
 
 def factors(width: float, depth: float) -> dict[str, Factors]:
-    """Return the factors of each group, from hidden size and layers divided by the base's.
+    """Return each group's factors, given the hidden size and layers divided by the base model's.
 
-    The rows are those of the paper's table; `moved` takes the multiplier of a forward pass.
+    The rows match the paper's table; `moved` absorbs a forward pass's multiplier.
     """
     inside, outside = 1 / (width * depth), 1 / width  # epsilon
     matrix = Factors(width**-0.5, 1 / width, width, inside)
@@ -84,7 +85,7 @@ def factors(width: float, depth: float) -> dict[str, Factors]:
         f"bias of {HIDDEN}": vector,
         OUTPUT: matrix.moved(1 / depth),
         f"bias of {OUTPUT}": vector.moved(1 / depth),
-        # Like the head: from an input that grows with the width to a fixed number of experts.
+        # Like the head, it maps an input that grows with the width to a fixed number of experts.
         ROUTER: vector.moved(1 / width),
         NORM: vector,
         f"final {NORM}": Factors(1, 1, 1, outside),
@@ -93,7 +94,7 @@ def factors(width: float, depth: float) -> dict[str, Factors]:
 
 
 class Completep(Feature):
-    """Scales initial values, learning rate, weight decay and epsilon of each parameter."""
+    """Scales each parameter's initial values, learning rate, weight decay and epsilon."""
 
     name = "completep"
 
@@ -102,26 +103,27 @@ class Completep(Feature):
         parametrization: str = flag(
             "model",
             "text",
-            "completep: scale initial weights, learning rate, weight decay and epsilon from those "
-            "of a model of --base_hidden_size and --base_layers, where --learning_rate was found",
+            "completep: scale initial weights, learning rate, weight decay and epsilon from a base "
+            "model with --base_hidden_size and --base_layers, for which --learning_rate was tuned",
             default=STANDARD,
             choices=(STANDARD, COMPLETEP),
             changes_curve=True,
-            unchangeable="the run began with the weights of the old one",
+            unchangeable="the run began with weights for the old value",
         )
         base_hidden_size: int | None = count(
             "model",
-            "hidden size of the model where --learning_rate was found, for --parametrization",
+            "hidden size of the base model for which --learning_rate was tuned, for "
+            "--parametrization",
             "N",
             changes_curve=True,
-            unchangeable="the run began with the weights of the old one",
+            unchangeable="the run began with weights for the old value",
         )
         base_layers: int | None = count(
             "model",
-            "number of its layers; that of the model itself: muP",
+            "number of layers in the base model; the model's own number: muP",
             "N",
             changes_curve=True,
-            unchangeable="the run began with the weights of the old one",
+            unchangeable="the run began with weights for the old value",
         )
 
     @classmethod
@@ -141,11 +143,11 @@ class Completep(Feature):
         where = f"{settings.where('parametrization')}: {COMPLETEP}"
         for name in BASES:
             if not getattr(settings, name):
-                yield f"{where} needs --{name}: that of the model where the rate was found."
+                yield f"{where} needs --{name}: the value of the base model."
         rate = profile.optimizer.params.get("lr", AUTO)
         if "learning_rate" not in settings.origins and rate == AUTO:
             yield (
-                f"{where} needs --learning_rate: the one that was found at the base size, not the "
+                f"{where} needs --learning_rate: the rate tuned at the base size, not the "
                 f"default for this model."
             )
         if case.initial is not None:
@@ -154,13 +156,14 @@ class Completep(Feature):
         if optimizer.kind not in ADAM:
             yield (
                 f"{where} is not supported together with {settings.deepspeed_config}: "
-                f"optimizer.type: {optimizer.name}: how its step scales was not derived. Use AdamW."
+                f"optimizer.type: {optimizer.name}: the scaling of its step has not been derived. "
+                "Use AdamW."
             )
         elif optimizer.kind == "adam" and optimizer.params.get("adam_w_mode") is False:
             yield (
                 f"{where} is not supported together with {settings.deepspeed_config}: "
-                f"optimizer.params.adam_w_mode: false: decay that is part of the gradient scales "
-                f"in another way. Use AdamW."
+                f"optimizer.params.adam_w_mode: false: weight decay in the gradient scales "
+                f"differently. Use AdamW."
             )
         if profile.scheduler:
             yield (
@@ -169,8 +172,8 @@ class Completep(Feature):
             )
         if config.get_text_config().tie_word_embeddings:
             yield (
-                f"{where}, but {settings.model_config} ties the embeddings, and the head scales in "
-                f'another way than the embedding. Set "tie_word_embeddings" to false.'
+                f"{where}, but {settings.model_config} ties the embeddings, and the head scales "
+                f'differently from the embedding. Set "tie_word_embeddings" to false.'
             )
         yield from _model_problems(config, f"{where}, but", settings.model_config)
 
@@ -192,7 +195,7 @@ class Completep(Feature):
         if clipping is None or clipping > 0:
             yield (
                 f"{settings.where('parametrization')}: {COMPLETEP}: the gradient norm grows with "
-                f"width and depth, so gradient_clipping does not mean the same at each size"
+                f"width and depth, so the effect of gradient_clipping depends on the size"
             )
 
     @classmethod
@@ -225,7 +228,7 @@ class Completep(Feature):
 
 
 def recorded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parametrization in the settings of a run.json; empty if it is standard."""
+    """Return the parametrization settings in a run.json; empty if it is standard."""
     settings = record.get("settings", {})
     if settings.get("parametrization", STANDARD) == STANDARD:
         return {}
@@ -237,30 +240,30 @@ def _as_flags(parametrization: Mapping[str, Any]) -> str:
 
 
 def _source_problems(settings: Any, initial: Any, where: str) -> Iterator[str]:
-    """Check that the weights of `--init_from` have the scale of this parametrization."""
+    """Check that the weights in `--init_from` have this parametrization's scale."""
     theirs = initial.parametrization
     if not theirs:
         yield (
-            f"{where}, but {initial.source} is no run with it, so its weights have another scale. "
-            f"Remove --init_from, or the flag."
+            f"{where}, but {initial.source} was not trained with it, so its weights have a "
+            f"different scale. Remove --init_from, or the flag."
         )
     elif any(theirs[name] != getattr(settings, name) for name in BASES):
         yield (
             f"{where} with {_as_flags({name: getattr(settings, name) for name in BASES})}, but "
-            f"{initial.source} has {_as_flags(theirs)}. Give the same."
+            f"{initial.source} has {_as_flags(theirs)}. Use the same values."
         )
 
 
 def _standard_rates(initial: Any, config: Any) -> str:
-    """Return what a standard run does with the weights of a run with CompleteP."""
+    """Describe how a standard run trains weights from a CompleteP run."""
     theirs = initial.parametrization
     width = config.hidden_size / theirs["base_hidden_size"]
     depth = config.num_hidden_layers / theirs["base_layers"]
     return (
         f"--init_from {initial.source}: was trained with {_as_flags(theirs)}. This run is "
-        f"{STANDARD}: all parameters have --learning_rate itself, hidden matrices {width:g} times "
-        f"the rate that they have there, and output projections {width * depth:g} times. Add these "
-        f"flags to continue with the rates of that run"
+        f"{STANDARD}: --learning_rate applies to all parameters, which is {width:g} times the "
+        f"other run's rate for hidden matrices, and {width * depth:g} times for output "
+        f"projections. Add these flags to continue with that run's rates"
     )
 
 
@@ -270,7 +273,7 @@ def _model_problems(config: Any, where: str, path: str) -> Iterator[str]:
     family = config.model_type
     if family not in FAMILIES:
         yield (
-            f"{where} it is not known which projections of {family} end its residual branches "
+            f"{where} it is unknown which projections of {family} end its residual branches "
             f"({path}). Use one of {', '.join(FAMILIES)}."
         )
     elif family == "opt" and not config.do_layer_norm_before:
@@ -280,25 +283,26 @@ def _model_problems(config: Any, where: str, path: str) -> Iterator[str]:
 
 
 def _ratios(plan: Any) -> tuple[float, float]:
-    """Return hidden size and layers divided by those of the base."""
+    """Return the hidden size and number of layers divided by the base model's."""
     config, settings = plan.model.config, plan.settings
     width: float = config.hidden_size / settings.base_hidden_size
     return width, config.num_hidden_layers / settings.base_layers
 
 
 def _of_parameters(plan: Any) -> dict[str, Factors]:
-    """Return the factors of each parameter by name."""
+    """Return each parameter's factors by name."""
     width, depth = _ratios(plan)
     of_group = factors(width, depth)
     if plan.model.config.model_type == "gpt2":
-        # GPT-2 draws them with a deviation that has a factor of 1 / sqrt(layers): here the base's.
+        # GPT-2's initial deviation includes a factor 1 / sqrt(layers): use the base model's
+        # layers.
         own = of_group[OUTPUT]
         of_group[OUTPUT] = own._replace(initial=own.initial * depth**0.5)
     return {name: of_group[group_of(name) or ""] for name in plan.model.shapes}
 
 
 def _group_lines(plan: Any) -> dict[str, str]:
-    """Return a line for each group: its parameters, and what they start and train with."""
+    """Return a line for each group: its parameters, initial deviation and optimizer options."""
     import math
 
     from zerolm.model.architecture import meta_model

@@ -1,4 +1,4 @@
-"""`--document_mask`: test before training that the attention kernel keeps documents apart."""
+"""`--document_mask`: test before training that the attention kernel separates documents."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 class DocumentMask(Feature):
     """Refuses to train with a kernel that ignores the mask.
 
-    The flag is one of the core: the data, the kernels and the loss depend on it.
+    The flag is a core setting: the data, the kernels and the loss depend on it.
     """
 
     name = "document_mask"

@@ -1,4 +1,4 @@
-"""`--ema_tokens`: keep a moving average of the weights, and evaluate it beside them."""
+"""`--ema_tokens`: maintain a moving average of the weights, and evaluate it as well."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -14,9 +14,9 @@ BYTES = 4  # float32, per parameter
 
 
 class Ema(Feature):
-    """Updates the average of zerolm/engine/ema.py, which is a state of the optimizer.
+    """Updates the average in zerolm/engine/ema.py, which is stored as an optimizer state.
 
-    `zerolm export --ema` reads it from the files of a checkpoint.
+    `zerolm export --ema` reads the average from a checkpoint's files.
     """
 
     name = "ema"
@@ -41,14 +41,14 @@ class Ema(Feature):
             "eval/<source>/ema_loss",
             "nats per token",
             Panel("Evaluation by source", many=True, points=True),
-            "with `--ema_tokens`: `eval/ema_loss` of one source",
+            "with `--ema_tokens`: `eval/ema_loss` for one source",
             better=LOWER,
         ),
         Metric(
             "eval/<source>/ema_bits_per_byte",
             "bits per byte",
             Panel("Evaluation by source, bits per byte", many=True, points=True),
-            "with `--ema_tokens`: `eval/ema_bits_per_byte` of one source",
+            "with `--ema_tokens`: `eval/ema_bits_per_byte` for one source",
             better=LOWER,
         ),
     )
@@ -57,8 +57,8 @@ class Ema(Feature):
     class Flags:
         ema_tokens: int = count(
             "budget",
-            "keep an exponential moving average of the weights with this half-life, and evaluate "
-            "it; 0: off",
+            "maintain and evaluate an exponential moving average of the weights with this "
+            "half-life; 0: off",
             "TOKENS",
             default=0,
             minimum=0,
@@ -107,11 +107,11 @@ class Ema(Feature):
         self.average = ema.Ema(run.engine, self.settings.ema_tokens)
 
     def loaded(self, state: dict[str, Any]) -> None:
-        """Adopt the average that was loaded; without one it begins with the next step."""
+        """Use the loaded average; if there is none, start a new one at the next step."""
         from zerolm.engine import ema
 
         self.state = state
-        if not state:  # the optimizer states that a new run took along may have one
+        if not state:  # --init_optimizer may have loaded one
             ema.drop(self.engine)
         assert not state or self.average.is_complete
 

@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: their metrics, balance by biases, and losses of their own."""
+"""Routers of a mixture of experts: metrics, balancing by biases, and router losses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,13 +12,13 @@ from zerolm.run_dir.metrics import Z_LOSS, Metric, Panel
 ROUTER_CHOICE = Panel(
     "Router choice",
     smooth=True,
-    about="Entropy of the routers' probabilities, divided by the entropy of a uniform choice; and "
-    "the share of experts that got no token in the step.",
+    about="Entropy of the routers' probabilities, divided by that of a uniform choice, and "
+    "the share of experts that received no token in the step.",
 )
 
 
 class ExpertBalance(Feature):
-    """Calls `Routing` of zerolm/routers/routing.py, in every run of a model with routers."""
+    """Calls `Routing` in zerolm/routers/routing.py, in every run of a model with routers."""
 
     name = "expert_balance"
     SECTION = "Routers"
@@ -27,8 +27,7 @@ class ExpertBalance(Feature):
             "train/router_z_loss",
             "nats",
             Z_LOSS,
-            "with `--router_z_loss`: the weighted z-loss of the routers; not included in "
-            "`train/loss`",
+            "with `--router_z_loss`: the routers' weighted z-loss; not included in `train/loss`",
         ),
         Metric(
             "router/load_imbalance",
@@ -36,10 +35,10 @@ class ExpertBalance(Feature):
             Panel(
                 "Router balance",
                 smooth=True,
-                about="Tokens of the busiest expert, divided by the mean over all experts; "
+                about="Tokens routed to the busiest expert, divided by the mean over all experts; "
                 "averaged over the routers. 1 is balanced.",
             ),
-            "mixture of experts: tokens of the busiest expert, divided by the mean over all "
+            "mixture of experts: tokens routed to the busiest expert, divided by the mean over all "
             "experts; averaged over the routers. 1 is balanced",
         ),
         Metric(
@@ -52,7 +51,7 @@ class ExpertBalance(Feature):
                 smooth=True,
                 about="From the first router (blue) to the last (yellow).",
             ),
-            "the same for one router, numbered from 0 in the order of the model",
+            "the same for one router, numbered from 0 in model order",
         ),
         Metric(
             "router/entropy",
@@ -65,7 +64,7 @@ class ExpertBalance(Feature):
             "router/unused_experts",
             "share",
             ROUTER_CHOICE,
-            "share of the experts that got no token in the step",
+            "share of experts that received no token in the step",
         ),
     )
 
@@ -73,21 +72,21 @@ class ExpertBalance(Feature):
     class Flags:
         balance_rate: float = real(
             "model",
-            "mixture of experts: after each step raise the routing bias of experts below the mean "
-            "load by X, and lower the others'; 0.001 is usual, 0: off",
+            "mixture of experts: after each step, raise the routing bias of experts below the mean "
+            "load by X, and lower the others'; 0.001 is typical, 0: off",
             default=0.0,
             changes_curve=True,
         )
         global_router_loss: bool = switch(
             "model",
-            "mixture of experts: the router loss balances the global batch instead of each "
+            "mixture of experts: compute the router loss over the global batch instead of each "
             "micro-batch",
             changes_curve=True,
         )
         router_z_loss: float = real(
             "model",
-            "mixture of experts: weight of the mean squared log-partition of the routers; 0.001 is "
-            "usual, 0: off",
+            "mixture of experts: weight of the routers' mean squared log-partition; 0.001 is "
+            "typical, 0: off",
             default=0.0,
             changes_curve=True,
         )
@@ -129,7 +128,9 @@ class ExpertBalance(Feature):
 
     @classmethod
     def notices(cls, case: Case) -> Iterable[str]:
-        """Report that a router loss, a product of means over a micro-batch, depends on its size."""
+        """Report that a router loss depends on the micro-batch size, over which it multiplies
+        means.
+        """
         from zerolm.model.architecture import router_loss_coefficient
 
         if router_loss_coefficient(case.config) and not case.settings.global_router_loss:
@@ -137,7 +138,7 @@ class ExpertBalance(Feature):
                 f"{case.settings.model_config}: output_router_logits is true: the router loss "
                 f"averages over a micro-batch, so the loss curve depends slightly on "
                 f"--micro_batch_size and the world size (1e-3 in the gradient norm); "
-                f"--global_router_loss ends that"
+                f"--global_router_loss avoids that"
             )
 
     @classmethod

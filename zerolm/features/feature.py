@@ -1,11 +1,12 @@
-"""`Feature`: a part of training that may be off, with everything that only this part knows.
+"""`Feature`: base class of optional parts of training, each with everything specific to the part.
 
-It has flags, refusals, lines of the plan, metrics, a state in the checkpoint, and hooks, which are
-named here in the order in which they are called. `FEATURES` in `zerolm/features/__init__.py` lists
-all of them. In a run without a feature it is not built, and none of its hooks exists.
+A subclass defines flags, refusals, lines of the plan, metrics, a state in the checkpoint, and
+hooks, which are listed here in the order in which they are called. `FEATURES` in
+`zerolm/features/__init__.py` lists all subclasses. A feature that a run does not use is not built,
+so none of its hooks is called.
 
-The settings are made of the flags of all features, so a module of a feature imports little at its
-top, and what its hooks need inside them.
+The settings include the flags of all features, so each feature module imports little at its top,
+and what its hooks need inside the hooks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,11 +34,11 @@ Row = dict[str, float]
 
 
 class Case(NamedTuple):
-    """What a feature may refuse to be combined with.
+    """The parts of a run with which a feature may refuse to be combined.
 
     Attributes:
-        device: kind of the ranks' devices, `absent` if they are not on this machine.
-        initial: the `InitialSource` of `--init_from`, if it is known.
+        device: kind of the ranks' devices; `absent` if they are not on this machine.
+        initial: the `InitialSource` of `--init_from`, if known.
     """
 
     settings: Any
@@ -49,15 +50,15 @@ class Case(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step, on one rank.
+    """The inputs of a step on one rank.
 
     Attributes:
-        batches: this rank's micro-batches, on its device; as many as on other ranks.
-        position: of the global batch's first sequence in the data order.
-        tokens: tokens of the global batch.
-        learning_rate: the rate to set; None: the scheduler of the ds config has set it.
+        batches: this rank's micro-batches, on its device; the same number on every rank.
+        position: position of the global batch's first sequence in the data order.
+        tokens: number of tokens in the global batch.
+        learning_rate: the rate to set; None: the DeepSpeed scheduler has set it.
         flags: numbers to sum over ranks along with the losses.
-        fault: injected fault for this rank's passes, from `fault_point`; for tests.
+        fault: fault to inject into this rank's passes, from `fault_point`; for tests.
     """
 
     number: int
@@ -73,9 +74,10 @@ class Forward(NamedTuple):
     """A forward pass over a micro-batch, on one rank.
 
     Attributes:
-        outputs: of the model; its `logits` are losses (B, T, 1) with `--loss_chunk_tokens`.
-        losses_BT: the loss of each target token, 0 where there is none.
-        tokens, targets: numbers of tokens and targets in the global batch.
+        outputs: the model's outputs; with `--loss_chunk_tokens`, `logits` contains losses (B, T,
+            1).
+        losses_BT: the loss of each target token; 0 at positions without a target.
+        tokens, targets: number of tokens and targets in the global batch.
     """
 
     batch: Batch
@@ -87,19 +89,19 @@ class Forward(NamedTuple):
 
 @dataclass
 class StepResult:
-    """The result of a step, reduced over ranks: the same on all of them.
+    """The result of a step, reduced over ranks: the same on every rank.
 
     Attributes:
         loss: mean cross-entropy per target token of the global batch.
-        source_losses, source_tokens: (S,) sum of losses and number of targets per source.
-        text_losses, text_bytes: (S,) sum of the losses of targets that stand for text, and bytes of
-            that text; empty if the bytes of tokens are not known.
-        penalties: weighted losses that are minimized with the loss, by metric: the router loss of
-            a mixture of experts, and z-losses.
-        grad_norm: 2-norm of the gradient before clipping; infinite if it is not finite.
+        source_losses, source_tokens: (S,) sum of losses, and number of targets, per source.
+        text_losses, text_bytes: (S,) sum of the losses of targets that represent text, and the
+            number of bytes in that text; empty if token bytes are unknown.
+        penalties: weighted losses minimized in addition to the loss, by metric: a mixture of
+            experts' router loss, and z-losses.
+        grad_norm: 2-norm of the gradient before clipping; infinity if not finite.
         applied: False if the optimizer step was refused, or skipped by DeepSpeed.
-        flags: sums over ranks of the flags that each passed in.
-        micro_losses: the mean loss of each micro-batch of this rank.
+        flags: sums over ranks of the flags passed in by each.
+        micro_losses: the mean loss of each of this rank's micro-batches.
     """
 
     loss: float
@@ -116,11 +118,11 @@ class StepResult:
 
 
 class RunParts(Protocol):
-    """What features use of a run on one rank (`zerolm.train.run.Run`).
+    """The parts of a rank's run (`zerolm.train.run.Run`) that features use.
 
     Attributes:
         gate: decides whether a step is applied, and discards gradients.
-        checkpointing, journal: save copies in memory; log.
+        checkpointing: saves copies in memory. journal: logs.
     """
 
     engine: "Engine"
@@ -135,14 +137,14 @@ class RunParts(Protocol):
 
 
 class Feature(Part):
-    """A part of training that may be off. Every rank makes the same calls.
+    """An optional part of training. Every rank must make the same calls.
 
-    Contexts and wrappers are entered in the order of `FEATURES`, and what follows the update is
-    called in the reverse order: the first feature is the outermost.
+    Contexts and wrappers are entered in the order of `FEATURES`, and hooks after the update are
+    called in reverse order: the first feature is the outermost.
 
     Attributes:
-        interval: steps between two times at which it waits for the device after a step; 0: never.
-        state: the feature's state as JSON, for the next checkpoint: replaced, never mutated.
+        interval: number of steps after which it waits for the device; 0: never.
+        state: the feature's state as JSON for the next checkpoint; replaced, never mutated.
     """
 
     interval = 0
@@ -151,7 +153,7 @@ class Feature(Part):
 
     @classmethod
     def problems(cls, case: Case) -> Iterable[str]:
-        """Return why the run cannot have the feature; nothing if it is off."""
+        """Return why the run cannot use the feature; nothing if it is off."""
         return ()
 
     @classmethod
@@ -161,27 +163,29 @@ class Feature(Part):
 
     @classmethod
     def host_problems(cls, plan: "Plan", environment: Mapping[str, str]) -> Iterable[str]:
-        """Return what this host lacks for the feature of a run without other problems."""
+        """Return what this host lacks for the feature, if the run has no other problems."""
         return ()
 
     @classmethod
     def flops_per_token(cls, settings: Any, config: "PretrainedConfig") -> float:
-        """Return the FLOPs that it takes per token of training, besides those of the model."""
+        """Return the FLOPs per training token that it adds to those of the model."""
         return 0.0
 
     @classmethod
     def summary(cls, plan: "Plan") -> Mapping[str, str]:
-        """Return its lines of the plan; nothing if it is off."""
+        """Return its lines in the plan; nothing if it is off."""
         return {}
 
     @classmethod
     def wanted(cls, plan: "Plan") -> bool:
-        """Return whether the run has the feature."""
+        """Return whether the run uses the feature."""
         raise NotImplementedError
 
     @classmethod
     def absent(cls, run: RunParts) -> None:
-        """After each load in a run without the feature: remove what earlier starts have left."""
+        """Remove what earlier starts left behind; called after each load in a run without the
+        feature.
+        """
 
     # ---- The start of a run
 
@@ -190,11 +194,11 @@ class Feature(Part):
         self.state: dict[str, Any] = {}
 
     def initial_factors(self) -> Mapping[str, float]:
-        """Return factors on the initial values of parameters, by name."""
+        """Return factors on parameters' initial values, by name."""
         return {}
 
     def option_factors(self) -> Mapping[str, Mapping[str, float]]:
-        """Return factors on options of the optimizer, by name of the parameter, then of option."""
+        """Return factors on optimizer options, by parameter name, then option name."""
         return {}
 
     def change_model(self, model: Any) -> None:
@@ -205,43 +209,45 @@ class Feature(Part):
         return ""
 
     def attach(self, run: RunParts) -> None:
-        """Prepare for the engine and the other parts of the run."""
+        """Set up with the engine and the other parts of the run."""
 
     def find_checkpoint(
         self, usable: Callable[["Checkpoint"], bool]
     ) -> tuple["Checkpoint | None", Sequence[str]]:
-        """Return a checkpoint that is newer than those on disk, and why others are damaged."""
+        """Return a checkpoint newer than those on disk, if any, and the reasons why others are
+        damaged.
+        """
         return None, ()
 
     def loaded(self, state: dict[str, Any]) -> None:
-        """Adopt the state that the loaded checkpoint has of the feature, empty if it has none."""
+        """Restore the feature's state from the loaded checkpoint; empty if it contains none."""
         self.state = state
 
     # ---- A step
 
     def passes(self, compute: Callable[[], StepResult], step: Step) -> StepResult:
-        """Make the passes over a batch; `compute` accumulates its gradient."""
+        """Run the passes over a batch; `compute` accumulates its gradient."""
         return compute()
 
     def begin(self, step: Step) -> None:
-        """Start each pass over a batch."""
+        """Prepare for a pass over a batch."""
 
     def forward(self, batch: Batch) -> AbstractContextManager[Any]:
         """Return a context for the forward pass over a micro-batch."""
         return nullcontext()
 
     def losses(self, forward: Forward) -> Mapping[str, "torch.Tensor"]:
-        """Observe a micro-batch; return its part of weighted losses to minimize, by metric."""
+        """Observe a micro-batch; return its share of weighted losses to minimize, by metric."""
         return {}
 
     def sums(self, losses: Sequence["torch.Tensor"]) -> "torch.Tensor | None":
-        """Return this rank's figures, which are summed over ranks with those of the step.
+        """Return this rank's figures, to be summed over ranks along with those of the step.
 
         Args:
-            losses: the mean loss of each micro-batch of this rank.
+            losses: the mean loss of each of this rank's micro-batches.
 
         Returns:
-            (n,) float64 on the device, with the same n on all ranks.
+            (n,) float64 on the device, with the same n on every rank.
         """
         return None
 
@@ -258,15 +264,15 @@ class Feature(Part):
     # ---- Between two steps
 
     def row(self, result: StepResult) -> Row:
-        """Return the metrics of the last step, which is reported."""
+        """Return metrics for the last step; called if the step is reported."""
         return {}
 
     def between_saves(self) -> None:
-        """Act after a step without a checkpoint, once it is clear that it stays."""
+        """Act after a step without a checkpoint, once it is certain that the step is kept."""
 
     def weights(self) -> Mapping[str, AbstractContextManager[Any]]:
-        """Return contexts in which the model has other weights, to evaluate them too, by name."""
+        """Return contexts in which the model has other weights to evaluate, by name."""
         return {}
 
     def close(self) -> None:
-        """End: the run is done, stopped, or has given up."""
+        """Clean up: the run has finished, stopped or given up."""

@@ -1,4 +1,4 @@
-"""`--fp8`: multiply in 8-bit floating point in the linear layers of the blocks while training."""
+"""`--fp8`: multiply in 8-bit floating point in the blocks' linear layers during training."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from zerolm.features.feature import Case, Feature
 
 
 class Fp8(Feature):
-    """Converts the layers that zerolm/fp8 chooses."""
+    """Converts the layers chosen by zerolm/fp8."""
 
     name = "fp8"
 
@@ -17,7 +17,7 @@ class Fp8(Feature):
     class Flags:
         fp8: bool = switch(
             "model",
-            "multiply in 8-bit floating point in the linear layers of the blocks while training",
+            "multiply in 8-bit floating point in the blocks' linear layers during training",
             changes_curve=True,
             probed=True,
             no_tensor_parallel="DeepSpeed replaces the linear layers",
@@ -33,7 +33,7 @@ class Fp8(Feature):
         where = f"{settings.where('fp8')}: true"
         if profile.json and profile.precision != "bf16":
             yield (
-                f"{where} needs bf16 weights, but those of {settings.deepspeed_config} are "
+                f"{where} needs bf16 weights, but {settings.deepspeed_config} sets "
                 f"{profile.precision}. Enable bf16 in it, or remove the flag."
             )
         if why := layers.unsupported_device(case.device):
@@ -59,7 +59,7 @@ class Fp8(Feature):
         odd = dict.fromkeys(name.rpartition(".")[2] for name in found.odd)
         if odd:
             line += f"; not {', '.join(odd)}: sizes are not multiples of {linear.MULTIPLE}"
-        return {"fp8": line + ("; a CPU emulates it, slowly" if plan.device == "cpu" else "")}
+        return {"fp8": line + ("; emulated on a CPU, slowly" if plan.device == "cpu" else "")}
 
     @classmethod
     def wanted(cls, plan: Any) -> bool:

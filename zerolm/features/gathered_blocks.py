@@ -1,4 +1,4 @@
-"""Blocks whose weights ZeRO-3 gathers at once."""
+"""Blocks whose weights ZeRO-3 gathers in a single operation."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class GatheredBlocks(Feature):
-    """Makes blocks leaf modules of DeepSpeed, where zerolm/ds_config/gathering.py says so."""
+    """Makes blocks DeepSpeed leaf modules if zerolm/ds_config/gathering.py decides so."""
 
     name = "gathered_blocks"
 

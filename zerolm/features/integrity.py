@@ -1,4 +1,4 @@
-"""`--corruption_checks`: find what hardware has changed without an error, before it is applied."""
+"""`--corruption_checks`: detect silent hardware errors before a step is applied."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from typing import Any
 from zerolm.config.flag import count, switch
 from zerolm.features.feature import Case, Feature, RunParts, Step
 
-MAX_PARAMETERS = 16  # in an event
+MAX_PARAMETERS = 16  # listed in an event
 
 
 class Integrity(Feature):
-    """Makes the passes of a step as often as the checks of zerolm/integrity ask for."""
+    """Repeats a step's passes as often as the checks in zerolm/integrity require."""
 
     name = "integrity"
 
@@ -20,13 +20,13 @@ class Integrity(Feature):
     class Flags:
         corruption_checks: bool = switch(
             "stability",
-            "compare states between steps, and compute a step with suspicious gradients again "
-            "before it is applied, to find what hardware has changed without an error",
+            "detect silent hardware errors: compare states between steps, and recompute a step "
+            "with suspicious gradients before it is applied",
         )
         replay_interval: int = count(
             "stability",
-            "with --corruption_checks: compute the first step of each start twice, and one random "
-            "step in each interval of this length; 0: none",
+            "with --corruption_checks: compute the first step after each start twice, and also one "
+            "random step in each interval of this length; 0: none",
             "STEPS",
             default=400,
             minimum=0,
@@ -43,7 +43,7 @@ class Integrity(Feature):
         settings = plan.settings
         if not settings.corruption_checks:
             return {}
-        line = "states are compared between steps, suspicious steps computed again"
+        line = "states are compared between steps, suspicious steps recomputed"
         if settings.replay_interval:
             line += f", and one step in {settings.replay_interval} at random"
         return {"silent corruption": line}
@@ -83,7 +83,7 @@ class Integrity(Feature):
             self._log(step.number, self.checks.replayed)
 
     def _log(self, step: int, found: Any) -> None:
-        """Log that a step was computed again, and what that showed."""
+        """Log that a step was recomputed, and the result."""
         from zerolm.integrity.checks import shown
 
         log = self.journal.log

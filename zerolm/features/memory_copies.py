@@ -1,4 +1,4 @@
-"""`--memory_checkpoint_interval`: copies of the states in the memory of the hosts."""
+"""`--memory_checkpoint_interval`: copies of the states in host memory."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,9 +18,9 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryCopies(Feature):
-    """Copies the states between two checkpoints, and resumes from the copy if it is newer.
+    """Copies the states between checkpoints, and resumes from the copy if it is newer.
 
-    zerolm/checkpoint/memory.py has their layout; `launch supervise` removes them too.
+    zerolm/checkpoint/memory.py defines the copies' layout; `launch supervise` can also remove them.
     """
 
     name = "memory_copies"
@@ -30,7 +30,7 @@ class MemoryCopies(Feature):
             "checkpoint/memory_seconds",
             "s",
             CHECKPOINTS,
-            "how long training was paused to copy the states for `--memory_checkpoint_interval`",
+            "how long training paused to copy the states for `--memory_checkpoint_interval`",
         ),
     )
 
@@ -38,8 +38,8 @@ class MemoryCopies(Feature):
     class Flags:
         memory_checkpoint_interval: int = count(
             "run",
-            "also copy the states into the memory of each host (/dev/shm), from which a killed run "
-            "resumes; 0: never",
+            "also copy the states into each host's memory (/dev/shm), from which a killed run can "
+            "resume; 0: never",
             "STEPS",
             minimum=0,
             default=0,
@@ -47,7 +47,7 @@ class MemoryCopies(Feature):
 
     @classmethod
     def host_problems(cls, plan: Any, environment: Mapping[str, str]) -> Iterable[str]:
-        """Compare the size of the copies with shared memory and free memory of this host."""
+        """Compare the size of the copies with this host's shared and free memory."""
         settings = plan.settings
         if not settings.memory_checkpoint_interval:
             return
@@ -64,7 +64,7 @@ class MemoryCopies(Feature):
         if plan.device == "absent":
             return
         (rank, host), ranks = sizes(plan), machine.ranks_of_host(environment)
-        ranks = min(ranks, plan.world_size // plan.layout.copies)  # which have other states
+        ranks = min(ranks, plan.world_size // plan.layout.copies)  # ranks with different states
         required = memory.KEPT * (ranks * rank + host)
         needed = max(0, required - memory.bytes_on_host(plan.run_dir))
         places = {
@@ -122,7 +122,7 @@ class MemoryCopies(Feature):
             run.checkpointing.copy_to_memory(run.progress, run.journal.log, self.copies)
 
     def close(self) -> None:
-        """Remove the copies: the checkpoint of the run's end is on disk."""
+        """Remove the copies, since the final checkpoint is on disk."""
         from zerolm.checkpoint import memory
 
         if self.copies.leads:
@@ -130,9 +130,10 @@ class MemoryCopies(Feature):
 
 
 def sizes(plan: Any) -> tuple[int, int]:
-    """Return the bytes of one copy: of each rank, and of each host besides (weights below ZeRO-3).
+    """Return the bytes of one copy per rank, and the additional bytes per host (weights below
+    ZeRO-3).
 
-    All ranks of a host load the same weights, so one of them writes these.
+    All ranks on a host load the same weights, so only one of them writes these.
     """
     from zerolm.plan import memory
 
@@ -143,11 +144,11 @@ def sizes(plan: Any) -> tuple[int, int]:
 
 
 def free_memory() -> int | None:
-    """Return the free memory of this host or container, None if it is not known."""
+    """Return the free memory of this host or container; None if unknown."""
     import psutil
 
     free = psutil.virtual_memory().available
-    with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
         limit = int((CGROUP / "memory.max").read_text())
         free = min(free, limit - int((CGROUP / "memory.current").read_text()))
     return free

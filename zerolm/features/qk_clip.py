@@ -15,9 +15,9 @@ LARGEST = "train/max_attention_logit"
 
 
 class QkClip(Feature):
-    """Measures the largest attention logit of each head, and clips the weights of its projection.
+    """Measures each head's largest attention logit, and clips the weights of its projections.
 
-    zerolm/model/attention_logits.py measures, zerolm/engine/qk_clip.py clips.
+    zerolm/model/attention_logits.py measures, and zerolm/engine/qk_clip.py clips.
     """
 
     name = "qk_clip"
@@ -29,9 +29,9 @@ class QkClip(Feature):
             Panel(
                 "Largest attention logit",
                 smooth=True,
-                about="Of all heads in a step's batch, before softmax; with `--qk_clip`.",
+                about="Over all heads in a step's batch, before softmax; with `--qk_clip`.",
             ),
-            "with `--qk_clip`: largest attention logit of all heads in the last step's batch",
+            "with `--qk_clip`: largest attention logit over all heads in the last step's batch",
         ),
         Metric(
             f"{LARGEST}/<block>",
@@ -43,7 +43,8 @@ class QkClip(Feature):
             "train/clipped_heads",
             "heads",
             Panel("Clipped heads", smooth=True),
-            "with `--qk_clip`: heads whose query and key weights the last step scaled down",
+            "with `--qk_clip`: number of heads whose query and key weights the last step scaled "
+            "down",
         ),
     )
 
@@ -51,8 +52,8 @@ class QkClip(Feature):
     class Flags:
         qk_clip: float = real(
             "model",
-            "after each step scale down the query and key weights of heads whose largest attention "
-            "logit exceeds X; 100 is usual with Muon, 0: off",
+            "after each step, scale down the query and key weights of heads whose largest "
+            "attention logit exceeds X; 100 is typical with Muon, 0: off",
             default=0.0,
             changes_curve=True,
             probed=True,
@@ -137,7 +138,7 @@ class QkClip(Feature):
         return self.measure.observing(batch)
 
     def update(self, result: Any) -> AbstractContextManager[Any]:
-        self.largest = self.measure.largest()  # of each layer, of each head; over all ranks
+        self.largest = self.measure.largest()  # per layer and head, over all ranks
         return self.clip.clipping(self.largest)
 
     def row(self, result: Any) -> Row:

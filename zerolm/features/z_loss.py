@@ -1,4 +1,4 @@
-"""`--z_loss`: minimize the squared log-partition of the output logits too."""
+"""`--z_loss`: also minimize the squared log-partition of the output logits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from zerolm.run_dir.metrics import Z_LOSS, Metric
 
 
 class ZLoss(Feature):
-    """Adds the weighted mean of log(Z)^2 to the loss, and logs it as a metric of its own."""
+    """Adds the weighted mean of log(Z)^2 to the loss, and logs it as a separate metric."""
 
     name = "z_loss"
     SECTION = "Optimization"
@@ -29,7 +29,7 @@ class ZLoss(Feature):
         z_loss: float = real(
             "model",
             "weight of the mean squared log-partition of the output logits; 0.0001 or less is "
-            "usual, 0: off",
+            "typical, 0: off",
             default=0.0,
             changes_curve=True,
         )

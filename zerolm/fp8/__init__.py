@@ -1,4 +1,4 @@
-"""`--fp8`: linear layers that multiply in 8-bit floating point while they train.
+"""`--fp8`: linear layers that multiply in 8-bit floating point during training.
 
 Must not depend on data, the optimizer or the training loop.
 """

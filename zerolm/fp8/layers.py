@@ -1,4 +1,4 @@
-"""Which layers of a model multiply in fp8, and on which devices; converts them in place.
+"""Chooses the layers of a model that multiply in fp8, and converts them in place.
 
 Must not depend on ZeRO or settings.
 """
@@ -42,16 +42,16 @@ class Fp8Layers:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of the products in fp8 for a training token."""
+        """FLOPs of the fp8 products per training token."""
         sizes = (layer.in_features * layer.out_features for layer in self.chosen.values())
         return TRAINING_TO_FORWARD * 2 * sum(sizes)
 
 
 def find_layers(model: Any) -> Fp8Layers:
-    """Return the linear layers of the decoder blocks without routers and routed experts.
+    """Return the linear layers in the decoder blocks, except routers and routed experts.
 
-    Experts multiply by stacks of matrices, which are not linear layers, or see a varying number of
-    tokens.
+    Experts either multiply by stacks of matrices, which are not linear layers, or receive a
+    varying number of tokens.
     """
     inside = {layer for block in decoder_blocks(model) for layer in block.modules()}
     experts, _ = num_experts(model.config)
@@ -67,7 +67,7 @@ def find_layers(model: Any) -> Fp8Layers:
 
 
 def layers_of(config: "PretrainedConfig") -> Fp8Layers:
-    """Return the layers of a model that is not built."""
+    """Return the layers of a model without building it."""
     return _layers_of(ConfigKey.of(config))
 
 
@@ -81,15 +81,15 @@ def unsupported_device(kind: str) -> str | None:
     if kind in ("cpu", "absent"):
         return None
     if kind != "cuda" or torch.version.hip:
-        return "only NVIDIA GPUs and, slowly, CPUs multiply in the formats that it uses"
+        return "only NVIDIA GPUs and, slowly, CPUs support its number formats"
     capability = torch.cuda.get_device_capability()
     if capability >= OLDEST_GPU:
         return None
     found, needed = (".".join(map(str, each)) for each in (capability, OLDEST_GPU))
-    return f"this GPU has compute capability {found}, and fp8 needs {needed}"
+    return f"this GPU has compute capability {found} and fp8 needs {needed}"
 
 
 def install(model: Any) -> None:
-    """Convert the layers of a model in place; call before `deepspeed.initialize`."""
+    """Convert a model's layers in place; call before `deepspeed.initialize`."""
     for layer in find_layers(model).chosen.values():
-        layer.__class__ = Fp8Linear  # the same parameters, hooks and name
+        layer.__class__ = Fp8Linear  # keeps parameters, hooks and name

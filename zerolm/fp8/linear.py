@@ -1,11 +1,11 @@
-"""`--fp8`: matrix products of linear layers in 8-bit floating point, in training only.
+"""`--fp8`: linear layers' matrix products in 8-bit floating point, only during training.
 
-A product takes inputs and weights in e4m3 and gradients in e5m2, sums in float32, and returns the
-precision of its operands. Each tensor has one scale, taken from its largest value when it is used,
-and rounded down to a power of two. So scaling itself never rounds, and a value gets the same 8 bits
-whatever else is in its micro-batch (unless it is thousands of times smaller than the largest one):
-the curve does not depend on how a batch is divided. Parameters, their names, checkpoints, exported
-models and evaluation are as without it.
+A product uses inputs and weights in e4m3 and gradients in e5m2, sums in float32, and returns the
+precision of its operands. Each tensor has one scale, computed from its largest value at each use
+and rounded down to a power of two. So scaling itself never rounds, and a value gets the same 8
+bits whatever else is in its micro-batch (unless it is thousands of times smaller than the largest
+value): the loss curve does not depend on how a batch is divided. Parameters, their names,
+checkpoints, exported models and evaluation do not change.
 
 Source: Micikevicius et al. 2022 (arXiv 2209.05433) for the two formats.
 """
@@ -19,19 +19,19 @@ from torch.nn import functional
 from zerolm.engine.parameters import gathered_again
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # cuBLAS's products in fp8 need such sizes
-SMALLEST = 2.0**-100  # of a largest value: a tensor of zeros has a finite scale
+MULTIPLE = 16  # cuBLAS's fp8 products need sizes that are multiples of it
+SMALLEST = 2.0**-100  # least "largest value", so a tensor of zeros has a finite scale
 EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in fp8 while it trains."""
+    """A linear layer that multiplies in fp8 during training."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return super().forward(input)
         rows_NK = input.flatten(0, -2)
-        # The product that gives the weight's gradient sums over the rows.
+        # The product for the weight's gradient sums over the rows.
         missing = -len(rows_NK) % MULTIPLE
         if missing:
             rows_NK = functional.pad(rows_NK, (0, 0, 0, missing))
@@ -43,12 +43,12 @@ class Fp8Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Input (N, K) times the transpose of weight (M, K), and its gradients."""
+    """The product of input (N, K) and transposed weight (M, K), and its gradients."""
 
     @staticmethod
     def forward(ctx: Any, input_NK: torch.Tensor, weight_MK: torch.Tensor) -> torch.Tensor:
         quantized_NK, scale = quantize(input_NK, VALUES)
-        # The parameter itself, because ZeRO-3 releases and gathers its values in between.
+        # Save the parameter itself, because ZeRO-3 releases and regathers its values in between.
         ctx.save_for_backward(quantized_NK, scale, weight_MK)
         weight, weight_scale = quantize(weight_MK, VALUES)
         return _multiply(quantized_NK, scale, weight.t(), weight_scale, input_NK.dtype)
@@ -70,10 +70,10 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (values in an fp8 dtype, row-major; float32 factor that restores them).
+    """Return (values in an fp8 dtype, row-major; float32 factor that restores the originals).
 
-    The factor is the smallest power of two with which all values fit. A value that is not finite
-    makes the factor or itself not finite.
+    The factor is the smallest power of two with which all values fit into the dtype. If a value is
+    not finite, the factor or the quantized value is not finite either.
     """
     low, high = values.detach().aminmax()
     largest = torch.maximum(-low, high).float().clamp(min=SMALLEST)
@@ -90,7 +90,7 @@ def _multiply(
     right_scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    # Without fast accumulation, which would not sum in float32.
+    # No fast accumulation, which would not sum in float32.
     return torch._scaled_mm(left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype)
 
 

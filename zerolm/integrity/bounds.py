@@ -1,8 +1,8 @@
-"""What is normal for the figures of a step, by the run's own last steps.
+"""Normal ranges for the figures of a step, estimated from the run's own recent steps.
 
-All on the figures' device, so that checking a step needs no synchronisation with the host. A
-suspicious figure only makes the step be computed twice, so false alarms cost time and nothing else;
-and each of them widens the bounds, so that they cost little time, whatever the figures are like.
+Everything is computed on the figures' device, so checking a step needs no synchronisation with the
+host. A suspicious figure only causes the step to be recomputed, so false alarms cost nothing but
+time. Each of them widens the bounds, which keeps that time short for any kind of figures.
 """
 
 import math
@@ -10,25 +10,25 @@ import math
 import torch
 
 WINDOW_STEPS, MIN_STEPS, UPDATE_STEPS = 128, 32, 16
-DEVIATIONS = 8.0  # robust ones, of the logarithm
-LEAST_FACTOR = 4.0  # between a figure and its median, below which it is never odd
+DEVIATIONS = 8.0  # robust deviations of the logarithm
+LEAST_FACTOR = 4.0  # ratio to the median below which a figure is never suspicious
 MAD_TO_DEVIATION = 1.4826  # for normal noise
-# A false alarm widens the bounds; they return to what they were within some thousand steps. So in
-# the long run one step in ln(1.5) / 0.001 = 400 is a false alarm at most, 0.25% of the time.
+# A false alarm widens the bounds, which return to their old width within a few thousand steps. So
+# in the long run, at most one step in ln(1.5) / 0.001 = 400 is a false alarm, 0.25% of the time.
 WIDEN, NARROW = 1.5, 0.999
-TINY = 1e-30  # figures below count as this
-LARGE = 1e4  # no logarithm of a float32 is as large
+TINY = 1e-30  # smaller figures are raised to this
+LARGE = 1e4  # exceeds any logarithm of a float32
 LARGEST = torch.finfo(torch.float32).max
 
 
 class Bounds:
-    """Bounds on positive figures: medians of their logarithms, and deviations from these.
+    """Bounds on positive figures, from the medians of their logarithms and deviations from these.
 
-    A step takes few operations, because each of them costs as much on a GPU as a figure does:
-    logarithms are only taken when the bounds are updated.
+    A step uses few operations, because each of them is expensive on a GPU: logarithms are computed
+    only when the bounds are updated.
 
     Args:
-        non_finite_is_odd: False if all but the last figure may be infinite.
+        non_finite_is_odd: False if all figures except the last may be infinite.
     """
 
     def __init__(self, non_finite_is_odd: bool = True) -> None:
@@ -39,9 +39,9 @@ class Bounds:
         self._low = self._high = torch.empty(0)
 
     def add(self, figures: torch.Tensor) -> torch.Tensor:
-        """Add the figures of a step, (figures,) float32; return whether one is odd, () bool.
+        """Add the figures of a step, (figures,) float32; return whether one is suspicious, () bool.
 
-        That is: not finite, or far from the usual.
+        Suspicious figures are not finite or far outside the normal range.
         """
         if self._seen is None:
             self._seen = figures.new_zeros(WINDOW_STEPS, len(figures))
@@ -64,7 +64,7 @@ class Bounds:
         center = seen.nanmedian(0).values
         deviation = MAD_TO_DEVIATION * (seen - center).abs().nanmedian(0).values
         half = self._width * torch.clamp(DEVIATIONS * deviation, min=math.log(LEAST_FACTOR))
-        half = half.nan_to_num(LARGE)  # a figure that was never finite
+        half = half.nan_to_num(LARGE)  # for a figure that was never finite
         center = center.nan_to_num(0.0)
         self._low, self._high = (center - half).exp(), (center + half).exp().clamp_max(LARGEST)
 

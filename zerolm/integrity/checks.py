@@ -1,8 +1,8 @@
 """`Checks`: detects silent hardware errors before their values reach the weights.
 
-A step is computed again from the same batch, before it is applied, if its figures are suspicious,
-and at random steps. States are compared between steps, batches during them. Every rank takes the
-same decision in the same step: figures of all ranks are summed in the reduction of the losses.
+Before it is applied, a step is recomputed from the same batch if its figures are suspicious or it
+was chosen at random. States are compared between steps, and batches during steps. Every rank makes
+the same decision in the same step, since figures are summed over ranks along with the losses.
 """
 
 import hashlib
@@ -22,25 +22,25 @@ from zerolm.integrity.bounds import Bounds
 from zerolm.integrity.passes import Pass, PassRecorder
 from zerolm.integrity.seal import Seal
 
-IGNORED = -100  # target of a position without loss, as in zerolm.model.loss
+IGNORED = -100  # target at positions without loss, as in zerolm.model.loss
 Batch = dict[str, torch.Tensor]
-# Largest relative difference of a norm between passes that kernels without a fixed order of
-# summation explain. The tolerance is a multiple of the difference that is measured. The first
-# replay of a start ends no run: how far apart its kernels are is not known before.
+# Largest relative difference of a norm between passes that can be explained by kernels without a
+# fixed summation order. The tolerance is a multiple of the measured difference. The first replay
+# after a start never ends the run, because its kernels' differences are not yet known.
 NONDETERMINISM, TOLERANCE_FACTOR = 1e-3, 10.0
-MAX_CORRECTIONS = 3  # of steps since the start, at which the run ends: the device is broken
+MAX_CORRECTIONS = 3  # corrected steps since the start at which the run ends: the device is broken
 ODD, SPOT = "odd", "spot"
 
 
 class Replayed(NamedTuple):
-    """A step that was computed again.
+    """A recomputed step.
 
     Attributes:
         why: `ODD` or `SPOT`.
-        wrong: description of the wrong pass and where it was computed; None if passes agreed.
+        wrong: description of the wrong pass and where it was computed; None if the passes agreed.
         places: ranks that computed the wrong pass.
-        parameters: names of the parameters whose gradients the wrong pass got wrong.
-        tolerance: set if this replay has shown that the run's kernels are not deterministic.
+        parameters: names of the parameters with wrong gradients.
+        tolerance: set if this replay showed that the run's kernels are not deterministic.
     """
 
     why: str
@@ -51,19 +51,20 @@ class Replayed(NamedTuple):
 
 
 class Checks:
-    """The checks of one rank. Every rank makes the same calls.
+    """The checks on one rank. Every rank must make the same calls.
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
         discard: clears the accumulated gradient.
-        interval: number of steps of which one, chosen at random, is computed again; 0: none.
-        seed: seed of the random choice of replayed steps.
-        replicated: every rank has all weights.
-        overflows_are_normal: gradients may be infinite, as when fp16 searches for its loss scale.
+        interval: number of steps out of which a random one is recomputed; 0: none.
+        seed: seed for the random choice of recomputed steps.
+        replicated: whether every rank has all weights.
+        overflows_are_normal: whether gradients may be infinite, as when fp16 searches for its loss
+            scale.
 
     Attributes:
-        replayed: what the replay of the last step found, if there was one.
-        summed: sums over ranks of the `figures` of the last pass.
+        replayed: result of recomputing the last step; None if it was not recomputed.
+        summed: the last pass's `figures`, summed over ranks.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class Checks:
         self._started = False
         self._corrections = 0
         self._tolerance = 0.0  # relative difference of norms; 0: bits are equal
-        self._watched: tuple[Sequence[Batch], str | None] | None = None  # of a first pass
+        self._watched: tuple[Sequence[Batch], str | None] | None = None  # in a first pass
         self.summed: Sequence[float] = ()
         self._recorder = PassRecorder(engine)
         self._seal = Seal(engine, replicated and engine.world_size > 1)
         self._bounds = Bounds(non_finite_is_odd=not overflows_are_normal)
 
     def restart(self) -> None:
-        """Forget the states: others have been loaded."""
+        """Forget the states, after others have been loaded."""
         self._seal.drop()
         self._started = False
 
@@ -106,17 +107,17 @@ class Checks:
         run: Callable[[], Any],
         fault: str | None = None,
     ) -> Any:
-        """Compute a step with as many passes as it takes to trust it; return the last result.
+        """Compute a step with as many passes as needed to trust it; return the last result.
 
-        Afterwards the accumulated gradient is that of the result.
+        Afterwards, the accumulated gradient belongs to that result.
 
         Args:
             batches: this rank's micro-batches.
-            run: makes a pass, after which it sums `figures` over ranks; returns its `StepResult`.
-            fault: injected fault for this rank's first pass; for tests.
+            run: runs a pass, then sums `figures` over ranks; returns the pass's `StepResult`.
+            fault: fault to inject into this rank's first pass; for tests.
 
         Raises:
-            CorruptionError: on every rank: states or the batch have changed, or passes disagree.
+            CorruptionError: states or the batch changed, or passes disagree; raised on every rank.
         """
         self.replayed = None
         self._seal.begin_step()
@@ -142,12 +143,12 @@ class Checks:
 
     @torch.no_grad()
     def figures(self, losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return this rank's figures, to be summed over ranks, (n,) float64 on the device.
+        """Return this rank's figures to sum over ranks, (n,) float64 on the device.
 
-        Only of the first pass of a step; None for others.
+        Returns None except in the first pass of a step.
 
         Args:
-            losses: mean of each micro-batch.
+            losses: the mean loss of each micro-batch.
         """
         if self._watched is None:
             return None
@@ -173,7 +174,7 @@ class Checks:
             self.replayed = Replayed(why)
             return result
         result = self._another(run, passes)
-        pairs = ((1, 2), (0, 2))  # the third pass is right if it agrees with another one
+        pairs = ((1, 2), (0, 2))  # the third pass is right if it agrees with another pass
         agreed = [self._agree(passes[a], passes[b]) for a, b in pairs]
         apart = max(passes[a].distance(passes[b]) for a, b in (*pairs, (0, 1)))
         found = gather_objects((agreed, apart))
@@ -214,8 +215,9 @@ class Checks:
     def _places(self, wrong: Pass, right: Pass) -> list[dict[str, Any]]:
         """Return where a wrong pass was computed.
 
-        A fault in the loss or in an activation shows on its rank only. Others, in the gradient of a
-        weight or while gradients are reduced, show on the ranks that have that part of the sum.
+        A fault in the loss or an activation is visible only on the rank where it occurred. A fault
+        in a weight's gradient or during the reduction is visible on the ranks that own that part
+        of the sum.
         """
         found = gather_objects(
             (place(self._engine), wrong.own_work_differs(right), wrong.same_bits(right))
@@ -256,19 +258,19 @@ class Checks:
 
 
 def _broken_shifts(batch: Batch) -> torch.Tensor:
-    """Return how many targets are not the next input: both are copies of the same tokens."""
+    """Count targets that differ from the next input; both are copies of the same tokens."""
     following, targets = batch["input_ids"][:, 1:], batch["targets"][:, :-1]
     return ((following != targets) & (targets != IGNORED)).sum()
 
 
 def _is_shifted(batch: Batch) -> bool:
-    """Return whether no target differs, without any operation that would wait for a GPU."""
+    """Return whether no target differs, without an operation that would wait for a GPU."""
     targets = batch["targets"]
     return targets.device.type == "cpu" and torch.equal(batch["input_ids"][:, 1:], targets[:, :-1])
 
 
 def place(engine: Engine) -> dict[str, Any]:
-    """Return where this rank computes: rank, host and device."""
+    """Return this rank's location: rank, host and device."""
     device = str(engine.device)
     if engine.device.type == "cuda":
         properties = torch.cuda.get_device_properties(engine.device)
@@ -277,13 +279,13 @@ def place(engine: Engine) -> dict[str, Any]:
 
 
 def shown(where: dict[str, Any]) -> str:
-    """Return a place as text."""
+    """Format a place as text."""
     return f"rank {where['rank']} on {where['host']}, {where['device']}"
 
 
 @torch.no_grad()
 def flip_bit(values: torch.Tensor, index: int | None = None, bit: int = -2) -> None:
-    """Flip a bit of one value in place; by default, the highest of the exponent in the middle."""
+    """Flip a bit of a value in place; by default, the highest exponent bit of the middle value."""
     flat = values.detach().view(-1)
     index = flat.numel() // 2 if index is None else index
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

@@ -1,15 +1,15 @@
-"""Digests of tensors by their bits: one read of the memory, on the tensor's own device.
+"""Digests of tensors' bits, computed in one pass over memory on the tensor's own device.
 
 A digest is the sum of the 64-bit words, modulo 2^64. It does not depend on the order of summation,
-so it is the same on a GPU, and one flipped bit always changes it. On one CPU core it takes 16 GB/s,
-as fast as memory (torch 2.13).
+so it is the same on a GPU, and a single flipped bit always changes it. One CPU core processes 16
+GB/s, as fast as memory (torch 2.13).
 """
 
 from collections.abc import Callable
 
 import torch
 
-WORDS = 1 << 17  # of a piece with its own digest: 1 MiB
+WORDS = 1 << 17  # words per piece with its own digest: 1 MiB
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
@@ -24,15 +24,15 @@ def piecewise(values: torch.Tensor) -> torch.Tensor:
 
 
 def prepared(values: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return a function that does as `piecewise` with what is in the tensor's memory by then.
+    """Return a function that computes `piecewise` from the tensor's memory whenever it is called.
 
-    It keeps that memory alive, and takes a few operations less.
+    It keeps that memory alive, and needs a few operations less than `piecewise`.
     """
     flat = values.detach().contiguous().view(-1)
     size = flat.element_size()
     num_bytes = flat.numel() * size
     if not num_bytes or (flat.storage_offset() * size) % 8:
-        return lambda: _pieces(torch.cat([flat, flat[:0]]))  # a copy, which is aligned
+        return lambda: _pieces(torch.cat([flat, flat[:0]]))  # an aligned copy
     if num_bytes % 8 == 0 and num_bytes <= 8 * WORDS:
         words = flat.view(torch.int64)
         return lambda: words.sum(0, keepdim=True)
@@ -40,7 +40,7 @@ def prepared(values: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def _pieces(flat: torch.Tensor) -> torch.Tensor:
-    """Return the digests of the pieces of an aligned, flat tensor."""
+    """Return the digest of each piece of an aligned, flat tensor."""
     size = flat.element_size()
     per_word = 8 // size
     whole = flat.numel() // per_word * per_word
@@ -56,6 +56,6 @@ def _pieces(flat: torch.Tensor) -> torch.Tensor:
 
 
 def values_of_piece(values: torch.Tensor, piece: int) -> tuple[int, int]:
-    """Return the first and last + 1 value of a piece."""
+    """Return the start and stop indices of a piece's values."""
     length = WORDS * 8 // values.element_size()
     return piece * length, min((piece + 1) * length, values.numel())

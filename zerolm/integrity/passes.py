@@ -1,4 +1,4 @@
-"""Records of passes over a batch (forward and backward), to compare them with one another."""
+"""Records of forward and backward passes over a batch, for comparing them."""
 
 import math
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from zerolm.engine.gradients import gradients
 from zerolm.engine.protocol import Engine
 from zerolm.integrity.digests import digest
 
-NOISE_SHARE = 1e-3  # of the norm of all gradients
+NOISE_SHARE = 1e-3  # of the norm over all gradients
 
 
 class Pass(NamedTuple):
-    """What one rank computed in a pass. All on the host.
+    """The results of a pass on one rank, stored on the host.
 
     Attributes:
-        losses: bits of the losses of this rank's micro-batches.
-        chain: digests of the gradients of the input embeddings of its micro-batches, which every
-            activation and its gradient has gone into. Empty if embeddings are not trained.
-        gradients: digest of its part of the reduced gradient, by parameter.
-        norms: 2-norms of the same.
+        losses: bits of this rank's micro-batch losses.
+        chain: digests of the gradients of its micro-batches' input embeddings, which depend on
+            every activation and its gradient. Empty if embeddings are not trained.
+        gradients: digests of its part of the reduced gradient, by parameter.
+        norms: 2-norms of its part of the reduced gradient, by parameter.
     """
 
     losses: list[int]
@@ -34,7 +34,7 @@ class Pass(NamedTuple):
         return (self.losses, self.chain) != (other.losses, other.chain)
 
     def same_bits(self, other: "Pass") -> bool:
-        """Return whether all is equal."""
+        """Return whether everything is bit-identical."""
         return not self.own_work_differs(other) and self.gradients == other.gradients
 
     def changed(self, other: "Pass", names: Sequence[str]) -> list[str]:
@@ -43,10 +43,11 @@ class Pass(NamedTuple):
         return [name for name, own, others in pairs if own != others]
 
     def distance(self, other: "Pass") -> float:
-        """Return the largest relative difference of a norm; infinite if one is not finite.
+        """Return the largest relative difference between norms; infinite if a norm is not finite.
 
-        Where the norm of a gradient is tiny beside that of all, as of the biases of keys, which do
-        not change softmax, it is rounding noise: the difference is relative to a share of all.
+        If a gradient's norm is tiny compared with the norm of all gradients, it is rounding noise,
+        as for key biases, which do not change softmax. The difference is then relative to a share
+        of the total norm.
         """
         largest, least = 0.0, NOISE_SHARE * max(math.hypot(*self.norms), math.hypot(*other.norms))
         for own, others in zip(self.norms, other.norms, strict=True):
@@ -57,10 +58,10 @@ class Pass(NamedTuple):
 
 
 class PassRecorder:
-    """Records passes. Its hooks take microseconds for each micro-batch.
+    """Records passes. Its hooks take microseconds per micro-batch.
 
     Args:
-        engine: its model gets a hook for good.
+        engine: a hook is permanently added to its model.
     """
 
     def __init__(self, engine: Engine):
@@ -82,7 +83,7 @@ class PassRecorder:
         self._chain.append(digest(gradient))
 
     def end(self) -> None:
-        """End a pass: later forward passes are not part of it."""
+        """End a pass, so later forward passes are not recorded."""
         self._recording = False
 
     def norms(self) -> torch.Tensor:
@@ -91,10 +92,10 @@ class PassRecorder:
         return torch.stack(list(torch._foreach_norm(slices, 2, torch.float32) if slices else ()))
 
     def result(self, losses: Sequence[torch.Tensor]) -> Pass:
-        """Return the pass that has ended; waits for the device.
+        """Return the completed pass; waits for the device.
 
         Args:
-            losses: one per micro-batch of this rank.
+            losses: one per micro-batch on this rank.
         """
         return Pass(
             [int(digest(loss[None])) for loss in losses],
@@ -104,7 +105,7 @@ class PassRecorder:
         )
 
     def names(self) -> list[str]:
-        """Return the parameters that this rank has a part of the gradient of."""
+        """Return the parameters whose gradients are partly on this rank."""
         return [name for name, _ in gradients(self._engine)]
 
     def _slices(self) -> list[torch.Tensor]:

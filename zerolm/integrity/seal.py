@@ -1,7 +1,8 @@
-"""`Seal`: digests of weights and optimizer states, taken after a step and compared before the next.
+"""`Seal`: digests of weights and optimizer states, computed after a step and compared before the
+next.
 
-What differs has changed in memory without an optimizer step. One sum over all ranks, which the
-training step has anyway, tells every rank whether any of them found something.
+A difference means that memory changed without an optimizer step. A sum over all ranks, which the
+training step computes anyway, informs every rank if any rank found a difference.
 """
 
 import time
@@ -14,23 +15,23 @@ from zerolm.engine.protocol import Engine
 from zerolm.engine.states import WEIGHTS, State, parameters_in, shard_group, states
 from zerolm.integrity.digests import piecewise, prepared, values_of_piece
 
-# A digest is compared over ranks by sums of exact integers: pieces of this many bits, and their
-# squares, fit in a float64 for 8,192 ranks.
+# Digests are compared between ranks using sums of exact integers: for 8,192 ranks, sums of pieces
+# with this many bits, and of their squares, fit in a float64.
 PART_BITS, PARTS = 20, 4
-BUDGET = 0.003  # share of a step's time
+BUDGET = 0.003  # as a share of a step's time
 MAX_INTERVAL = 64  # steps
 
 
 class Seal:
-    """The digests of one rank. Every rank makes the same calls.
+    """The digests on one rank. Every rank must make the same calls.
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
-        replicated: every rank has all weights, so that their digests must be equal. With groups of
-            `--shard_within` so must those of the states that each group has.
+        replicated: whether every rank has all weights, so their digests must be equal. With
+            `--shard_within`, the digests of the groups' states must be equal too.
 
     Attributes:
-        copied: what several ranks have, for messages.
+        copied: description of the replicated states, for messages.
     """
 
     def __init__(self, engine: Engine, replicated: bool):
@@ -40,11 +41,11 @@ class Seal:
         self._group = group if in_groups else None
         self.copied = "weights or optimizer states" if in_groups else "the weights"
         self._states: list[State] = []
-        # By address, size and dtype.
+        # Keyed by address, size and dtype.
         self._digests: dict[tuple[int, int, torch.dtype], Callable[[], torch.Tensor]] = {}
         self._sealed: list[torch.Tensor] = []
         self._now: list[torch.Tensor] = []
-        self._idle = torch.empty(0)  # figures of a step without digests
+        self._idle = torch.empty(0)  # figures for a step without digests
         self._idle_cost: float | None = None
         self._close_seconds = 0.0
         self._cost_seconds = self._step_seconds = float("inf")
@@ -59,18 +60,20 @@ class Seal:
         self._began = now
 
     def drop(self) -> None:
-        """Forget the digests: the states have been loaded, or are about to be."""
+        """Forget the digests, because the states have been loaded or are about to be."""
         self._states, self._sealed, self._began = [], [], None
         self._digests.clear()
 
     @torch.no_grad()
     def close(self, step: int) -> None:
-        """Take the digests after a step, if they are due."""
+        """Compute the digests after a step, if due."""
         self._states, self._sealed = [], []
         if step % self._interval:
             return
         on_gpu = self._engine.device.type == "cuda"
-        timed = not on_gpu or self._cost_seconds == float("inf")  # once on a GPU: it has to wait
+        timed = not on_gpu or self._cost_seconds == float(
+            "inf"
+        )  # on a GPU only once, since timing has to wait for it
         if timed and on_gpu:
             torch.cuda.synchronize()
         before = _clock(on_gpu)
@@ -83,7 +86,7 @@ class Seal:
             self._cost_seconds = 2 * self._close_seconds
 
     def _take(self) -> list[torch.Tensor]:
-        """Return the digests of the states as they are now."""
+        """Return the digests of the current states."""
         taken = []
         for state in self._states:
             key = (state.values.data_ptr(), state.values.numel(), state.values.dtype)
@@ -102,7 +105,7 @@ class Seal:
             if known != self._idle_cost:
                 size = 3 + 2 * PARTS * self._replicated
                 self._idle = torch.zeros(size, dtype=torch.float64, device=device)
-                self._idle[0].fill_(known)  # a copy of a tensor would wait for the device
+                self._idle[0].fill_(known)  # copying a tensor would wait for the device
                 self._idle_cost = known
             return self._idle
         before = _clock(on_gpu := device.type == "cuda")
@@ -123,10 +126,10 @@ class Seal:
         return torch.cat([head, changed, torch.cat([bits, bits.square()]).double()])
 
     def agree(self, figures: list[float]) -> tuple[bool, bool]:
-        """Return whether a rank's states have changed, and whether ranks have other weights.
+        """Return whether a rank's states changed, and whether weights differ between ranks.
 
         Args:
-            figures: summed over ranks.
+            figures: the result of `figures`, summed over ranks.
         """
         cost, count, changed, *parts = figures
         world_size = self._engine.world_size
@@ -138,7 +141,7 @@ class Seal:
         return changed > 0, unequal
 
     def changed(self) -> list[str]:
-        """Return which states of this rank have changed, a line each."""
+        """Return a line for each of this rank's states that changed."""
         lines = []
         for state, old, new in zip(self._states, self._sealed, self._now, strict=True):
             pieces = (old != new).nonzero().flatten().tolist()
@@ -149,12 +152,12 @@ class Seal:
         return lines
 
     def digest_of_copies(self) -> int:
-        """Return the digest of what other ranks have too. Every rank must call this."""
+        """Return the digest of the states replicated on other ranks. Every rank must call this."""
         now = list(states(self._engine))
         return int(self._of_copies(now, [piecewise(state.values) for state in now]))
 
     def _of_copies(self, now: Sequence[State], digests: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the digest of the weights, and of the states of the rank's group, () int64."""
+        """Return the digest of the weights and of the group's states, () int64."""
         weights, others = list[torch.Tensor](), list[torch.Tensor]()
         for state, each in zip(now, digests, strict=True):
             (weights if state.kind == WEIGHTS else others).append(each)
@@ -170,10 +173,10 @@ class Seal:
 
 
 def _clock(on_gpu: bool) -> float:
-    """Return the CPU seconds of this thread; with a GPU all seconds, since it waits for that."""
+    """Return this thread's CPU seconds; with a GPU, wall-clock seconds, since it waits for it."""
     return time.perf_counter() if on_gpu else time.thread_time()
 
 
 def _smoothed(mean: float, new: float) -> float:
-    """Return a moving average over about ten values; infinite: there is none yet."""
+    """Return a moving average over about ten values; if `mean` is infinite, start a new one."""
     return new if mean == float("inf") else mean + (new - mean) / 10

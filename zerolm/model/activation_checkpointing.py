@@ -1,9 +1,9 @@
-"""Which activations are saved for the backward pass, and which are recomputed in it.
+"""Which activations are saved for the backward pass, and which are recomputed there.
 
 `--gradient_checkpointing` saves only the inputs of each decoder block. `selective` also saves what
-is expensive to recompute, the outputs of matrix products and of fused attention (SDPA, varlen
-and FlashAttention 2 and 3); norms, rotary embeddings and activation functions, which are large but
-cheap to compute, are recomputed. On a CPU the gradients are bit-identical to those without it.
+is expensive to recompute: the outputs of matrix products and fused attention (SDPA, varlen, and
+FlashAttention 2 and 3). Norms, rotary embeddings and activation functions, which are large but
+cheap to compute, are recomputed. On a CPU, gradients are bit-identical with and without it.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for the idea;
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` for the implementation.
@@ -13,7 +13,7 @@ from typing import Any
 
 from zerolm.config.settings import SELECTIVE, Recompute
 
-# The scores of unfused attention (bmm) are not saved: they are quadratic in the sequence length.
+# Scores of unfused attention (bmm) are not saved, since they are quadratic in the sequence length.
 SAVED_OPERATORS = frozenset(
     {
         "aten::mm",
@@ -32,13 +32,13 @@ FLASH_ATTENTION_PREFIXES = ("flash_attn::", "flash_attn_3::")  # operators of th
 
 
 def command_line_arguments(recompute: Recompute) -> list[str]:
-    """Return the command-line arguments that select this checkpointing."""
+    """Return the command-line arguments that select this mode."""
     flag = "--gradient_checkpointing"
     return [] if not recompute else [flag if recompute is True else f"{flag}={recompute}"]
 
 
 def describe(recompute: Recompute) -> str:
-    """Return the checkpointing for display, empty without checkpointing."""
+    """Describe the mode for display; empty without checkpointing."""
     if not recompute:
         return ""
     return f"{'' if recompute is True else f'{recompute} '}gradient checkpointing"

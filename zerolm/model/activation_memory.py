@@ -1,10 +1,10 @@
-"""Activation memory of a micro-batch, traced with the model class on the meta device.
+"""Activation memory of a micro-batch, traced by running the model class on the meta device.
 
-The forward pass runs without memory, and each tensor that autograd saves is counted once, under the
-layer that saves it; so the estimate follows the class of any architecture. Fused attention counts
-what FlashAttention saves. Of compiled blocks torch's partitioner chooses the tensors to save, the
-rest is computed again; it is asked, which takes a second for each kind of block. Must not depend on
-ZeRO or devices.
+The forward pass allocates no memory, and each tensor saved by autograd is counted once, under the
+layer that saves it, so the estimate works for any architecture. Fused attention is counted as what
+FlashAttention saves. For compiled blocks, torch's partitioner is run to choose which tensors are
+saved and which recomputed; this takes a second per kind of block. Must not depend on ZeRO or
+devices.
 """
 
 import warnings
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 META_ATTENTION = "zerolm_meta_attention"  # name in transformers' table of attention functions
-LOGIT_GRADIENT_BYTES = 8  # float32 gradients of log-probabilities and logits, held at once
+LOGIT_GRADIENT_BYTES = 8  # float32 gradients of log-probabilities and logits, live together
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of activations of one sequence; all but `chunk` are proportional to the batch.
+    """Activation bytes of one sequence; all except `chunk` are proportional to the batch.
 
     Attributes:
-        layers: saved inside the layers that gradient checkpointing would cover, without it.
-        largest_layer: maximum over these layers; checkpointing recomputes one layer at a time.
-        inputs: inputs of these layers; the part that full checkpointing saves.
-        outside: saved by embeddings, the final norm and the output head.
-        loss: float32 log-probabilities, saved by the cross-entropy.
-        loss_peak: additional memory of its backward pass, before other activations are freed.
+        layers: saved, without checkpointing, in the layers that checkpointing can cover.
+        largest_layer: maximum over these layers; checkpointing recomputes one at a time.
+        inputs: inputs of these layers, which full checkpointing saves.
+        outside: saved by the embeddings, the final norm and the output head.
+        loss: float32 log-probabilities saved by the cross-entropy.
+        loss_peak: additional memory in the loss's backward pass, before other activations are
+            freed.
         chunk: memory of a chunked loss, independent of the batch.
-        selective: the part that selective checkpointing saves, with the inputs.
-        largest_recomputed: maximum that selective checkpointing recomputes in one layer.
+        selective: saved by selective checkpointing, including the inputs.
+        largest_recomputed: maximum recomputed in one layer by selective checkpointing.
     """
 
     layers: int
@@ -63,7 +64,7 @@ class Activations:
         return self._of_layers(checkpointing)[0] + self.outside + self.loss
 
     def peak(self, checkpointing: Recompute, sequences: int = 1) -> int:
-        """Return the peak bytes of a micro-batch, reached in the loss or in recomputing a layer.
+        """Return the peak bytes of a micro-batch, reached in the loss or while recomputing a layer.
 
         Layers are recomputed after the logits are freed, so the two do not add up.
         """
@@ -72,14 +73,14 @@ class Activations:
         return saved + max(self.loss_bytes(sequences), sequences * recomputed)
 
     def loss_bytes(self, sequences: int) -> int:
-        """Return the peak bytes of the loss of a micro-batch."""
+        """Return the peak bytes of a micro-batch's loss."""
         return sequences * (self.loss + self.loss_peak) + self.chunk
 
     def chunked(self, tokens: int, config: "PretrainedConfig", precision: str) -> "Activations":
-        """Return the activations with the loss in chunks of `tokens`, which saves no probabilities.
+        """Return the activations with a loss in chunks of `tokens`, which saves no probabilities.
 
-        Its peak is the logits of a chunk, their softmax and, in 16 bits, a copy, next to the
-        float32 sum of the weight gradient; or the 16-bit gradient of a chunk next to that sum.
+        The peak contains the float32 sum of the weight gradient, plus either a chunk's logits and
+        softmax (and a copy in 16 bits) or the chunk's 16-bit gradient.
         """
         text = config.get_text_config()
         weight = text.vocab_size * getattr(text, "hidden_size", 0)
@@ -97,13 +98,13 @@ def trace(
     """Trace the forward pass and the loss of one sequence on the meta device.
 
     Args:
-        precision: the weights' `fp32`, `bf16` or `fp16`.
-        eager: whether attention saves all scores, instead of a fused kernel.
-        compiled: whether blocks and the loss are compiled; what selective checkpointing saves of
-            blocks is that of uncompiled ones, an upper bound.
+        precision: `fp32`, `bf16` or `fp16`, for the weights.
+        eager: whether attention saves all scores instead of using a fused kernel.
+        compiled: whether blocks and the loss are compiled. For selective checkpointing, the
+            estimate is that of uncompiled blocks, an upper bound.
 
     Raises:
-        Exception: of any type, if the model cannot be built or its class depends on values, which
+        Exception: of any type: the model cannot be built, or its class depends on values, which
             meta tensors do not have.
     """
     found = _trace(ConfigKey.of(config), seq_len, precision, eager)
@@ -115,8 +116,8 @@ def trace(
         found,
         layers=blocks.layers,
         largest_layer=blocks.largest_layer,
-        loss=logits + 4 * seq_len,  # `_CrossEntropies`: the logits as they are, and log(Z)
-        loss_peak=logits,  # their gradient, in one kernel
+        loss=logits + 4 * seq_len,  # `_CrossEntropies` saves the logits and log(Z)
+        loss_peak=logits,  # the logits' gradient, in one kernel
     )
 
 
@@ -136,7 +137,7 @@ def _trace(
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False  # its loss cannot use the mask below
     ids = torch.empty((1, seq_len), dtype=torch.long, device="meta")
-    # With document ids the mask is our own; transformers would read values to make one.
+    # With document ids we create the mask; transformers would read values to create one.
     batch = dict.fromkeys(("input_ids", "targets", "document_ids", "position_ids"), ids)
     counter = _SavedBytes(model)
     if compiled:
@@ -161,18 +162,18 @@ def _trace(
 
 
 def _cast(model: "PreTrainedModel", dtype: "torch.dtype") -> None:
-    """Cast the parameters; float32 buffers stay, as in `build_model`."""
+    """Cast the parameters but not float32 buffers, like `build_model`."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 class _SavedBytes:
-    """Counts the bytes that autograd saves, each storage once, without weights.
+    """Counts the bytes saved by autograd: each storage once, excluding weights.
 
     Attributes:
-        layers, inputs, outputs, recomputed: bytes by layer: saved in total, the layer's input, the
-            outputs that selective checkpointing saves, and the tensors that it recomputes.
-        outside: bytes saved outside of the layers.
+        layers, inputs, outputs, recomputed: bytes by layer: the total saved, the layer's input,
+            the outputs saved by selective checkpointing, and the tensors that it recomputes.
+        outside: bytes saved outside the layers.
     """
 
     def __init__(self, model: "PreTrainedModel"):
@@ -185,7 +186,7 @@ class _SavedBytes:
         self.dispatch_mode = _saved_outputs_mode(self.record_output)
         self.outside = 0
         self._in_layer = False
-        # References keep the addresses of storages from being reused.
+        # References prevent storage addresses from being reused.
         self._references: list[Any] = list(model.parameters())
         self._seen = {tensor.untyped_storage()._cdata for tensor in self._references}
         self._seen_outputs: set[int] = set()
@@ -221,7 +222,7 @@ class _SavedBytes:
         return tensor
 
     def record_output(self, *outputs: Any) -> None:
-        """Count outputs that selective checkpointing saves, if they are inside a layer."""
+        """Count outputs in a layer that selective checkpointing saves."""
         for output in outputs if self._in_layer else ():
             if (storage := output.untyped_storage())._cdata not in self._seen_outputs:
                 self._seen_outputs.add(storage._cdata)
@@ -242,7 +243,7 @@ class _SavedBytes:
 
 @contextmanager
 def _compiled_blocks(model: "PreTrainedModel") -> Iterator[None]:
-    """Let the partitioner of torch's compiler choose what blocks save; no kernel is compiled."""
+    """Make the partitioner of torch's compiler choose what blocks save; no kernel is compiled."""
     import torch
     from torch._dynamo.utils import counters
 
@@ -254,10 +255,10 @@ def _compiled_blocks(model: "PreTrainedModel") -> Iterator[None]:
     before = {name: counts.copy() for name, counts in counters.items()}
     try:
         with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the first step has them
+            warnings.simplefilter("ignore")  # they appear in the first step
             yield
     finally:
-        torch._dynamo.reset()  # nothing of it belongs to the run that is planned
+        torch._dynamo.reset()  # do not affect the planned run
         counters.clear()
         counters.update(before)
 
@@ -280,10 +281,10 @@ def _saved_outputs_mode(record_output: Callable[..., None]) -> Any:
 
 @cache
 def _stand_ins() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return attention and the grouped product of experts, as operators without an implementation.
+    """Return attention and the experts' grouped product as operators without an implementation.
 
     FlashAttention (Dao et al. 2022, arXiv 2205.14135) saves inputs, output and row sums. torch's
-    meta version of the grouped product supports bf16 only.
+    meta version of the grouped product supports only bf16.
     """
     import torch
     from torch import Tensor, library
@@ -333,7 +334,7 @@ def fused_kernels(
     eager: bool,
     record_output: Callable[..., None] = lambda *outputs: None,
 ) -> Iterator[None]:
-    """Replace fused kernels by stand-ins for the meta device that save the same tensors.
+    """Replace fused kernels with stand-ins for the meta device that save the same tensors.
 
     Args:
         record_output: called with the outputs of each kernel.

@@ -1,7 +1,7 @@
-"""Finds the class of a model, and counts its parameters on the meta device.
+"""Finds a model's class, and counts its parameters on the meta device.
 
-Allocates no weights and starts no process group. torch and transformers are imported inside the
-functions, so that `--help` stays fast. Must not depend on DeepSpeed, data or settings.
+Allocates no weights and starts no process group. torch and transformers are imported inside
+functions to keep `--help` fast. Must not depend on DeepSpeed, data or settings.
 """
 
 import copy
@@ -30,8 +30,8 @@ EXPERTS_PER_TOKEN_KEYS = (
     "moe_top_k",
     "moe_k",
 )
-# A block of Llama has 22, the largest default config of the families in transformers 3,500.
-# `--check` of a Llama at the limit, 680 blocks, takes 13 s of a core (AMD EPYC, 2026-11).
+# A Llama block has 22; the largest default config of a model family in transformers has 3,500. At
+# the limit, a Llama with 680 blocks, `--check` takes 13 core-seconds (AMD EPYC, 2026-11).
 MAX_PARTS = 15_000
 ROUTED_EXPERT = re.compile(r"\bexperts\b")
 
@@ -67,12 +67,12 @@ def meta_model(
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=torch.float32,
-                attn_implementation="eager",  # kernels that the config names may be missing here
+                attn_implementation="eager",  # kernels named in the config may be missing here
                 trust_remote_code=False,
             )
     except ConfigError:
         raise
-    except Exception as error:  # of any class: transformers' do not validate all values
+    except Exception as error:  # of any type: transformers does not validate all values
         problem = reason(error)
         if isinstance(error, KeyError) and (keys := keys_with(config.to_dict(), error.args[0])):
             problem = f"{' and '.join(keys)}: {error} is not known"
@@ -88,7 +88,9 @@ def meta_model(
 
 @contextmanager
 def _limited_size() -> Iterator[None]:
-    """Refuse a model while it is being built: no limit on keys finds layers times experts."""
+    """Refuse a model while it is being built; limits on single keys miss products such as layers
+    times experts.
+    """
     from torch.nn.modules import module
 
     parts = itertools.count(1)
@@ -112,16 +114,16 @@ def _limited_size() -> Iterator[None]:
 
 
 def train_every_row(model: "PreTrainedModel") -> set[int]:
-    """Let a model train the row of its padding token; return the rows that it would not train.
+    """Make a model train the row of its padding token; return the rows that it would not train.
 
-    Pretraining has no padding: the id is that of a token of the text, often of EOS.
+    Pretraining has no padding: the id is that of an ordinary token, often EOS.
     """
     import torch
 
     rows = set()
     for module in model.modules():
         is_table = isinstance(module, torch.nn.Embedding) and module.padding_idx is not None
-        # ProphetNet's positions are computed from it, and begin after its row.
+        # ProphetNet computes positions from the padding id, and they begin after its row.
         if is_table and not type(module).__name__.endswith("PositionalEmbeddings"):
             rows.add(module.padding_idx)
             module.padding_idx = None
@@ -129,7 +131,7 @@ def train_every_row(model: "PreTrainedModel") -> set[int]:
 
 
 def has_padding_position(config: "PretrainedConfig") -> bool:
-    """Return whether positions begin after `pad_token_id`, as in the families of RoBERTa."""
+    """Return whether positions begin after `pad_token_id`, as in RoBERTa-style families."""
     parts = vars(sys.modules[causal_lm_class(config).__module__]).items()
     return any(
         name.endswith("Embeddings") and hasattr(part, "create_position_ids_from_input_ids")
@@ -138,7 +140,7 @@ def has_padding_position(config: "PretrainedConfig") -> bool:
 
 
 def keys_with(values: Mapping[str, Any], wanted: Any) -> list[str]:
-    """Return the keys that have a value; a.b for a key in a nested object."""
+    """Return the keys with a given value; a.b for a key in a nested object."""
     found = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -151,10 +153,10 @@ def keys_with(values: Mapping[str, Any], wanted: Any) -> list[str]:
 def constructor_values(
     config: "PretrainedConfig", names: Sequence[str], seed: int
 ) -> dict[str, "torch.Tensor"]:
-    """Return the float32 values on the CPU that constructors give to the named parameters.
+    """Return the float32 CPU values that constructors assign to the named parameters.
 
-    The model is constructed again; its tensors are on the CPU up to the size of the largest named
-    one. Does not change the state of torch's global generator.
+    Constructs the model again, with only tensors up to the size of the largest named one on the
+    CPU. Does not change the state of torch's global generator.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -183,7 +185,7 @@ def constructor_values(
     values = {name: parameters[name].detach() for name in names}
     if lost := [name for name, value in values.items() if value.is_meta or not _is_finite(value)]:
         raise ConfigError(
-            f"model config: {causal_lm_class(config).__name__} gives no initial value to "
+            f"model config: {causal_lm_class(config).__name__} sets no initial value for "
             f"{', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}. Use another model_type."
         )
     return values
@@ -203,7 +205,9 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
 
 
 def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
-    """Return the decoder blocks: the longest list of layers with checkpointing in transformers."""
+    """Return the decoder blocks: the longest list of layers that support transformers'
+    checkpointing.
+    """
     from torch import nn
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -217,7 +221,7 @@ def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
 
 
 def router_loss_coefficient(config: "PretrainedConfig") -> float | None:
-    """Return the weight of the routers' auxiliary loss; None if the model computes none.
+    """Return the weight of the routers' auxiliary loss; None if the model does not compute one.
 
     Many config classes have the key `output_router_logits`, but not all of their models read it.
     Every transformers model that reads it computes the loss with a function of the same name.
@@ -227,7 +231,7 @@ def router_loss_coefficient(config: "PretrainedConfig") -> float | None:
         return None
     if not hasattr(sys.modules[causal_lm_class(config).__module__], "load_balancing_loss_func"):
         return None
-    for key in ("router_aux_loss_coef", "aux_loss_coef"):  # the latter in JetMoE
+    for key in ("router_aux_loss_coef", "aux_loss_coef"):  # the second one for JetMoE
         if hasattr(text, key):
             return float(getattr(text, key) or 0.0)
     return float(text.ffn_config.moe_loss_weight)  # DBRX
@@ -238,16 +242,16 @@ def experts_per_token(config: "PretrainedConfig") -> int | None:
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False) is not True:
         return None
-    configs = (text, getattr(text, "ffn_config", None))  # the latter for DBRX
+    configs = (text, getattr(text, "ffn_config", None))  # the second one for DBRX
     names = ("num_experts_per_tok", "moe_top_k")
     found = (getattr(each, name, None) for each in configs for name in names)
     return next((count for count in found if isinstance(count, int)), None)
 
 
 def layer_configs(config: "PretrainedConfig") -> list["PretrainedConfig"]:
-    """Return the config of each layer: the same one, except with `per_layer_config`.
+    """Return the config of each layer; they differ only with `per_layer_config`.
 
-    A heterogeneous config raises an error when a key that differs by layer is read from it.
+    A heterogeneous config raises an error when a key that differs between layers is read from it.
     """
     text = config.get_text_config()
     if getattr(text, "is_heterogeneous", False):  # transformers 5.17 has no such configs
@@ -257,7 +261,7 @@ def layer_configs(config: "PretrainedConfig") -> list["PretrainedConfig"]:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A config as a key of a cache: equal if class and values are equal.
+    """A config as a cache key: equal if class and values are equal.
 
     A round trip through JSON would not restore all values (`inf` in `time_step_limit`).
     """
@@ -272,44 +276,44 @@ class ConfigKey:
 
 
 def num_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of values of all shapes."""
+    """Return the total number of values in all shapes."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 
 def is_routed_expert(name: str) -> bool:
-    """Return whether a parameter belongs to routed experts; shared experts serve every token."""
+    """Return whether a parameter belongs to routed experts; shared experts process every token."""
     return bool(ROUTED_EXPERT.search(name)) and ".router." not in name
 
 
 def num_experts(config: "PretrainedConfig") -> tuple[int | None, int | None]:
-    """Return the number of routed experts, and how many serve one token; None for a dense model."""
+    """Return the number of routed experts, and how many process a token; None for a dense model."""
     text = config.get_text_config()
     parts = [text, *(getattr(text, name, None) for name in type(text).sub_configs)]
     return _first_value(parts, EXPERT_COUNT_KEYS), _first_value(parts, EXPERTS_PER_TOKEN_KEYS)
 
 
 def routed_fraction(config: "PretrainedConfig") -> float:
-    """Return the fraction of the routed experts that serves one token; 1.0 for a dense model."""
+    """Return the fraction of routed experts that process a token; 1.0 for a dense model."""
     experts, active = num_experts(config)
     return active / experts if experts and active else 1.0
 
 
 def num_active_parameters(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of parameters that serve one token, without the experts it skips."""
+    """Return the number of parameters used for one token, without the experts that it skips."""
     routed = sum(math.prod(shape) for name, shape in shapes.items() if is_routed_expert(name))
     total = num_parameters(shapes)
     return total - routed + round(routed * routed_fraction(config))
 
 
 def _first_value(parts: Sequence[Any], keys: tuple[str, ...]) -> int | None:
-    """Return the first value that is not 0, the largest one if it differs by layer."""
+    """Return the first nonzero value; the largest if it differs between layers."""
     values = (getattr(part, key, None) for part in parts for key in keys)
     value = next((value for value in values if value), None)
     return max(value) if isinstance(value, list) else value
 
 
 def block_of(name: str) -> str:
-    """Return the block of a parameter: the layer of a stack, or its own module.
+    """Return the block of a parameter: its layer in a stack, or its own module.
 
     `model.layers.3.mlp.up_proj.weight` belongs to "layers.3", `model.embed_tokens.weight` to
     "embed_tokens".

@@ -1,9 +1,9 @@
-"""The largest attention logit of each head, and the projections to queries and keys.
+"""Finds each head's largest attention logit, and the projections to queries and keys.
 
-Fused kernels do not return logits, so `AttentionLogits` computes them again, in blocks of queries,
-from the arguments of transformers' attention functions: after rotary embeddings, before softmax.
+Fused kernels do not return logits, so `AttentionLogits` recomputes them in blocks of queries from
+the arguments of transformers' attention functions: after rotary embeddings, before softmax.
 `attention_layers` finds the layers and the layout of their projections in a forward pass on the
-meta device. Must not know what the logits are used for.
+meta device. Must not depend on how the logits are used.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,8 +23,8 @@ from zerolm.model.loss import token_losses
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-CPU_BLOCK_VALUES, BLOCK_VALUES = 1 << 20, 1 << 25  # logits that are held at once
-# Other modules of an attention layer, which change neither queries nor keys after their projection.
+CPU_BLOCK_VALUES, BLOCK_VALUES = 1 << 20, 1 << 25  # logits in memory at a time
+# Other modules in attention layers that do not change queries or keys after their projection.
 OTHERS = (
     "v_proj o_proj out_proj dense Wo c_proj gate_proj g_proj attn_sub_norm rotary_emb q_a_proj "
     "q_a_layernorm kv_a_proj_with_mqa kv_a_layernorm attn_dropout resid_dropout out_drop "
@@ -39,9 +39,9 @@ class AttentionLayer:
 
     Attributes:
         name: the layer's module in the model.
-        num_heads: heads of queries.
+        num_heads: number of query heads.
         head_dim: number of values in a query.
-        outputs: which outputs of the projections are queries and keys.
+        outputs: the projections' outputs that are queries or keys.
     """
 
     name: str
@@ -51,18 +51,18 @@ class AttentionLayer:
 
 
 class _Unsupported(Exception):
-    """A model whose queries and keys cannot be rescaled by head, and why."""
+    """The queries and keys of a model cannot be rescaled by head; the message states why."""
 
 
 def attention_layers(config: "PretrainedConfig") -> tuple[AttentionLayer, ...]:
-    """Return the layers of a model with softmax attention; `unsupported_reason` must be None."""
+    """Return a model's layers with softmax attention; `unsupported_reason` must be None."""
     layers, reason = _layers(ConfigKey.of(config))
     assert reason is None, reason
     return layers
 
 
 def unsupported_reason(config: "PretrainedConfig") -> str | None:
-    """Return why queries and keys of a model cannot be rescaled by head, or None."""
+    """Return why a model's queries and keys cannot be rescaled by head, or None."""
     return _layers(ConfigKey.of(config))[1]
 
 
@@ -71,11 +71,11 @@ def _layers(key: ConfigKey) -> tuple[tuple[AttentionLayer, ...], str | None]:
     name = key.config.model_type
     try:
         if any(getattr(each, "clip_qkv", None) for each in layer_configs(key.config)):
-            raise _Unsupported("limits queries and keys already (clip_qkv)")
+            raise _Unsupported("already limits queries and keys (clip_qkv)")
         layers = _traced_layers(meta_model(key.config))
     except _Unsupported as reason:
         return (), f"{name} {reason}"
-    except Exception as error:  # of any class: the class depends on values
+    except Exception as error:  # of any type, if the model class depends on values
         return (), f"the attention of {name} cannot be traced ({type(error).__name__})"
     return layers, None
 
@@ -105,23 +105,25 @@ def _traced_layers(model: Any) -> tuple[AttentionLayer, ...]:
 
 
 def _outputs(module: nn.Module, name: str, heads: int, width: int) -> Iterator[HeadOutputs]:
-    """Yield the outputs of an attention module's projections to queries and keys."""
+    """Yield the query and key outputs of an attention module's projections."""
     children, known = dict(module.named_children()), OTHERS.split()
     projections = next((each for each in LAYOUTS if set(each) <= set(children)), ())
     for child in children:
         if "norm" in child and child not in known:
             raise _Unsupported(f"normalizes queries and keys ({child}), which bounds their logits")
         if child not in known and child not in projections:
-            raise _Unsupported(f"has an attention module with {child}, which qk-clip does not know")
+            raise _Unsupported(
+                f"has an attention module with {child}, which qk-clip does not support"
+            )
     if not projections:
-        raise _Unsupported("has projections of queries and keys which qk-clip does not know")
+        raise _Unsupported("has projections to queries and keys that qk-clip does not support")
     layout = LAYOUTS[projections]
     for projection, pieces in zip(projections, layout(children, module, heads, width), strict=True):
         weight = getattr(children[projection], "weight", None)
         outputs_last = type(children[projection]).__name__ == "Conv1D"  # GPT-2's
         num_outputs = sum(count for *_, count in pieces)
         if weight is None or weight.shape[-1 if outputs_last else 0] != num_outputs:
-            raise _Unsupported(f"has a {projection} which qk-clip does not know")
+            raise _Unsupported(f"has a {projection} that qk-clip does not support")
         if all(power == UNCHANGED for _, power, _ in pieces):
             continue
         yield HeadOutputs(f"{name}.{projection}.weight", pieces, outputs_last)
@@ -130,9 +132,9 @@ def _outputs(module: nn.Module, name: str, heads: int, width: int) -> Iterator[H
 
 
 def _grouped(num_keys: int, heads: int, width: int) -> tuple[Pieces, Pieces]:
-    """Return the pieces of queries and keys; a key that several heads share is left alone.
+    """Return the pieces of queries and keys; a key shared by several heads is left unchanged.
 
-    K2 does not scale the rotary key that all its heads share, because other heads must not change.
+    K2 does not scale the rotary key shared by all heads, because other heads must not change.
     """
     own = num_keys == heads * width
     power = QUERY_AND_KEY if own else QUERY_ONLY
@@ -174,7 +176,7 @@ def _by_head(
     return (tuple((head, power, count) for head in range(heads) for power, count in parts),)
 
 
-# {names of the projections: function that returns the pieces of each}
+# {names of projections: function that returns the pieces of each}
 LAYOUTS: dict[tuple[str, ...], Callable[..., tuple[Pieces, ...]]] = {
     ("q_b_proj", "kv_b_proj"): _latent,
     ("q_proj", "kv_b_proj"): _latent,
@@ -187,7 +189,7 @@ LAYOUTS: dict[tuple[str, ...], Callable[..., tuple[Pieces, ...]]] = {
 
 @contextmanager
 def intercepted_attention(model: Any, observe: Callable[..., None]) -> Iterator[None]:
-    """Call `observe` before each attention function inside the context.
+    """Call `observe` before each attention function inside this context.
 
     Args:
         observe: called with module, query (B, H, T, D), key (B, K, T, D), mask, and a dict of the
@@ -204,7 +206,7 @@ def intercepted_attention(model: Any, observe: Callable[..., None]) -> Iterator[
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
     ) -> Any:
         observe(module, query, key, attention_mask, more)
-        # The eager function is not in the table, but in the module of the model.
+        # The eager function is not in the table, but in the model's Python module.
         function = registered or sys.modules[type(module).__module__].eager_attention_forward
         return function(module, query, key, value, attention_mask, **more)
 
@@ -216,14 +218,15 @@ def intercepted_attention(model: Any, observe: Callable[..., None]) -> Iterator[
 
 
 class AttentionLogits:
-    """Measures the largest logit of each head over the micro-batches of a step, on one rank.
+    """Measures each head's largest logit over a step's micro-batches, on one rank.
 
-    Every rank makes the same calls in each step: `begin`, `observing` around each forward pass, and
-    `largest`. A recomputed forward pass of gradient checkpointing is outside of `observing`.
+    Every rank must make the same calls in each step: `begin`, `observing` around each forward
+    pass, and `largest`. Forward passes recomputed by gradient checkpointing are outside
+    `observing`.
 
     Args:
         model: the engine's module, not compiled.
-        layers: the layers to measure; if none, all methods do nothing.
+        layers: the layers to measure; if empty, all methods do nothing.
     """
 
     def __init__(self, model: Any, layers: tuple[AttentionLayer, ...], device: torch.device):
@@ -240,7 +243,7 @@ class AttentionLogits:
 
     @contextmanager
     def observing(self, batch: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Measure the forward pass of a micro-batch inside the context.
+        """Measure a micro-batch's forward pass inside this context.
 
         `document_ids` (B, T) in the batch confine attention to documents.
         """
@@ -252,7 +255,9 @@ class AttentionLogits:
             yield
 
     def largest(self) -> list[list[float]]:
-        """Return the largest logit of each head of each layer, over all ranks. All call this."""
+        """Return the largest logit of each head in each layer over all ranks. Every rank must call
+        this.
+        """
         if not self.layers:
             return []
         figures = torch.cat(self._largest)
@@ -274,14 +279,14 @@ class AttentionLogits:
 
 
 def flops_per_token(layers: Sequence[AttentionLayer], seq_len: int) -> float:
-    """Return the FLOPs of measuring: of half of the products of queries and keys, for causality."""
+    """Return the FLOPs of the measurement: half of the query-key products, for causality."""
     return float(sum(layer.num_heads * layer.head_dim for layer in layers) * seq_len)
 
 
 def block_values(
     layers: Sequence[AttentionLayer], micro_batch_size: int, seq_len: int, device: str
 ) -> int:
-    """Return the number of logits that are held at once, on a kind of device."""
+    """Return the number of logits in memory at a time on a kind of device."""
     of_query = micro_batch_size * max(layer.num_heads for layer in layers) * seq_len
     return of_query * min(seq_len, _block_rows(of_query, device))
 
@@ -301,13 +306,13 @@ def largest_logits(
     documents_BT: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return the largest logit of each head over the pairs that attend, (H,) float32.
+    """Return each head's largest logit over the pairs that attend, (H,) float32.
 
     Args:
-        scaling: factor on the product of query and key.
+        scaling: factor on query-key products.
         mask: (B or 1, H or 1, T, T): True, or not the lowest number, for pairs that attend; None:
-            a query attends to itself and earlier keys, of the same document and in the window.
-        window: number of keys for a query; None: all.
+            a query attends to its own and earlier keys in the same document and window.
+        window: number of keys per query; None: all.
     """
     batch, heads, length, width = query_BHTD.shape
     groups = key_BKTD.shape[1]
@@ -320,7 +325,7 @@ def largest_logits(
         queries = (query_BHTD[:, :, start:stop] * scaling).reshape(batch, groups, -1, width)
         logits = (queries @ keys_BKDT[..., :stop]).view(batch, heads, stop - start, stop)
         hidden = _hidden_pairs(mask, documents_BT, window, positions, start, stop)
-        # Without a mask, documents and a window, only pairs at the diagonal are hidden.
+        # Without a mask, documents or a window, only pairs near the diagonal need hiding.
         logits[..., stop - hidden.shape[-1] :].masked_fill_(hidden, -torch.inf)
         found.append(logits.amax((0, 2, 3)))
     return torch.stack(found).amax(0).float()
@@ -334,7 +339,9 @@ def _hidden_pairs(
     start: int,
     stop: int,
 ) -> torch.Tensor:
-    """Return the pairs that do not attend: queries from `start`, and the last keys, to `stop`."""
+    """Return the pairs that do not attend, for queries from `start` to `stop` and the last keys up
+    to `stop`.
+    """
     if mask is not None:
         mask = mask[..., start:stop, :stop]
         return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2

@@ -1,7 +1,7 @@
-"""Builds the model: constructs it for any ZeRO stage, initialises weights.
+"""Builds the model: constructs it for any ZeRO stage and initialises its weights.
 
-`build_model` gives bit-identical weights for every stage, world size and device;
-`weights_fingerprint` makes that comparable, and `check_initialization` detects weights that differ
+`build_model` produces bit-identical weights for every stage, world size and device.
+`weights_fingerprint` allows comparing them, and `check_initialization` detects weights that differ
 from what the config implies. Must not depend on data, schedules or the optimizer.
 """
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 FINGERPRINT_CHUNK = 1 << 21  # values; limits each int64 copy to 16 MiB
-ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio, as int64: spreads the positions
+ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio as int64; spreads the positions
 
 
 def build_model(
@@ -60,16 +60,16 @@ def build_model(
     """Build and initialise a causal LM for training. Every rank must call this, unless `alone`.
 
     Args:
-        config: stays unchanged; the model gets a copy, with `use_cache` off.
-        seed: determines every initial value, see docs/initialization.md.
-        dtype: dtype of parameters; float32 buffers (rotary tables) keep theirs.
-        zero3_config: the resolved DeepSpeed JSON at stage 3, where `deepspeed.zero.Init` partitions
-            the parameters during construction, on the accelerator or according to `offload_param`.
-            None at other stages: the model is on `device`.
-        attn_implementation: transformers' name, from `zerolm.attention.choice`.
-        initial: existing values of all parameters and persistent buffers, instead of random ones.
+        config: not modified; the model gets a copy with `use_cache` off.
+        seed: determines every initial value (docs/initialization.md).
+        dtype: dtype of parameters; float32 buffers (rotary tables) stay float32.
+        zero3_config: the resolved DeepSpeed JSON at stage 3, at which `deepspeed.zero.Init`
+            partitions the parameters during construction, on the accelerator or as set by
+            `offload_param`. None at other stages: the model is on `device`.
+        attn_implementation: transformers' name of the kernel, from `zerolm.attention.choice`.
+        initial: existing values for all parameters and persistent buffers, instead of random ones.
         factors: {parameter name: factor on its random values}.
-        alone: this rank computes all values itself; not with `zero3_config`.
+        alone: this rank computes all values itself; not supported with `zero3_config`.
     """
     weights = initial or InitialWeights(config, seed, factors)
     with partitioned_while_built(zero3_config):
@@ -83,8 +83,9 @@ def build_model(
     zero_padding(model)
     model.config.use_cache = False
     if getattr(model.config, "rescale_every", 0):
-        # RWKV would halve weights in place before each forward pass in evaluation mode, against an
-        # overflow of fp16; under ZeRO-3 in copies that are dropped, and the next step crashes.
+        # In evaluation mode, RWKV would halve weights in place before each forward pass to avoid
+        # fp16 overflow; under ZeRO-3 it would change temporary copies, and the next step would
+        # crash.
         model.config.rescale_every = 0
     if gradient_checkpointing:
         # transformers renamed this method between 5.17 and 5.23.
@@ -117,9 +118,10 @@ def _construct(
 
 
 def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast the float32 parameters of some classes (routers, state-space decay), like ZeRO-1 and 2.
+    """Cast parameters that some classes keep in float32 (routers, state-space decay), like ZeRO-1
+    and 2.
 
-    ZeRO-3 refuses parameters of several dtypes. Their values do not exist yet.
+    ZeRO-3 refuses parameters with several dtypes. Their values are not set yet.
     """
     for parameter in model.parameters():
         if parameter.dtype != dtype:
@@ -134,7 +136,7 @@ def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
 
 
 class InitialValues(Protocol):
-    """Initial values of parameters: `InitialWeights`, or existing ones."""
+    """A source of initial parameter values: `InitialWeights`, or existing weights."""
 
     units: list[Any]
 
@@ -144,7 +146,7 @@ class InitialValues(Protocol):
 
 
 def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype, alone: bool) -> None:
-    """Copy the initial values into the parameters; each rank computes a share of the units."""
+    """Copy the initial values into the parameters; each rank computes some of the units."""
     parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     parameters |= dict(model.named_buffers())
     shared = dist.is_initialized() and not alone
@@ -159,7 +161,7 @@ def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype, al
                 if rank == writer:
                     for name, target in zip(names, targets, strict=True):
                         target.copy_(values[name])
-                if world_size > 1:  # `gathered` broadcasts partitioned parameters at its exit
+                if world_size > 1:  # `gathered` broadcasts partitioned parameters on exit
                     for target in targets:
                         if not is_partitioned(target):
                             dist.broadcast(target.data, src=writer)
@@ -168,9 +170,9 @@ def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype, al
 def weights_fingerprint(model: torch.nn.Module) -> str:
     """Return a hex SHA-256 of all parameters. Every rank must call this.
 
-    It does not depend on the ZeRO stage, the world size or the device. The bit patterns of each
-    parameter are summed, weighted by position, in wrapping 64-bit arithmetic on its device; because
-    the weights are odd, any change of a single value changes the sum.
+    The hash does not depend on the ZeRO stage, the world size or the device. The bit patterns of
+    each parameter are summed with position-dependent factors, in wrapping 64-bit arithmetic on its
+    device; because the factors are odd, any change of a single value changes the sum.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -182,7 +184,7 @@ def weights_fingerprint(model: torch.nn.Module) -> str:
 
 
 def weighted_bit_sum(values: torch.Tensor) -> int:
-    """Return a sum of the bit patterns that any change of a single value changes."""
+    """Return a sum of bit patterns that changes if any single value changes."""
     as_integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = values.contiguous().view(-1).view(as_integers[values.element_size()])
     places = torch.arange(min(len(bits), FINGERPRINT_CHUNK), device=bits.device)
@@ -194,7 +196,7 @@ def weighted_bit_sum(values: torch.Tensor) -> int:
 
 
 def float32_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return {name: copy on the CPU} of the float32 buffers, mostly rotary tables."""
+    """Return {name: copy on the CPU} for the float32 buffers, mostly rotary tables."""
     return {
         name: buffer.cpu().clone()
         for name, buffer in _float_buffers(model)
@@ -203,7 +205,7 @@ def float32_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def restore_float32_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Restore buffers that `data_types.buffer_dtype` of the ds config has cast.
+    """Restore buffers that `data_types.buffer_dtype` in the DeepSpeed JSON has cast.
 
     Without that key DeepSpeed 0.19.8 does not cast them. Call after `deepspeed.initialize`.
     """

@@ -1,7 +1,7 @@
-"""`ChunkedHead`: an output head that computes token losses from the logits of one chunk at a time.
+"""`ChunkedHead`: an output head that computes token losses from one chunk of logits at a time.
 
-It replaces the model's head in place and is called like it, so the module hooks with which ZeRO-3
-gathers its weight, and the hooks on its gradient, work unchanged. Only `token_losses` requests
+It replaces the model's head in place and is called in the same way, so ZeRO-3's module hooks,
+which gather its weight, and the hooks on its gradient work unchanged. Only `token_losses` requests
 losses; any other call of the model returns logits. Must not depend on batches, ZeRO or DeepSpeed.
 """
 
@@ -27,12 +27,13 @@ class ChunkedHead(nn.Linear):
 
     @contextmanager
     def computing_losses(self, targets_BT: torch.Tensor, ignore_index: int) -> Iterator[None]:
-        """Return losses, (B, T, 1) float32, 0 where ignored, instead of logits (B, T, V).
+        """Inside this context, return losses (B, T, 1) float32, 0 where ignored, not logits (B, T,
+        V).
 
-        With `squares`, (B, T, 2): the second number is log(Z)^2, see `squared_log_partitions`.
+        With `squares`, (B, T, 2): the second value is log(Z)^2; see `squared_log_partitions`.
 
         Args:
-            targets_BT: int64 targets of the hidden states in the next call.
+            targets_BT: int64 targets for the hidden states in the next call.
         """
         self.targets, self.ignore_index = targets_BT, ignore_index
         try:
@@ -40,7 +41,7 @@ class ChunkedHead(nn.Linear):
         finally:
             self.targets = None
 
-    @torch.compiler.disable  # one graph of the loop would hold all chunks
+    @torch.compiler.disable  # a graph of the loop would keep all chunks in memory
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.targets is None:
             return super().forward(input)
@@ -60,17 +61,17 @@ class ChunkedHead(nn.Linear):
 def install(model: Any, chunk_tokens: int, squares: bool = False) -> None:
     """Convert a model's head to a `ChunkedHead`; call before `deepspeed.initialize`.
 
-    The model is a causal LM whose `loss_chunks.unsupported_reason` is None. With `squares`, losses
-    have log(Z)^2 of each token beside them.
+    The model is a causal LM for which `loss_chunks.unsupported_reason` is None. With `squares`,
+    the head also returns each token's log(Z)^2.
     """
     head = model.get_output_embeddings()
     assert type(head) is nn.Linear, type(head)
-    head.__class__ = ChunkedHead  # the same parameters, hooks and name
+    head.__class__ = ChunkedHead  # keeps parameters, hooks and name
     vars(head).update(chunk_tokens=chunk_tokens, targets=None, squares=squares)
 
 
 def find_chunked_head(model: Any) -> ChunkedHead | None:
-    """Return the chunked head of a causal LM, or None."""
+    """Return a causal LM's chunked head, or None."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head else None
     return head if isinstance(head, ChunkedHead) else None
@@ -79,8 +80,8 @@ def find_chunked_head(model: Any) -> ChunkedHead | None:
 class _ChunkedLosses(torch.autograd.Function):
     """Cross-entropy of a linear head's logits, which are recomputed in the backward pass.
 
-    Saves only the hidden states and the weights. Matrix products use the dtype of the unchunked
-    head; softmax and the sum of the weight gradient over chunks use float32.
+    Saves only the hidden states and the weights. Matrix products use the unchunked head's dtype;
+    softmax and the sum of weight gradients over chunks use float32.
 
     Source: the idea is from Liger (Hsu et al. 2024, arXiv 2410.10989, section 3.2). Liger computes
         the gradient in the forward pass; here that is impossible, because each token's loss has its
@@ -104,7 +105,7 @@ class _ChunkedLosses(torch.autograd.Function):
         )
         ctx.dtype = torch.get_autocast_dtype(device_type) if has_autocast else None
         ctx.chunk_tokens, ctx.ignore_index = chunk_tokens, ignore_index
-        # The parameters themselves: ZeRO-3 releases and gathers their values in between.
+        # Save the parameters themselves: ZeRO-3 releases and regathers their values in between.
         losses_NC = hidden_NH.new_zeros((len(hidden_NH), 1 + squares), dtype=torch.float32)
         log_partitions_N = torch.zeros_like(losses_NC[:, 0]) if squares else None
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, log_partitions_N)
@@ -132,7 +133,7 @@ class _ChunkedLosses(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         gradient_N = gradients[0][:, 0]
         hidden_NH, weight_VH, bias_V, targets_N, log_partitions_N = ctx.saved_tensors
-        softmax_grad_N = gradient_N  # of log Z, whose derivative is the softmax
+        softmax_grad_N = gradient_N  # for log Z, whose derivative is the softmax
         if log_partitions_N is not None:
             softmax_grad_N = gradient_N + 2 * log_partitions_N * gradients[0][:, 1]
         dtypes = [None if one is None else one.dtype for one in (hidden_NH, weight_VH, bias_V)]
@@ -187,7 +188,7 @@ def _chunks(count: int, size: int) -> list[slice]:
 def _logits(
     hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the logits; avoids `functional.linear`, which ZeRO-3 replaces."""
+    """Return the logits without `functional.linear`, which ZeRO-3 replaces."""
     if bias_V is None:
         return hidden_CH @ weight_VH.T
     return torch.addmm(bias_V, hidden_CH, weight_VH.T)

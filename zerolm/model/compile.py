@@ -1,10 +1,10 @@
-"""torch.compile of each decoder block and of the loss, under every ZeRO stage, for training only.
+"""torch.compile for each decoder block and the loss, at every ZeRO stage, only in training.
 
-The blocks are alike, so one graph, compiled once, serves a model of any depth. The loss is a graph
-from logits to losses, without weights; the rest (embeddings, the head with its chunked logits, the
-mask) is not compiled. Under ZeRO-3 each block is a leaf module: DeepSpeed gathers all its weights
-before it and releases them after it, so the graph contains no hooks. Compiled as a whole, a ZeRO-3
-model has a graph break at each linear layer.
+The blocks are alike, so one graph, compiled once, suffices for a model of any depth. The loss is a
+graph from logits to losses, without weights; the rest (embeddings, the head with its chunked
+logits, the mask) is not compiled. Under ZeRO-3, each block is a leaf module: DeepSpeed gathers all
+its weights before it runs and releases them afterwards, so the graph contains no hooks. If
+compiled as a whole, a ZeRO-3 model has a graph break at each linear layer.
 
 Parameter names do not change, so compiled and uncompiled runs can load each other's checkpoints.
 """
@@ -39,7 +39,7 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
 
 
 def compile_blocks(model: "nn.Module") -> str:
-    """Compile the forward of each block, inside its hooks, and the loss; return a line to print.
+    """Compile each block's forward inside its hooks, and the loss; return a line to print.
 
     Call after `deepspeed.initialize`. The first step compiles, which takes seconds to minutes;
     torch caches the graphs on disk.
@@ -64,22 +64,22 @@ def compile_blocks(model: "nn.Module") -> str:
 def remove_output_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, Any]]:
     """Remove transformers' hooks that record outputs of modules inside a block.
 
-    They read a ContextVar, which breaks the graph. The recorders of attention weights are not used
-    in training and are dropped.
+    The hooks read a ContextVar, which breaks the graph. Recorders of attention weights are not
+    used in training and are dropped.
 
     Returns:
-        (router, hook) of each router, if the model returns router logits; otherwise empty.
+        (router, hook) for each router if the model returns router logits; otherwise empty.
     """
     from transformers.utils import output_capturing
 
-    # Otherwise transformers installs them in the first forward pass.
+    # Otherwise, transformers would install them in the first forward pass.
     output_capturing.maybe_install_capturing_hooks(model.base_model)
     model._output_capturing_hooks_installed = True
     returns_logits = getattr(model.config.get_text_config(), "output_router_logits", False) is True
     routers = []
     for module in block.modules():
         for number, hook in list(module._forward_hooks.items()):
-            # The misspelling is transformers'.
+            # The misspelling is transformers' own.
             recorder = getattr(hook, "__qualname__", "").startswith("install_output_capuring_hook")
             if not recorder or module is block:
                 continue
@@ -114,7 +114,7 @@ def _with_routers(block: Any, recorders: list[tuple[Any, Any]]) -> Any:
         output = original(*args, **kwargs)
         return output, [module._stored_output for module, _ in recorders]
 
-    # Under gradient checkpointing, do not store outputs again in the recomputation.
+    # With gradient checkpointing, do not store outputs again during recomputation.
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     compiled = _compiled(forward_with_routers)
 
@@ -129,8 +129,8 @@ def _with_routers(block: Any, recorders: list[tuple[Any, Any]]) -> Any:
 
 
 def _store_output(module: Any, args: Any, output: Any) -> None:
-    # Views: torch 2.13 does not take an output of an autograd function, as DeepSpeed's product with
-    # gathered weights is, out of the graph of a checkpointed region.
+    # Use views: torch 2.13 cannot return an autograd function's output, such as DeepSpeed's
+    # product with gathered weights, from the graph of a checkpointed region.
     if isinstance(output, tuple):
         module._stored_output = tuple(each.view(each.shape) for each in output)
     else:
@@ -138,7 +138,9 @@ def _store_output(module: Any, args: Any, output: Any) -> None:
 
 
 def graph_break_notice() -> str | None:
-    """Return a notice of all graph breaks so far, or of too many graphs; None without either."""
+    """Return a notice about all graph breaks so far, or about too many graphs; None without
+    either.
+    """
     from torch._dynamo.utils import counters
 
     reasons = sorted({str(reason).strip().splitlines()[0] for reason in counters["graph_break"]})
@@ -146,16 +148,17 @@ def graph_break_notice() -> str | None:
         return f"compile: graph breaks make the blocks slower: {'; '.join(reasons)}"
     if (count := counters["stats"]["unique_graphs"]) >= MAX_GRAPHS:
         return (
-            f"compile: {count} graphs so far: beyond {MAX_GRAPHS} of a function, blocks run eagerly"
+            f"compile: {count} graphs so far: beyond {MAX_GRAPHS} per function, blocks run eagerly"
         )
     return None
 
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run blocks and loss uncompiled: other shapes and modes need graphs that round differently.
+    """Run blocks and loss uncompiled, since other shapes and modes need graphs that round
+    differently.
 
-    Functions that transformers compiles stay compiled: flex_attention would hold all scores.
+    Functions compiled by transformers stay compiled: flex_attention would materialize all scores.
     """
     global _eager
     before, _eager = _eager, True

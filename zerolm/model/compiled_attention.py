@@ -1,25 +1,25 @@
-"""Attention in compiled blocks on a CPU: torch's forward pass, and a backward pass of its own.
+"""Attention in compiled blocks on a CPU: torch's forward pass with a custom backward pass.
 
-In 16 bits torch's backward pass for CPUs takes most of the time of attention, because its routine
-for small products is slow. Here the products are batched over chunks of keys, and the compiler
-fuses the operations between them. The same tensors are saved, and results differ by rounding.
+In 16 bits, torch's CPU backward pass takes most of the attention time, because its routine for
+small products is slow. Here the products are batched over chunks of keys, and the compiler fuses
+the operations between them. The same tensors are saved, and results differ only by rounding.
 """
 
 from typing import Any
 
 import torch
 
-MIN_CHUNK = 128  # keys; products of fewer are slower
+MIN_CHUNK = 128  # keys; products with fewer are slower
 MAX_CHUNKS = 8  # each adds code to the graph
-# CPU time of torch's attention over this one's, in bf16: 1.62 for sequences of 512 tokens, 1.20 for
-# 1,024, 1.07 for 2,048; longer ones were not measured. In float32 0.84 to 0.94 for 256 to 2,048.
+# Ratio of torch's CPU time to this one's in bf16: 1.62 for sequences of 512 tokens, 1.20 for
+# 1,024, 1.07 for 2,048; longer ones were not measured. In float32: 0.84 to 0.94 for 256 to 2,048.
 # (benchmarks/README.md, an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-23)
 MAX_TOKENS = 2048
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def install() -> None:
-    """Use it in this process where transformers calls `sdpa` in compiled code."""
+    """Use this attention in this process when transformers calls `sdpa` in compiled code."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
@@ -38,22 +38,22 @@ def attention(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Do as transformers' function for `sdpa`, whose arguments these are."""
+    """Compute the same as transformers' function for `sdpa`, with the same arguments."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not (
-        torch.compiler.is_compiling()  # evaluations are not compiled, and keep their results
+        torch.compiler.is_compiling()  # evaluations are not compiled; their results stay
         and causal
         and attention_mask is None
         and position_bias is None
         and softcap is None
         and dropout == 0.0
-        and not torch.is_autocast_enabled("cpu")  # which casts what torch's function gets
+        and not torch.is_autocast_enabled("cpu")  # autocast casts the inputs of torch's function
         and query_BHTD.device.type == "cpu"
         and query_BHTD.dtype in DTYPES
         and query_BHTD.shape[2] == key_BGTD.shape[2] <= MAX_TOKENS
-        and query_BHTD.shape[3] == value_BGTD.shape[3]  # the kernel has no other case
+        and query_BHTD.shape[3] == value_BGTD.shape[3]  # the only case that the kernel supports
     ):
         return sdpa_attention_forward(
             module, query_BHTD, key_BGTD, value_BGTD, attention_mask,
@@ -70,7 +70,7 @@ def attention(
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Softmax attention of each position to itself and those before it; for compiled code.
+    """Softmax attention of each position to itself and earlier positions, for compiled code.
 
     Source: Dao et al. 2022 (FlashAttention, arXiv 2205.14135), appendix B.2.
     """
@@ -99,11 +99,14 @@ class _CausalAttention(torch.autograd.Function):
         mean_BHT = (grad_BHTD.float() * output_BHTD.float()).sum(-1)
         query_grad_BHTD = torch.zeros_like(query_BHTD, dtype=torch.float32)
         key_grads, value_grads = [], []
-        for start in range(0, tokens, size):  # keys of a chunk (K), and the queries they meet (Q)
+        for start in range(
+            0, tokens, size
+        ):  # keys of a chunk (K), and queries that attend to them (Q)
             end = min(tokens, start + size)
             query_BHQD, grad_BHQD = query_BHTD[:, :, start:], grad_BHTD[:, :, start:]
             key_BHKD, value_BHKD = key_BHTD[:, :, start:end], value_BHTD[:, :, start:end]
-            # In float32: rounded to 16 bits, large scores would change their weights by percents.
+            # In float32: rounding large scores to 16 bits would change their weights by several
+            # percent.
             scores_BHKQ = key_BHKD.float() @ query_BHQD.float().transpose(2, 3) * ctx.scaling
             allowed_KQ = torch.arange(start, tokens) >= torch.arange(start, end)[:, None]
             weights_BHKQ = (scores_BHKQ - log_sum_BHT[:, :, None, start:]).exp()

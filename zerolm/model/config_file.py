@@ -1,8 +1,7 @@
 """Reads and checks a Hugging Face config.json.
 
-Nothing is downloaded, and no code that the file names is executed. torch and transformers are
-imported inside the functions, so that `--help` stays fast. Must not depend on DeepSpeed, data or
-settings.
+Nothing is downloaded, and no code named in the file is executed. torch and transformers are
+imported inside functions to keep `--help` fast. Must not depend on DeepSpeed, data or settings.
 """
 
 import copy
@@ -26,13 +25,13 @@ WHAT = (
     "model_configs/ has some"
 )
 
-MAX_LAYERS, MAX_SIZE = 10_000, 100_000_000  # to build more takes hours and all memory
-LIMITS = (  # by the ends of keys
+MAX_LAYERS, MAX_SIZE = 10_000, 100_000_000  # building more takes hours and all memory
+LIMITS = (  # by the endings of keys
     (re.compile(r"(layers?|blocks|depth)$"), MAX_LAYERS),
     (re.compile(r"(size|dim|heads?|experts?|model|embd|inner|rank|state|kernel)$"), MAX_SIZE),
 )
 
-# Of the causal language models of transformers, those that cannot be trained on text alone.
+# Causal language models in transformers that cannot be trained on text alone.
 UNSUITABLE = {
     "gemma4_assistant": "drafts tokens from the states of another model. Use gemma4_text",
     "gemma4_unified_assistant": "drafts tokens from the states of another model. Use gemma4_text",
@@ -42,15 +41,17 @@ UNSUITABLE = {
 def load_model_config(
     path: str | Path, notices: list[str] | None = None, written: dict[str, Any] | None = None
 ) -> "PretrainedConfig":
-    """Read a config.json, or that of a directory: all that `AutoConfig` accepts for a causal LM.
+    """Read a config.json, given by path or directory; accepts what `AutoConfig` accepts for a
+    causal LM.
 
     Args:
-        notices: receives a line with the keys that no code reads, and one for each ignored value.
+        notices: receives a line listing the keys that no code reads, and a line for each ignored
+            value.
         written: receives the content of the file.
 
     Raises:
-        ConfigError: every problem: a missing file, invalid JSON, an unknown or unsuitable model
-            type, values that the config class refuses, or misspelled keys.
+        ConfigError: lists every problem: a missing file, invalid JSON, an unknown or unsuitable
+            model type, values that the config class refuses, or misspelled keys.
     """
     file = find_config(path)
     if file.is_dir():
@@ -58,12 +59,12 @@ def load_model_config(
     values = _special_floats(read_json(file, WHAT))
     for key in ("attn_implementation", "_attn_implementation"):
         if str(values.get(key)).startswith("flash_attention_"):
-            del values[key]  # --attn_implementation decides; here it could download a kernel
+            del values[key]  # --attn_implementation decides; this key could download a kernel
     notices = [] if notices is None else notices
     for key, needed in config_keys.OF_THE_OUTPUTS.items():
         if isinstance(values.get(key), bool) and values[key] != needed:
             notices.append(
-                f"{file}: {key}: ignored, training and export need {str(needed).lower()}"
+                f"{file}: {key}: ignored, since training and export need {str(needed).lower()}"
             )
             del values[key]
     if written is not None:
@@ -86,9 +87,9 @@ def load_model_config(
 
 
 def _drop_padding_outside(file: Path, config: "PretrainedConfig", notices: list[str]) -> None:
-    """Remove a padding id outside the embedding: torch refuses it, or counts from the end.
+    """Remove a padding id outside the embedding, which torch refuses or counts from the end.
 
-    A family whose positions begin after the id keeps it.
+    Families whose positions begin after the id keep it.
     """
     text = config.get_text_config()
     padding, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -115,7 +116,9 @@ def _size_problems(where: str, values: dict[str, Any]) -> list[str]:
 
 
 def _special_floats(value: Any) -> Any:
-    """Replace the objects that transformers writes for such numbers: {"__float__": "Infinity"}."""
+    """Replace objects such as {"__float__": "Infinity"}, which transformers writes for some
+    numbers.
+    """
     if isinstance(value, list):
         return [_special_floats(each) for each in value]
     if not isinstance(value, dict):
@@ -138,7 +141,7 @@ def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"
     if model_type not in CONFIG_MAPPING:
         near = did_you_mean(model_type, CONFIG_MAPPING)
         code = "auto_map" in values
-        code_line = " The code that auto_map names is never executed." if code else ""
+        code_line = " The code named in auto_map is never executed." if code else ""
         raise ConfigError(
             f"{file}: model_type: {model_type!r} is unknown to the installed "
             f"transformers.{code_line}{near}"
@@ -149,8 +152,8 @@ def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"
     if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:
         near = did_you_mean(model_type, [known.model_type for known in MODEL_FOR_CAUSAL_LM_MAPPING])
         raise ConfigError(
-            f"{file}: model_type: {model_type!r} has no causal language model, and nothing "
-            f"else can be trained.{near}"
+            f"{file}: model_type: {model_type!r} has no causal language model, and only these "
+            f"can be trained.{near}"
         )
     return config_class
 
@@ -158,18 +161,18 @@ def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"
 def _construct(
     file: Path, config_class: type["PretrainedConfig"], values: dict[str, Any]
 ) -> tuple["PretrainedConfig | None", list[str]]:
-    """Return the config without the values that its class refuses, and the problems found."""
+    """Return the config without values refused by its class, and the problems found."""
     problems: list[str] = []
     ignored = {"model_type", *config_keys.OF_THE_CHECKPOINT}
     accepted = copy.deepcopy({key: values[key] for key in values if key not in ignored})
     while True:
         try:
             return config_class(**accepted), problems
-        except Exception as error:  # strict dataclass errors, and ValueErrors of the classes
+        except Exception as error:  # strict dataclass errors, and ValueErrors from the classes
             reason = " ".join(str(error.__cause__ or error).split())
             field = re.search(r"Validation error for field '(\w+)'", str(error))
             if field and "expected float, got int" in reason and _make_float(accepted, field[1]):
-                continue  # in JSON 1 is as good as 1.0
+                continue  # in JSON, 1 is equivalent to 1.0
             if field and field[1] in accepted:
                 problems.append(f"{file}: {field[1]}: {reason}")
                 del accepted[field[1]]
@@ -178,7 +181,7 @@ def _construct(
 
 
 def _make_float(values: dict[str, Any], key: str) -> bool:
-    """Make the integer at a key, also in parts of the config, a float; return whether it exists."""
+    """Convert the integer at a key, also in sub-configs, to a float; return whether it exists."""
     if type(values.get(key)) is int:
         values[key] = float(values[key])
         return True
@@ -188,7 +191,7 @@ def _make_float(values: dict[str, Any], key: str) -> bool:
 def _check_keys(
     file: Path, config: "PretrainedConfig", values: dict[str, Any], notices: list[str]
 ) -> list[str]:
-    """Return the typing errors in keys; add a line with all other keys that nobody reads."""
+    """Return misspelled keys; add a notice listing all other keys that no code reads."""
     of_checkpoint = config_keys.OF_THE_CHECKPOINT
     ignored = [f"{key} ({why})" for key, why in of_checkpoint.items() if key in values]
     problems = []
@@ -202,7 +205,7 @@ def _check_keys(
             ignored.append(key)
     if ignored:
         notices.append(
-            f"{file}: keys that no code of {config.model_type} reads have no effect: "
+            f"{file}: keys that {config.model_type}'s code does not read have no effect: "
             f"{', '.join(ignored)}"
         )
     return problems
@@ -215,17 +218,17 @@ def _value_at(values: Any, key: str) -> str:
 
 
 def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
-    """Return the problems that transformers finds only in a forward pass, or never."""
+    """Return problems that transformers detects only in a forward pass, or never."""
     problems = []
     try:
         text_config = config.get_text_config()
     except ValueError:
         return [f"{file}: model_type: {config.model_type!r} holds several text models."]
-    if isinstance(text_config, dict):  # the class kept it as an unknown value
+    if isinstance(text_config, dict):  # the class stored it as an unknown value
         name = next(key for key, value in vars(config).items() if value is text_config)
         return [
-            f"{file}: {name}: {type(config).__name__} has no such part. Name the model_type of the "
-            f"whole model, or give the file the content of {name}."
+            f"{file}: {name}: {type(config).__name__} has no such part. Give the model_type of the "
+            f"whole model, or replace the file by the content of {name}."
         ]
     if getattr(config, "is_encoder_decoder", False):
         problems.append(f"{file}: is_encoder_decoder: true, but only decoders can be trained.")
@@ -235,7 +238,9 @@ def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
             problems.append(f"{file}: {key}: {value} must be at least 1.")
     for key, value in vars(text_config).items():
         if key.rpartition("_")[2] in ("eps", "epsilon") and value is not None and not value >= 0:
-            problems.append(f"{file}: {key}: {value} must not be negative: its root is taken.")
+            problems.append(
+                f"{file}: {key}: {value} must not be negative, since its square root is used."
+            )
     layers = text_config.per_layer_config if text_config.is_heterogeneous else [text_config]
     for heads, groups in dict.fromkeys(map(_heads, layers)):
         if isinstance(heads, int) and heads < 1:

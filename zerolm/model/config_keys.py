@@ -1,8 +1,9 @@
-"""Finds the keys of a config.json that have no effect.
+"""Finds keys in a config.json that have no effect.
 
-Config classes declare their keys and accept any other. A few of these are read by name, such as
-`getattr(config, "head_dim", None)`, so a key that the source of the model's family mentions is
-taken for read. Others are read, but not with the values of other keys. torch is not imported here.
+Config classes declare their keys but accept any others. Some undeclared keys are read by name, as
+in `getattr(config, "head_dim", None)`, so a key mentioned in the source of the model's family is
+assumed to be read. Others are read only with certain values of other keys. torch is not imported
+here.
 """
 
 import difflib
@@ -20,20 +21,21 @@ from zerolm.common.values import shown
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# A key is taken for a typing error of another one if it differs in one word of at least this length
-# and similarity: hidden_sise, n_layers for n_layer. Published files have ep_size beside tp_size.
+# A key is considered a misspelling of another if it differs in one word with at least this length
+# and similarity: hidden_sise, n_layers for n_layer. Published files contain both ep_size and
+# tp_size.
 SHORTEST_WORD = 4
 SIMILAR_WORD = 0.75
-# Keys about a published checkpoint. They are not given to the config class: they would be exported
-# with the trained weights, which are not quantised and come without code.
+# Keys about a published checkpoint. They are not passed to the config class, or they would be
+# exported with the trained weights, which are not quantised and come without code.
 OF_THE_CHECKPOINT = {
-    "auto_map": "code of the model, which is never executed",
+    "auto_map": "the model's code, which is never executed",
     "quantization_config": "training uses unquantised weights",
 }
 # Keys that only change what a forward pass returns, with the value that a run needs.
 OF_THE_OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
-# Sizes, and how other families and older code call them. A class that knows another name only would
-# take its default: the file of a small model would give one of another size.
+# Sizes, and their names in other families and older code. A class that only supports another name
+# would use its default size, so a small model's file would define a model of a different size.
 OTHER_NAMES_OF_SIZES = {
     "hidden_size": frozenset({"hidden_size", "d_model", "n_embd", "n_embed", "dim", "model_dim"}),
     "num_hidden_layers": frozenset({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}),
@@ -42,7 +44,7 @@ OTHER_NAMES_OF_SIZES = {
         {"num_key_value_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_kv_heads"}
     ),
 }
-# Modules of transformers that read keys of all families.
+# Modules in transformers that read keys for all families.
 GENERAL_MODULES = (
     *("cache_utils.py", "configuration_utils.py", "generation/utils.py", "integrations/moe.py"),
     *("loss/loss_utils.py", "masking_utils.py", "modeling_rope_utils.py", "modeling_utils.py"),
@@ -52,29 +54,31 @@ READ_IN_CONFIGS = re.compile(r"""(?:config|kwargs|self|cls)\.(\w+)|["'](\w+)["']
 COMMENT = re.compile(r"^ *#.*", re.MULTILINE)
 CONSTRUCTOR = re.compile(r"^( +)def __init__\b.*\n(?:(?:\1[ )].*)?\n)*", re.MULTILINE)
 OF_OTHER_MODELS = ("classifier", "summary")  # heads that a causal language model does not have
-BUILT_LATER = frozenset({"big_bird"})  # whose layers replace their attention in a forward pass
+BUILT_LATER = frozenset({"big_bird"})  # layers replace their attention in a forward pass
 ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 
 
 def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the keys of a config.json that nobody reads.
+    """Return the keys of a config.json that no code reads.
 
     Args:
         values: the file's content, from which `config` was constructed.
 
     Returns:
-        {dotted key: the key that was meant, by a typing error or by the name of a size in another
-        family, or None}.
+        {dotted key: the key that was probably meant (after a misspelling or another family's name
+        for a size), or None}.
     """
     unread: dict[str, str | None] = {}
     for prefix, part, given in _parts(config, values):
         declared = _declared(type(part))
-        # A key that the class converts does not become an attribute.
+        # Keys converted by the class do not become attributes.
         candidates = [key for key in given if key not in declared and key in vars(part)]
         if not candidates:
             continue
         read = _names_read(_files(type(part)))
-        text = getattr(part, "text_config", None)  # its keys are `idle_keys` in the outer part
+        text = getattr(
+            part, "text_config", None
+        )  # the outer part's copies of its keys are in `idle_keys`
         for key in candidates:
             if key not in read and not key.startswith("_") and not hasattr(text, key):
                 meant = (other for other in declared if _is_typing_error(key, other))
@@ -83,7 +87,7 @@ def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[s
 
 
 def idle_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[str, str]:
-    """Return {dotted key: reason} of keys with a value that other keys switch off.
+    """Return {dotted key: reason} for keys whose values are disabled by other keys.
 
     Args:
         values: the file's content, from which `config` was constructed.
@@ -91,7 +95,7 @@ def idle_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[str
     text = config.get_text_config()
     idle: dict[str, str] = {}
     for prefix, part, given in _parts(config, values):
-        if getattr(part, "is_heterogeneous", False):  # a key may have a value for each layer
+        if getattr(part, "is_heterogeneous", False):  # a key may have one value per layer
             continue
         found = _router_keys(text, part, given) | _window_keys(part, given)
         found |= _rope_keys(part, given)
@@ -110,13 +114,15 @@ def idle_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[str
             if key in given and not getattr(part, "attn_temperature_tuning", True):
                 found[key] = "attn_temperature_tuning is false"
         if given.get("z_loss_coefficient"):
-            found["z_loss_coefficient"] = "a run has --z_loss for it"
+            found["z_loss_coefficient"] = "in a run, --z_loss sets it"
         idle |= {prefix + key: reason for key, reason in found.items()}
     return idle
 
 
 def _is_chosen(part: "PretrainedConfig", given: Mapping[str, Any], key: str, switch: str) -> bool:
-    """Return whether a file means a key; those that transformers wrote have all keys."""
+    """Return whether a file sets a key deliberately; files written by transformers contain all
+    keys.
+    """
     is_default = getattr(type(part), key, None) == given.get(key)
     return bool(given.get(key)) and not (is_default and switch in given)
 
@@ -134,7 +140,7 @@ def _router_keys(
 
 
 def _window_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
-    """Find keys of sliding windows in a model whose layers all attend to everything."""
+    """Find sliding-window keys in a model in which all layers have full attention."""
     kinds = getattr(part, "layer_types", None)
     if not kinds or any("full" not in str(kind) for kind in kinds):
         return {}
@@ -151,7 +157,7 @@ def _window_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str
 
 
 def _rope_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
-    """Find values of rotary positions that the class has replaced by those of another key."""
+    """Find rotary position values that the class has replaced by another key's."""
     written = ("rope_theta", "rope_scaling", "rope_parameters")
     if getattr(part, "alibi", False) is True:
         return {key: "alibi is true" for key in written if given.get(key)}
@@ -165,12 +171,12 @@ def _rope_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, 
         for name, each in items.items():
             name = "rope_type" if name == "type" else name
             if isinstance(each, str | int | float) and used.get(name, each) != each:
-                idle[key] = f"the model has {name} {shown(used[name])} by another key"
+                idle[key] = f"another key sets {name} to {shown(used[name])}"
     return idle
 
 
 def _replaced_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
-    """Find declared keys for which the class has a different value from the file."""
+    """Find declared keys for which the class has a different value than the file."""
     return {
         key: f"{type(part).__name__} makes it {shown(found)}"
         for key in _declared(type(part)) & given.keys()
@@ -182,7 +188,7 @@ def _replaced_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[s
 
 @contextmanager
 def recorded_reads() -> Iterator[set[str]]:
-    """Collect the names of the keys that are read from configs meanwhile."""
+    """Collect the names of keys read from configs inside this context."""
     from transformers import PretrainedConfig
 
     read: set[str] = set()
@@ -199,14 +205,14 @@ def recorded_reads() -> Iterator[set[str]]:
 def unused_keys(
     config: "PretrainedConfig", values: Mapping[str, Any], read: set[str], model_class: type
 ) -> list[str]:
-    """Return the dotted keys with values of their own that building the model did not read.
+    """Return the dotted keys with non-default values that building the model did not read.
 
-    They are sizes of parts that the model does not have, such as the MLP of a model in which each
-    layer has experts. Keys that are also read elsewhere than in constructors do not count.
+    They are sizes of parts that the model lacks, such as the MLP of a model with experts in every
+    layer. Keys that are also read outside constructors are excluded.
 
     Args:
         values: the file's content, from which `config` was constructed.
-        read: names that were read while the model was built.
+        read: names that were read while building the model.
     """
     import transformers
 
@@ -235,7 +241,7 @@ def unused_keys(
 def _parts(
     config: "PretrainedConfig", values: Mapping[str, Any]
 ) -> Iterator[tuple[str, "PretrainedConfig", Mapping[str, Any]]]:
-    """Yield the config and its sub-configs: prefix of the keys, config, values."""
+    """Yield (key prefix, config, values) for the config and its sub-configs."""
     yield "", config, values
     for name in type(config).sub_configs:
         part = getattr(config, name, None)
@@ -253,9 +259,9 @@ def _declared(config_class: type["PretrainedConfig"]) -> set[str]:
 
 
 def _size_meant(key: str, part: "PretrainedConfig", given: Mapping[str, Any]) -> str | None:
-    """Return the class's name of a size that is given under another name only.
+    """Return the class's name for a size given only under another name.
 
-    None if its default is the same.
+    Returns None if its default is the same.
     """
     attribute_map = type(part).attribute_map
     for size, names in OTHER_NAMES_OF_SIZES.items():
@@ -279,22 +285,23 @@ def _is_typing_error(key: str, other: str) -> bool:
 
 
 def _files(of_family: type) -> frozenset[Path]:
-    """Return the source files of the model family that has a class."""
+    """Return the source files of a class's model family."""
     folder = Path(inspect.getfile(of_family)).parent
     return frozenset((*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")))
 
 
 @functools.cache
 def _names_read(files: frozenset[Path], *, constructors: bool = True) -> frozenset[str]:
-    """Return the names that source files read from configs, and all words in quotes.
+    """Return the names that source files read from configs, and all quoted words.
 
     Args:
-        constructors: whether what the constructors of a model read counts.
+        constructors: whether to include reads in a model's constructors.
     """
     names: set[str] = set()
     for file in files:
         text = COMMENT.sub("", file.read_text(encoding="utf-8"))
-        # modeling_rope_utils has a base class of all configs, besides the functions that read them.
+        # modeling_rope_utils contains a base class of all configs, and the functions that read
+        # them.
         is_config = file.name.startswith(("configuration_", "modeling_rope_utils"))
         if not (constructors or is_config):
             text = CONSTRUCTOR.sub("", text)

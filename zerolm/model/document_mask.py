@@ -1,6 +1,6 @@
-"""Attention within documents only: the model inputs for it, and the models that support it.
+"""Attention within documents only: model inputs for it, and which models support it.
 
-The inputs depend on the attention implementation of the model:
+The inputs depend on the model's attention implementation:
 
     eager, sdpa        if all layers have full attention and the model has no router loss, which
                        takes only padding masks: a causal mask made here
@@ -14,9 +14,9 @@ The inputs depend on the attention implementation of the model:
                        (modeling_flash_attention_utils.py, `_is_packed_sequence`)
     varlen             the same; without documents, the boundaries of the rows
 
-A padding mask is never passed: even one of ones silently disables the separation of documents
+A padding mask is never passed: even one of all ones silently disables the separation of documents
 (https://github.com/huggingface/transformers/issues/46634). `zerolm.attention.mask_check` tests the
-result on the engine.
+result with the engine.
 """
 
 import sys
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 WINDOW_KEYS = {SLIDING_ATTENTION: "sliding_window", "chunked_attention": "attention_chunk_size"}
-# Models whose attention to a document depends on the rest of its row, whatever the mask.
+# Models in which attention within a document depends on the rest of its row, whatever the mask.
 NEVER_ISOLATED = {
     "blt": "forms patches of bytes that may belong to two documents",
     "doge": "selects the keys of a query among those of the whole row",
@@ -45,7 +45,7 @@ ANY_MASK = frozenset({"eager", "sdpa"})  # implementations that accept any mask
 
 
 def isolating_inputs(batch: dict[str, "torch.Tensor"], model: Any) -> dict[str, Any]:
-    """Return the arguments of the model's forward that separate a micro-batch's documents.
+    """Return arguments for the model's forward that separate a micro-batch's documents.
 
     Args:
         batch: `input_ids`; for attention within documents also `document_ids` and `position_ids`,
@@ -60,7 +60,7 @@ def isolating_inputs(batch: dict[str, "torch.Tensor"], model: Any) -> dict[str, 
     inputs: dict[str, Any] = {"position_ids": model_positions(batch, model)}
     if _takes_boundaries(kernel):
         return inputs | boundary_arguments(batch["boundaries"], batch["position_ids"].shape[1])
-    # On the meta device transformers cannot read the positions.
+    # On the meta device, transformers cannot read the positions.
     if batch["document_ids"].is_meta or _takes_own_mask(model.config):
         inputs["attention_mask"] = document_mask(batch["document_ids"], model)
     return inputs
@@ -71,7 +71,7 @@ def _takes_boundaries(kernel: str) -> bool:
 
 
 def _takes_own_mask(config: "PretrainedConfig") -> bool:
-    """Return whether the model gets a mask made here."""
+    """Return whether the model gets a mask created here."""
     full = layer_types(config) <= {FULL_ATTENTION}
     plain = router_loss_coefficient(config) is None
     return config._attn_implementation in ANY_MASK and full and plain
@@ -79,12 +79,12 @@ def _takes_own_mask(config: "PretrainedConfig") -> bool:
 
 @contextmanager
 def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[None]:
-    """Limit the masks that transformers makes inside the context to the batch's documents, if any.
+    """Limit masks created by transformers inside this context to the batch's documents, if any.
 
-    Most models make masks from the positions, but not all: gpt_oss and afmoe do not pass these on.
-    transformers would search the positions for document boundaries, which synchronises with the
-    device; here it gets the documents, or that there are none, without a search. A kernel that
-    takes boundaries gets no mask.
+    Most models create masks from the positions, but gpt_oss and afmoe do not pass the positions
+    on. Transformers would search them for document boundaries, which synchronises with the device;
+    here the documents are passed directly, or the fact that there are none. A kernel that takes
+    boundaries gets no mask.
     """
     kernel, documents = model.config._attn_implementation, batch.get("document_ids")
     if documents is None and kernel != VARLEN and _positions_depend_on_ids(model):
@@ -119,7 +119,7 @@ def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[No
 
 @contextmanager
 def _replaced_masks(kernel: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Make transformers call a function for the masks of a kernel."""
+    """Make transformers call a function to create a kernel's masks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     ALL_MASK_ATTENTION_FUNCTIONS[kernel] = function
@@ -135,7 +135,7 @@ def _no_mask(*arguments: Any, **more: Any) -> None:
 
 @contextmanager
 def told_documents(documents_BT: "torch.Tensor | None") -> Iterator[None]:
-    """Make transformers take these documents instead of those that it finds in the positions."""
+    """Make transformers use these documents instead of deriving them from the positions."""
     from transformers import masking_utils
 
     original = masking_utils.find_packed_sequence_indices
@@ -147,16 +147,16 @@ def told_documents(documents_BT: "torch.Tensor | None") -> Iterator[None]:
 
 
 def _positions_depend_on_ids(model: Any) -> bool:
-    """Return whether a padding id has no position of its own, as in the families of RoBERTa."""
+    """Return whether padding ids are not counted as positions, as in RoBERTa-style families."""
     embeddings: Any = getattr(model.base_model, "embeddings", None)
     return hasattr(embeddings, "create_position_ids_from_input_ids")
 
 
 def model_positions(batch: dict[str, "torch.Tensor"], model: Any) -> "torch.Tensor":
-    """Return the positions that a model would give each document alone, (B, T) int64.
+    """Return the positions that a model would assign to each document alone, (B, T) int64.
 
     They start at 0. In RoBERTa-style models they start at the padding id + 1, and padding ids in a
-    document are not counted: their position is the padding id.
+    document are not counted: their position is the padding id itself.
     """
     if not _positions_depend_on_ids(model):
         return batch["position_ids"]
@@ -166,15 +166,15 @@ def model_positions(batch: dict[str, "torch.Tensor"], model: Any) -> "torch.Tens
     counted = (batch["input_ids"] != padding).long()
     counts = counted.cumsum(1)
     starts = torch.arange(places.shape[1], device=places.device) - places
-    before = (counts - counted).gather(1, starts)  # the document
+    before = (counts - counted).gather(1, starts)  # earlier in the document
     return (counts - before) * counted + padding
 
 
 def document_mask(ids_BT: "torch.Tensor", model: Any) -> "torch.Tensor":
     """Return a causal mask, (B, 1, T, T), within documents, from document numbers (B, T) int64.
 
-    It is boolean for `sdpa`. `eager` adds the mask to the scores, so there it is 0 or the lowest
-    number of the model's dtype.
+    The mask is boolean for `sdpa`. `eager` adds it to the scores, so there it contains 0 or the
+    lowest number of the model's dtype.
     """
     import torch
 
@@ -187,16 +187,16 @@ def document_mask(ids_BT: "torch.Tensor", model: Any) -> "torch.Tensor":
 
 
 def boundary_arguments(boundaries: "torch.Tensor", length: int) -> dict[str, Any]:
-    """Return the arguments of a model's forward for kernels that take document boundaries.
+    """Return arguments for a model's forward with kernels that take document boundaries.
 
-    The data loader counts them on the host, so that no step waits for the device.
+    The data loader computes the boundaries on the host, so no step waits for the device.
 
     Args:
-        boundaries: (D + 1,) int32: where each document starts in the concatenated rows, and where
-            the last one ends.
-        length: tokens in a row, which bounds the length of documents. The kernels need the bound as
-            a number; the longest document would differ in each micro-batch, and a block would have
-            to be compiled for each.
+        boundaries: (D + 1,) int32: the start of each document in the concatenated rows, and the
+            end of the last one.
+        length: tokens per row, an upper bound for document lengths. The kernels need the bound as
+            a number; the longest document's length would differ in each micro-batch, and blocks
+            would have to be compiled for each value.
     """
     if compiler := sys.modules.get("torch._dynamo"):
         compiler.maybe_mark_dynamic(boundaries, 0)  # one graph for any number of documents
@@ -209,7 +209,7 @@ def boundary_arguments(boundaries: "torch.Tensor", length: int) -> dict[str, Any
 
 
 def _row_boundaries(ids_BT: "torch.Tensor") -> "torch.Tensor":
-    """Return the boundaries of rows that are one document each."""
+    """Return the boundaries for rows with one document each."""
     import torch
 
     stop, length = ids_BT.numel() + 1, ids_BT.shape[1]
@@ -217,7 +217,7 @@ def _row_boundaries(ids_BT: "torch.Tensor") -> "torch.Tensor":
 
 
 def layer_types(config: "PretrainedConfig") -> set[str]:
-    """Return the types of a model's layers, under transformers' names."""
+    """Return the types of a model's layers by transformers' names."""
     text = config.get_text_config()
     types = getattr(text, "layer_types", None)
     if types is None:  # all layers are alike
@@ -226,13 +226,15 @@ def layer_types(config: "PretrainedConfig") -> set[str]:
 
 
 def _window(config: "PretrainedConfig", key: str) -> int | None:
-    """Return the largest window of all layers, None if none has one."""
+    """Return the largest window over all layers; None if no layer has one."""
     found = [getattr(layer, key, None) for layer in layer_configs(config)]
     return max((width for width in found if isinstance(width, int)), default=None)
 
 
 def chunks_restart_at_documents() -> bool:
-    """Return whether transformers counts attention chunks from each document; 5.17 does not."""
+    """Return whether transformers counts attention chunks from each document's start; 5.17 does
+    not.
+    """
     from transformers import masking_utils
 
     return hasattr(masking_utils, "remap_positions_for_packed_sequence")
@@ -241,7 +243,7 @@ def chunks_restart_at_documents() -> bool:
 def unsupported_reason(
     config: "PretrainedConfig", model_class: type["PreTrainedModel"], kernel: str
 ) -> str | None:
-    """Return why a model cannot separate documents with an attention kernel, or None."""
+    """Return why a model cannot separate documents with a given attention kernel, or None."""
     text, name = config.get_text_config(), model_class.__name__
     parameters = signature(model_class.forward).parameters
     if getattr(model_class, "_is_stateful", False):

@@ -1,9 +1,9 @@
-"""Checks at step 0 that every parameter has the distribution that the config implies.
+"""Checks at step 0 that every parameter has the distribution implied by the config.
 
 DeepSpeed's `zero.Init` alone leaves plausible but wrong weights (an embedding with standard
 deviation 1 instead of 0.02), and nothing else detects it. The expected values are closed forms, or
-come from a re-initialisation without ZeRO. Must not depend on `zerolm.model.initialization`, so
-that the check is independent of it.
+come from a re-initialisation without ZeRO. Must not depend on `zerolm.model.initialization`, to
+keep the check independent.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ from zerolm.model.architecture import causal_lm_class, constructor_values, meta_
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Tolerance of a statistic in standard errors: one false alarm in 10**8 statistics, and a model with
+# Tolerance for a statistic in standard errors: one false alarm in 10**8 statistics. A model with
 # 1,000 parameters has 2,000 statistics.
 NORMAL_SIGMAS = 6.0
 REINITIALIZED_SIGMAS = 9.0  # against a sample from a distribution with unknown tails
 CHUNK = 1 << 21  # values; limits the float64 copy to 16 MiB
 
-# Model types with an `_init_weights` of their own that the closed forms cover. They also cover all
-# model types with the general `_init_weights` of transformers.
+# Model types whose own `_init_weights` is covered by the closed forms. These also cover all model
+# types with transformers' general `_init_weights`.
 COVERED_FAMILIES = frozenset({"gpt2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"})
 
 
@@ -38,12 +38,12 @@ class InitializationReport:
     """The result of the check; `str()` is one line.
 
     Attributes:
-        num_parameters: number of tensors checked, tied ones once.
+        num_parameters: number of tensors checked; tied ones count once.
         num_values: number of values in them.
-        num_reinitialized: number of tensors without a closed form, which were compared with a
+        num_reinitialized: number of tensors without a closed form, compared with a
             re-initialisation.
-        problems: one line per failure, with parameter, actual and expected value.
-        good: a statement that holds for all parameters without a problem.
+        problems: one line per failure, with the parameter and its actual and expected values.
+        good: statement printed if there are no problems.
     """
 
     num_parameters: int
@@ -80,14 +80,14 @@ def check_initialization(
     config: "PretrainedConfig",
     factors: Mapping[str, float] = MappingProxyType({}),
 ) -> InitializationReport:
-    """Compare mean and standard deviation of every parameter with the config's.
+    """Compare every parameter's mean and standard deviation with those implied by the config.
 
-    Every rank must call this, before the first optimizer step. All get the same report, which names
-    a rank for a problem that rank 0 does not have. Partitioned parameters are gathered one at a
-    time. The caller raises if the report has problems.
+    Every rank must call this before the first optimizer step. All ranks return the same report,
+    which names the rank for problems that do not occur on rank 0. Partitioned parameters are
+    gathered one at a time. The caller raises an error if the report lists problems.
 
     Args:
-        factors: {parameter name: factor on the values that the config implies}.
+        factors: {parameter name: factor on the values implied by the config}.
     """
     problems: list[str] = []
     reference = _ReferenceModel(config)
@@ -112,7 +112,7 @@ def check_initialization(
 
 
 def _merge_ranks(problems: list[str]) -> list[str]:
-    """Return the problems of all ranks, so that all ranks refuse or none does."""
+    """Return the problems found on all ranks, so either all ranks refuse or none."""
     if not torch.distributed.is_initialized():
         return problems
     by_rank = gather_objects(problems)
@@ -141,7 +141,7 @@ def _statistics(values: torch.Tensor) -> Statistics:
 def closed_form(
     config: "PretrainedConfig", module: nn.Module, path: str, leaf: str, count: int
 ) -> Statistics | None:
-    """Return the expected statistics of a parameter of `module`, or None without a closed form."""
+    """Return the expected statistics of a parameter in `module`; None without a closed form."""
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
 
@@ -167,7 +167,7 @@ def closed_form(
 
 
 class _ReferenceModel:
-    """The model without ZeRO, with single blocks initialised by transformers for comparison."""
+    """The model without ZeRO, in which transformers initialises single blocks for comparison."""
 
     def __init__(self, config: "PretrainedConfig"):
         self._config = config
@@ -209,7 +209,9 @@ class _ReferenceModel:
 
 
 def _initialize(module: nn.Module, owner: Any) -> None:
-    """Initialise children first, each module by the innermost model that contains it."""
+    """Initialise children first, each module with the method of the innermost model that contains
+    it.
+    """
     from transformers import PreTrainedModel
 
     for child in module.children():
@@ -248,7 +250,7 @@ def _differences(name: str, actual: Statistics, expected: Statistics) -> list[st
     ):
         if abs(value - implied) > tolerance + 1e-7:
             problems.append(
-                f"{name}: {what} {value:.6g}, the config implies {implied:.6g} "
+                f"{name}: {what} {value:.6g}, but the config implies {implied:.6g} "
                 f"(tolerance {tolerance:.2g})"
             )
     return problems

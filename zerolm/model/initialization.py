@@ -1,9 +1,10 @@
 """`InitialWeights`: initial weights as a function of (config, seed), bit-identical everywhere.
 
 Each module's `_init_weights` runs in float32 on the CPU with its own seed, derived from the run's
-seed and the module's name. So the values do not depend on the ZeRO stage, the number of ranks, the
-device or the dtype, to which they are cast last. docs/initialization.md has the algorithm in ten
-lines of PyTorch. Must not depend on DeepSpeed: `build_model` copies the values into the model.
+seed and the module's name. So the values do not depend on the ZeRO stage, the number of ranks or
+the device, and are cast to the dtype only at the end. docs/initialization.md shows the algorithm
+in ten lines of PyTorch. Must not depend on DeepSpeed: `build_model` copies the values into the
+model.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from zerolm.model.architecture import constructor_values, meta_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Float32 values that threads of a rank compute ahead of their use, at least one unit.
+# Limit for float32 values that a rank's threads compute in advance; at least one unit.
 MAX_AHEAD_BYTES = 2 << 30
 _global_generator = threading.Lock()
 
@@ -46,13 +47,13 @@ class InitialWeights:
         factors: {parameter name: factor on the drawn values}.
 
     Attributes:
-        units: lists of parameter names. The parameters of a unit are computed together, because
-            one module writes several of them, or several modules write the same one (GPT-2's
-            attention rewrites its projection's weight); units are independent of each other. A
-            tied weight appears only under the name of its source.
+        units: lists of parameter names. A unit's parameters are computed together, because one
+            module writes several of them, or several modules write the same one (GPT-2's attention
+            rewrites its projection's weight). Units are independent of each other. A tied weight
+            appears only under its source's name.
 
     Raises:
-        ConfigError: the class gives a parameter no initial value, or its code for that fails.
+        ConfigError: the class sets no initial value for a parameter, or its initialisation fails.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class InitialWeights:
         from transformers.initialization import no_tie_weights
 
         self.seed, self.factors = seed, factors
-        # Untied, as when transformers initialises, so that the source's values are used.
+        # Untied, as in transformers' initialisation, so the source's values are used.
         with no_tie_weights():
             model = meta_model(config)
         self._modules = dict(model.named_modules())
@@ -78,7 +79,7 @@ class InitialWeights:
             ) from error
         written = set().union(*self._writes.values())
         unwritten = [name for name, _ in model.named_parameters() if name not in written]
-        # Constants, such as the slopes of Apertus' activation, and the projections of GPT-1.
+        # Constants, such as the slopes in Apertus' activation, and GPT-1's projections.
         self._constructed = constructor_values(config, unwritten, module_seed(seed, ""))
         targets = set(model.all_tied_weights_keys)
         groups = _connected(self._writes)
@@ -94,20 +95,22 @@ class InitialWeights:
     def compute(self, unit: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return {name: values} of `units[unit]` on the CPU, drawn in float32, then cast.
 
-        Does not change the state of torch's global generator, so threads may compute units at
-        the same time.
+        Does not change the state of torch's global generator, so threads may compute units
+        concurrently.
         """
         modules = self._unit_modules[unit]
         if not modules:
             return {name: self._constructed[name].to(dtype) for name in self.units[unit]}
         slots = {}
-        for name in self._written_by(modules):  # also tied targets, which consume random numbers
+        for name in self._written_by(
+            modules
+        ):  # including tied targets, which consume random numbers
             path, _, leaf = name.rpartition(".")
             parameters = self._modules[path]._parameters
             placeholder = parameters[leaf]
             assert placeholder is not None
             slots[name] = (parameters, leaf, placeholder)
-            # NaN, so that `check_initialization` detects values that nothing writes.
+            # NaN, so `check_initialization` detects values that are never written.
             empty = torch.full(placeholder.shape, float("nan"), dtype=torch.float32, device="cpu")
             parameters[leaf] = nn.Parameter(empty, requires_grad=False)
         try:
@@ -127,11 +130,11 @@ class InitialWeights:
     def compute_all(
         self, units: Sequence[int], dtype: torch.dtype, threads: int | None = None
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield `compute` of each unit in order, computed ahead by threads.
+        """Yield the result of `compute` for each unit in order, computed in advance by threads.
 
-        torch draws values one after the other, but without holding Python's lock. Units computed
-        ahead have at most `MAX_AHEAD_BYTES`. By default there is a thread for each core of this
-        rank's share of the host.
+        torch draws values sequentially, but without holding Python's global lock. Units computed
+        in advance are limited to `MAX_AHEAD_BYTES`. By default, there is one thread per core in
+        this rank's share of the host.
         """
         threads = threads or cores_of_rank(os.environ)
         if threads == 1:
@@ -153,7 +156,7 @@ class InitialWeights:
 
 
 class _OwnGenerator(TorchDispatchMode):
-    """Lets random operations of this thread draw from `generator`, not from torch's global one."""
+    """Makes this thread's random operations draw from `generator` instead of torch's global one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +170,7 @@ class _OwnGenerator(TorchDispatchMode):
             return operation(*args, **given)
         if any(argument.name == "generator" for argument in operation._schema.arguments):
             return operation(*args, **({"generator": self.generator} | given))
-        with _global_generator, torch.random.fork_rng(devices=[]):  # rand_like and the like
+        with _global_generator, torch.random.fork_rng(devices=[]):  # rand_like and similar
             torch.default_generator.set_state(self.generator.get_state())
             found = operation(*args, **given)
             self.generator.set_state(torch.default_generator.get_state())
@@ -205,7 +208,7 @@ def _find_writes(
             with _WrittenStorages() as storages:
                 initializers[name](module)
             now = {_storage(p) for p in module.parameters()}
-            # A parameter whose data were replaced has another storage.
+            # A parameter whose data was replaced has a different storage.
             written = [key for at, key in below.items() if at in storages.found or at not in now]
             if written:
                 writes[name] = written
@@ -213,7 +216,7 @@ def _find_writes(
 
 
 class _WrittenStorages(TorchDispatchMode):
-    """Collects the storages that operations write to, also through views and `.data`."""
+    """Collects the storages that operations write to, including through views and `.data`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +240,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _init_functions_that_write() -> Iterator[None]:
-    """Let the functions of `torch.nn.init` write to meta tensors; `trunc_normal_` does not."""
+    """Make the functions of `torch.nn.init` write to meta tensors; `trunc_normal_` does not."""
     from transformers import initialization
 
     def zero(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -250,7 +253,7 @@ def _init_functions_that_write() -> Iterator[None]:
 
 
 def _connected(writes: dict[str, list[str]]) -> list[list[str]]:
-    """Group the modules that write a common parameter; within groups in the order of `writes`."""
+    """Group modules that write a common parameter; each group is in the order of `writes`."""
     group_of: dict[str, list[str]] = {}  # by parameter
     for module, names in writes.items():
         merged = [module]

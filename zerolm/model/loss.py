@@ -1,4 +1,4 @@
-"""The loss of each token of a micro-batch; the same definition for training and evaluation."""
+"""The loss of each token in a micro-batch, defined identically for training and evaluation."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,8 +11,8 @@ from zerolm.model.architecture import router_loss_coefficient
 from zerolm.model.chunked_loss import find_chunked_head
 from zerolm.model.document_mask import isolating_inputs, isolating_masks
 
-IGNORED = -100  # target of a position without loss; the convention of torch and Hugging Face
-COMPILED_LOSS = "compiled_cross_entropies"  # attribute of a model: `cross_entropies`, compiled
+IGNORED = -100  # target at positions without loss, as in torch and Hugging Face
+COMPILED_LOSS = "compiled_cross_entropies"  # model attribute: compiled `cross_entropies`
 
 
 def token_losses(
@@ -20,30 +20,30 @@ def token_losses(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model on a micro-batch and return the loss of each token.
 
-    The sum of these, divided once by the number of targets in the GLOBAL batch, gives the same loss
-    and gradient for any split into ranks and micro-batches. A mean of means does not, if rows
-    differ in their number of targets. A `ChunkedHead` gives the same losses.
+    The sum of the losses, divided once by the number of targets in the GLOBAL batch, gives the
+    same loss and gradient for any split into ranks and micro-batches. A mean of means does not if
+    rows have different numbers of targets. A `ChunkedHead` returns the same losses.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one.
-        batch: `input_ids` and `targets`, (B, T) int64; targets are shifted, and `IGNORED` where
-            there is no loss. With `document_ids` and `position_ids` (B, T) and `boundaries`,
-            attention is within documents only (`zerolm.model.document_mask`); with `position_ids`
-            only, rows are slices of sequences (`zerolm.distributed.ulysses`).
+        batch: `input_ids` and `targets`, (B, T) int64; targets are shifted, and `IGNORED` at
+            positions without loss. With `document_ids` and `position_ids` (B, T) and `boundaries`,
+            attention is within documents only (`zerolm.model.document_mask`); with only
+            `position_ids`, rows are slices of sequences (`zerolm.distributed.ulysses`).
         observe: called with the model's output.
 
     Returns:
-        (B, T) float32 cross-entropies, 0 where ignored; and the weighted auxiliary loss of the
-        routers if the config has `output_router_logits`, otherwise None.
+        (B, T) float32 cross-entropies, 0 where ignored; and the routers' weighted auxiliary loss
+        if the config sets `output_router_logits`, otherwise None.
     """
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
     inner = getattr(model, "module", model)
     if router_loss_coefficient(inner.config) is not None:
-        inputs["output_router_logits"] = True  # JetMoE of transformers 5.17 ignores its config
+        inputs["output_router_logits"] = True  # JetMoE in transformers 5.17 ignores its config
     if "position_ids" in batch:  # slices of sequences, or documents
         inputs["position_ids"] = batch["position_ids"]
     inputs |= isolating_inputs(batch, inner)
-    if head := find_chunked_head(inner):  # never holds all logits of the micro-batch
+    if head := find_chunked_head(inner):  # never stores all logits of the micro-batch
         with isolating_masks(batch, inner), head.computing_losses(batch["targets"], IGNORED):
             outputs = model(**inputs)
         losses = outputs.logits[..., 0]
@@ -63,8 +63,8 @@ def token_losses(
 def cross_entropies(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
     """Return the loss of each token, (B, T) float32, 0 where ignored.
 
-    Compiled, it makes no float32 copy of the logits: it sums in float32, and reads and writes the
-    dtype of the logits. Evaluations are not compiled, and have the results of torch's function.
+    When compiled, it makes no float32 copy of the logits: it sums in float32, and reads and writes
+    the logits' dtype. Evaluations are not compiled and return the results of torch's function.
     """
     if torch.compiler.is_compiling():
         losses_BT: torch.Tensor = _CrossEntropies.apply(logits_BTV, targets_BT)
@@ -78,7 +78,7 @@ def cross_entropies(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch
 
 
 class _CrossEntropies(torch.autograd.Function):
-    """Saves the logits as they are, and log(Z) of each token, instead of all log-probabilities."""
+    """Saves the logits unchanged and each token's log(Z), instead of all log-probabilities."""
 
     @staticmethod
     def forward(ctx: Any, logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
@@ -102,9 +102,9 @@ class _CrossEntropies(torch.autograd.Function):
 
 
 def divided(factor: float, targets: torch.Tensor | int) -> torch.Tensor | float:
-    """Return a factor on float32 losses, divided by the number of targets of the global batch.
+    """Return a factor on float32 losses, divided by the number of targets in the global batch.
 
-    A tensor stays on its device, with the same rounding as a number.
+    A tensor stays on its device, and is rounded like a number.
     """
     if isinstance(targets, int):
         return factor / targets
@@ -117,8 +117,8 @@ def squared_log_partitions(
     """Return log(Z)^2 of each target token, (B, T) float32, 0 where ignored.
 
     Z is the sum of the exponentials of a token's logits. Uses log Z = loss + logit of the target,
-    which needs no other softmax. `outputs` are what `observe` received, `losses_BT` the result of
-    `token_losses`.
+    which needs no further softmax. `outputs` is the argument of `observe`, and `losses_BT` the
+    result of `token_losses`.
     """
     if find_chunked_head(getattr(model, "module", model)):
         squares: torch.Tensor = outputs.logits[..., 1]
@@ -132,11 +132,11 @@ def squared_log_partitions(
 def choice_shares(
     router_logits: Sequence[torch.Tensor], loads: Sequence[Sequence[int]], top_k: int
 ) -> list[torch.Tensor]:
-    """Return for each router the share of tokens that chose each expert, (E,) float32.
+    """Return, for each router, the share of tokens that chose each expert, (E,) float32.
 
     Args:
         router_logits: one (N, E) tensor per router.
-        loads: for each router, how many tokens chose each expert; empty before the first step,
+        loads: number of tokens that chose each expert, by router; empty before the first step,
             when all shares are equal.
         top_k: experts chosen per token.
     """
@@ -150,18 +150,18 @@ def choice_shares(
 def balance_loss(
     router_logits: Sequence[torch.Tensor], shares: Sequence[torch.Tensor], tokens: int
 ) -> torch.Tensor:
-    """Return this micro-batch's part of the balance loss of the global batch.
+    """Return this micro-batch's part of the global batch's balance loss.
 
     The loss is E * sum_i f_i * P_i, averaged over the routers: P_i is the mean probability of
-    expert i in the global batch, f_i the share of tokens that chose it. It is linear in P, so the
-    parts of all micro-batches and ranks add up to it.
+    expert i in the global batch, and f_i the share of tokens that chose it. It is linear in P, so
+    the parts of all micro-batches and ranks add up to the loss.
 
     Args:
         router_logits: one (N, E) tensor per router.
         shares: the result of `choice_shares`.
         tokens: tokens in the global batch.
 
-    Source: Qiu et al. 2025 (arXiv 2501.11873), equation 2, with f of the previous global batch.
+    Source: Qiu et al. 2025 (arXiv 2501.11873), equation 2, with f from the previous global batch.
     """
     parts = []
     for logits_NE, f_E in zip(router_logits, shares, strict=True):
@@ -189,17 +189,17 @@ def sums_by_source(
     num_sources: int,
     token_bytes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return sums by source in float64, without gradient: losses and numbers of targets.
+    """Return float64 sums by source, without gradient: losses and numbers of targets.
 
     Uses a matrix product, because `index_add_` is not deterministic on a GPU.
 
     Args:
-        token_bytes: `TokenBytes.rows`, (1 or 2, V) int64: bytes of text in each token, and in the
-            first token of a document.
+        token_bytes: `TokenBytes.rows`, (1 or 2, V) int64: number of text bytes in each token, and
+            in each token at the start of a document.
 
     Returns:
-        (2, S); with `token_bytes` (4, S): also the losses of the targets that stand for text, and
-        their bytes. Special tokens, such as EOS, count neither.
+        (2, S); with `token_bytes` (4, S), which adds the losses of targets that represent text,
+        and their bytes. Special tokens, such as EOS, count in neither.
     """
     membership_SB = functional.one_hot(batch["sources"], num_sources).T.double()
     losses_BT, is_target_BT = losses_BT.detach().double(), batch["targets"] != IGNORED
@@ -208,7 +208,7 @@ def sums_by_source(
         targets_BT = batch["targets"].clamp(min=0)
         bytes_BT = token_bytes[0][targets_BT] * is_target_BT
         sums.append((losses_BT * (bytes_BT > 0)).sum(1))
-        if len(token_bytes) > 1:  # after a token without text, a document begins
+        if len(token_bytes) > 1:  # a document begins after a token without text
             begins_BT = token_bytes[0][batch["input_ids"]] == 0
             bytes_BT -= (token_bytes[0] - token_bytes[1])[targets_BT] * (begins_BT & is_target_BT)
         sums.append(bytes_BT.sum(1).double())
@@ -216,10 +216,10 @@ def sums_by_source(
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
-    """Return bits per byte of text; the same for every tokenizer of a text.
+    """Return bits per byte of text, a figure that is comparable between tokenizers.
 
     Args:
         nats: sum of the tokens' losses.
-        num_bytes: bytes of text in these tokens.
+        num_bytes: number of text bytes in these tokens.
     """
     return nats / (math.log(2) * num_bytes)

@@ -1,6 +1,6 @@
-"""Decides whether the loss is computed in chunks of tokens, and the size of the chunks.
+"""Decides whether to compute the loss in chunks of tokens, and their size.
 
-Used by a run and by `launch plan` before a model exists, so torch and transformers are imported
+Used in runs and in `launch plan`, before a model exists, so torch and transformers are imported
 only inside functions. Must not depend on ZeRO or devices. `ChunkedHead` computes the loss.
 """
 
@@ -12,19 +12,20 @@ from zerolm.model.architecture import ConfigKey, meta_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Float32 logits of a micro-batch above which chunks are the default; with softmax and gradient they
-# take three times as much. Below, chunks do not pay for another product with the head's weight.
+# Size of a micro-batch's float32 logits above which chunks are the default; with softmax and
+# gradient they take three times as much. Below it, chunks do not justify another product with the
+# head's weight.
 LARGE_LOGIT_BYTES = 16 << 30
-CHUNK_LOGIT_BYTES = 512 << 20  # of a chunk: 1024 tokens with a vocabulary of 128k
+CHUNK_LOGIT_BYTES = 512 << 20  # per chunk: 1024 tokens with a vocabulary of 128k
 TRACED_TOKENS = 8
 
 
 def chunk_tokens(config: "PretrainedConfig", tokens: int, requested: int | None) -> int:
-    """Return the tokens in a loss chunk; 0 for a loss without chunks.
+    """Return the number of tokens per loss chunk; 0 for a loss without chunks.
 
     Args:
         tokens: tokens in a micro-batch.
-        requested: None chooses by the size of the logits and the model.
+        requested: None: choose by the size of the logits and the model.
     """
     if requested is not None:
         return requested
@@ -35,10 +36,10 @@ def chunk_tokens(config: "PretrainedConfig", tokens: int, requested: int | None)
 
 
 def unsupported_reason(config: "PretrainedConfig") -> str | None:
-    """Return why a model's losses cannot be computed in its output head, or None.
+    """Return why a model's output head cannot compute its losses, or None.
 
-    The model must return the head's output, the same tensor and unchanged, as its logits. A trace
-    tests this, so a model that scales or caps logits is detected whatever its config key is.
+    The model must return the head's output tensor unchanged as its logits. A trace tests this, so
+    a model that scales or caps logits is detected whatever config key controls it.
     """
     return _unsupported_reason(ConfigKey.of(config))
 

@@ -1,4 +1,4 @@
-"""`Model`: the config of a model and the shapes of its parameters, without weights.
+"""`Model`: a model's config and parameter shapes, without weights.
 
 torch and transformers are imported only inside functions. Must not depend on settings or DeepSpeed.
 """
@@ -25,7 +25,7 @@ from zerolm.model.config_file import MAX_SIZE, load_model_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# The length limit of a model, by the names that families give it besides their attribute maps.
+# Names of a model's length limit, in addition to those in attribute maps.
 POSITION_LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
@@ -35,8 +35,8 @@ class Model:
 
     Attributes:
         path: the config.json, for messages.
-        shapes: {parameter name: shape}, tied ones once.
-        notices: lines about the file, for the user.
+        shapes: {parameter name: shape}; tied parameters appear once.
+        notices: lines about the file to show to the user.
     """
 
     path: str
@@ -75,14 +75,14 @@ class Model:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Number of parameters that serve one token, without the experts it skips."""
+        """Number of parameters used for one token, without the experts that it skips."""
         return num_active_parameters(self.config, self.shapes)
 
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
-        """Numbers of values of the parameters of the largest decoder block.
+        """Number of values in each parameter of the largest decoder block.
 
-        Empty without blocks, or if several blocks share a parameter.
+        Empty if there are no blocks, or if several blocks share a parameter.
         """
         blocks = [list(block.parameters()) for block in decoder_blocks(meta_model(self.config))]
         parameters = [id(one) for block in blocks for one in block]
@@ -121,7 +121,7 @@ def _size_problems(
 
 
 def hidden_size(config: "PretrainedConfig") -> int | None:
-    """Return the hidden size, the largest of several, as Hugging Face's Trainer does."""
+    """Return the hidden size; if there are several, the largest, as in Hugging Face's Trainer."""
     text = config.get_text_config()
     size = getattr(text, "hidden_size", None)
     return size or max(getattr(text, "hidden_sizes", None) or [0]) or None
@@ -134,16 +134,17 @@ def max_positions(config: "PretrainedConfig") -> int | None:
 
 
 def position_limit(config: "PretrainedConfig") -> tuple[str, int] | None:
-    """Return the key of the number of positions and its value, or None if there is no limit."""
+    """Return the key and value of the maximum number of positions, or None if there is no limit."""
     text = config.get_text_config()
     limits = ((name, getattr(text, name, None)) for name in POSITION_LIMITS)
     return next(((name, value) for name, value in limits if value), None)
 
 
 def first_position(config: "PretrainedConfig") -> int:
-    """Return the row of the position table for the first token: in RoBERTa's families not 0.
+    """Return the position table's row for the first token, which is not 0 in RoBERTa-style
+    families.
 
-    Positions begin after the table's padding row there.
+    In those families, positions begin after the table's padding row.
     """
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)

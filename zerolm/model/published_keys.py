@@ -1,8 +1,8 @@
-"""Keys that published config.json files of a family have, and that transformers 5 has no field for.
+"""Keys in a family's published config.json files that have no field in transformers 5.
 
-Where published models of a family agree, transformers has the value in its code and leaves the key
-out. Readers that support several variants ask the file: some refuse it without the key, others take
-a default and compute another model.
+If a family's published models agree on a value, transformers hard-codes it and omits the key.
+Readers that support several variants read it from the file: without the key, some refuse the file,
+and others use a default and compute a different model.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 Keys = dict[str, Any]
 
-# Numbers of layers that predict several tokens ahead. transformers has none of them, so an export
-# has no weights for them, whatever the file of a published model says.
+# Numbers of layers for multi-token prediction. transformers does not implement these layers, so an
+# export has no weights for them, whatever a published model's file states.
 NEXT_TOKENS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOWS, LINEAR = "sliding_window_pattern", "full_attention_interval"
@@ -33,7 +33,7 @@ def published_keys(config: "PretrainedConfig") -> Keys:
 
 
 def missing_period(config: "PretrainedConfig") -> str | None:
-    """Return the key that would give the period of full attention, if the layers have none."""
+    """Return the key for the period of full attention if the layers are not periodic."""
     key = PERIODS.get(config.model_type)
     return None if key is None or key in published_keys(config) else key
 
@@ -48,7 +48,7 @@ def _head_dim(config: Any) -> Keys:
 
 
 def _period(config: Any) -> int:
-    """Return every how many layers the attention is full; 0 if the layers have no such period."""
+    """Return the period of layers with full attention; 0 if they are not periodic."""
     kinds = [kind == FULL for kind in config.layer_types]
     for period in range(1, len(kinds) + 1):
         if kinds == [(number + 1) % period == 0 for number in range(len(kinds))]:
@@ -67,7 +67,7 @@ def _linear(config: Any) -> Keys:
 
 
 def _exaone4(config: Any) -> Keys:
-    """The period is written as "LLLG"; a model without windows has none."""
+    """The period is written as "LLLG"; models without windows omit it."""
     if not config.sliding_window:
         return _head_dim(config) | {WINDOWS: None}
     pattern = {key: "L" * (period - 1) + "G" for key, period in _windows(config).items()}
@@ -92,7 +92,7 @@ def _bailing(config: Any) -> Keys:
 
 
 def _gemma4(config: Any) -> Keys:
-    """Transformers has the sizes of layers with full attention in `per_layer_config`."""
+    """transformers stores the sizes of full-attention layers in `per_layer_config`."""
     layers = [
         config.per_layer_config[i] for i, kind in enumerate(config.layer_types) if kind == FULL
     ]
@@ -107,7 +107,7 @@ def _gemma4(config: Any) -> Keys:
 
 
 def _kimi_linear(config: Any) -> Keys:
-    """The layers are numbered from 1."""
+    """Layers are numbered from 1."""
     numbered = [*enumerate(config.layer_types, 1)]
     linear = {
         "full_attn_layers": [number for number, kind in numbered if kind == FULL],
@@ -138,7 +138,7 @@ def _mimo(config: Any) -> Keys:
 
 
 def _dots3_note(config: Any) -> Keys:
-    """Transformers has the sizes of layers with a sliding window in `per_layer_config`."""
+    """transformers stores the sizes of sliding-window layers in `per_layer_config`."""
     keys = {
         **WITH_BIAS, DENSE: _leading_dense(config)[DENSE], "apply_mla_qkv_lora_rescale": True,
     }  # fmt: skip
@@ -160,7 +160,7 @@ def _vocab_size(config: Any) -> Keys:
 
 
 def _multiple_queries(config: Any) -> Keys:
-    """Falcon-7B has one key head, whatever the default of `num_kv_heads` is."""
+    """Falcon-7B has one key head, regardless of the default of `num_kv_heads`."""
     one = config.multi_query and not config.new_decoder_architecture
     return {"num_kv_heads": 1} if one else {}
 
@@ -179,13 +179,13 @@ def _kinds(name: str, published: dict[str, str]) -> Callable[[Any], Keys]:
 
 
 def _bamba(config: Any) -> Keys:
-    """Transformers rotates half of a head; readers rotate the whole head without this key."""
+    """transformers rotates half of each head; without this key, readers rotate the whole head."""
     size = config.hidden_size // config.num_attention_heads
     return {"attn_rotary_emb": int(size * config.rope_parameters["partial_rotary_factor"])}
 
 
 def _mllama(config: Any) -> Keys:
-    """Version 4 of transformers fails without a type."""
+    """transformers 4 fails if the type is missing."""
     default = config.rope_parameters["rope_type"] == "default"
     return {"rope_scaling": {"rope_type": "default"}} if default else {}
 
@@ -269,7 +269,8 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
     "zamba": _kinds("layers_block_type", OLDER_KINDS),
     "zamba2": _kinds("layers_block_type", OLDER_KINDS),
 }  # fmt: skip
-# Families of which some readers take the period instead of `layer_types`, and a default without it.
+# Families for which some readers use the period instead of `layer_types`, with a default if
+# missing.
 PERIODS = {
     **dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "gemma3_text"), WINDOWS),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), LINEAR),

@@ -1,4 +1,4 @@
-"""Policies of the optimizer: schedules, parameter groups, spike detection.
+"""Optimizer policies: schedules, parameter groups, spike detection.
 
-Also finds optimizers by name. Must not depend on settings, or on DeepSpeed.
+Also finds optimizers by name. Must not depend on settings or DeepSpeed.
 """

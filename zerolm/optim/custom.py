@@ -1,7 +1,7 @@
-"""Finds optimizers of torch or of the user by name, and tests whether they work on shards.
+"""Finds torch's or the user's optimizers by name, and tests whether they work on shards.
 
-ZeRO gives an optimizer flat shards that hold parts of several parameters, so only elementwise
-arithmetic learns the same curve on every world size. Must not depend on DeepSpeed or settings.
+ZeRO passes an optimizer flat shards that contain parts of several parameters, so only elementwise
+updates produce the same loss curve at every world size. Must not depend on DeepSpeed or settings.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from torch import nn
 STEPS, ROWS, COLUMNS = 3, 6, 8
 LEARNING_RATE = 0.01
 GRADIENT_SCALES = (1e-4, 1.0, 1e4)
-TOLERANCE = 1e-5  # relative to the largest update; elementwise arithmetic differs by 0
+TOLERANCE = 1e-5  # relative to the largest update; elementwise updates differ by 0
 
 
 def is_dotted(name: str) -> bool:
@@ -26,10 +26,10 @@ def is_dotted(name: str) -> bool:
 
 @cache
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """Return the optimizer of that name: of `torch.optim`, or by its dotted path.
+    """Return the optimizer class by its name in `torch.optim` or its dotted path.
 
     Raises:
-        ValueError: there is none; the text has the rule and the fix.
+        ValueError: there is none; the message states the rule and the fix.
     """
     module_name, _, class_name = name.rpartition(".")
     try:
@@ -46,7 +46,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def parameter_names(optimizer: type[torch.optim.Optimizer]) -> list[str] | None:
-    """Return the arguments of an optimizer's constructor after the first; None: any keyword."""
+    """Return the constructor arguments of an optimizer after the first; None: any keyword."""
     parameters = list(signature(optimizer).parameters.values())[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -54,7 +54,7 @@ def parameter_names(optimizer: type[torch.optim.Optimizer]) -> list[str] | None:
 
 
 def takes_betas(name: str) -> bool:
-    """Return whether an optimizer has betas; True for one that does not exist."""
+    """Return whether an optimizer has betas; True if the optimizer does not exist."""
     try:
         names = parameter_names(optimizer_class(name))
         return names is not None and "betas" in names
@@ -63,13 +63,13 @@ def takes_betas(name: str) -> bool:
 
 
 def is_elementwise(name: str, params: Mapping[str, Any]) -> bool:
-    """Return whether a trial of a few steps on flat shards equals steps on the complete parameter.
+    """Return whether a few trial steps on flat shards equal steps on the complete parameter.
 
-    Tried with tiny, usual and huge gradients, since some rules act beyond a limit only. It is a
-    trial, not a proof.
+    The trial uses tiny, typical and huge gradients, since some rules only act beyond a limit. It
+    is not a proof.
 
     Args:
-        params: arguments of the constructor; "auto" means its default.
+        params: constructor arguments; "auto" means the default.
 
     Raises:
         ValueError, TypeError, RuntimeError: whatever the optimizer itself raises.
@@ -83,7 +83,7 @@ def is_elementwise(name: str, params: Mapping[str, Any]) -> bool:
 
 
 def num_moments(name: str, params: Mapping[str, Any]) -> int:
-    """Return how many values an optimizer keeps per parameter value; 2 where it cannot be tried."""
+    """Return the number of values that an optimizer stores per parameter value; 2 if untestable."""
     try:
         return _updates(name, params, shards=1)[1]
     except (ValueError, TypeError, RuntimeError):
@@ -93,18 +93,18 @@ def num_moments(name: str, params: Mapping[str, Any]) -> int:
 def _updates(
     name: str, params: Mapping[str, Any], shards: int, scale: float = 1.0
 ) -> tuple[torch.Tensor, int]:
-    """Return the change in a few steps, (ROWS * COLUMNS,) float32, and the states per value."""
+    """Return the change after a few steps, (ROWS * COLUMNS,) float32, and the states per value."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(ROWS, COLUMNS, generator=generator)
     parts = list(matrix.flatten().chunk(shards)) if shards > 1 else [matrix]
     parameters = [nn.Parameter(part.clone()) for part in parts]
     kind = optimizer_class(name)
     given = {key: value for key, value in params.items() if value != "auto"}
-    # The JSON's learning rate may be too small for updates to show.
+    # The JSON's learning rate may be too small for visible updates.
     optimizer = kind(parameters, **{**given, "lr": LEARNING_RATE})
     for _ in range(STEPS):
         gradient = scale * torch.randn(ROWS, COLUMNS, generator=generator)
-        gradient[: ROWS // 2] *= 10  # so that the shards' norms differ
+        gradient[: ROWS // 2] *= 10  # makes the shards' norms differ
         gradients = gradient.flatten().chunk(shards) if shards > 1 else [gradient]
         for parameter, part in zip(parameters, gradients, strict=True):
             parameter.grad = part.clone()

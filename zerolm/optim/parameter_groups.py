@@ -1,6 +1,6 @@
 """Weight-decay groups, and the options of each group.
 
-The optimizer itself is DeepSpeed's, named in the ds config.
+The optimizer itself is DeepSpeed's, named in the DeepSpeed JSON.
 """
 
 import re
@@ -14,12 +14,12 @@ from torch import nn
 
 from zerolm.engine.parameters import full_shape, num_values
 
-# Layers of torch whose parameters decay if they have at least two dimensions.
+# torch layers whose parameters decay if they have at least two dimensions.
 MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
-# Parameters of other modules, by the last part of their name: biases of any shape (of fused experts
-# (experts, width), of the gates of Griffin (heads, width)); what state-space models exclude (A_log,
-# D, dt_bias: mamba-ssm's `_no_weight_decay`), and the mixing coefficients and decays of RWKV
-# (`time_*`: its own training code decays matrices only).
+# Parameters in other modules, by the last part of their name: biases of any shape (fused experts:
+# (experts, width); Griffin's gates: (heads, width)); parameters that state-space models exclude
+# (A_log, D, dt_bias: mamba-ssm's `_no_weight_decay`); and RWKV's mixing coefficients and decays
+# (`time_*`: its own training code decays only matrices).
 NOT_DECAYED = re.compile(r"bias|norm|^(A_log|D|scale)$|^time_")
 SHOWN_KINDS = 12
 
@@ -30,17 +30,17 @@ def parameter_groups(
     options: Mapping[str, float] = MappingProxyType({}),
     factors: Mapping[str, Mapping[str, float]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Split the trainable parameters by the options of the optimizer that they train with.
+    """Split the trainable parameters into groups by their optimizer options.
 
-    Without factors there are at most two groups: with weight decay, and without.
+    Without factors, there are at most two groups: with and without weight decay.
 
     Args:
-        weight_decay: decay of the parameters that decay; others have 0.
-        options: {option of the optimizer: value}.
+        weight_decay: value for parameters that decay; the others get 0.
+        options: {optimizer option: value}.
         factors: {parameter name: {option or "weight_decay": factor}}, for all parameters or none.
 
     Returns:
-        Groups for `deepspeed.initialize(model_parameters=...)`, first those that decay.
+        Groups for `deepspeed.initialize(model_parameters=...)`, those that decay first.
     """
     base = {**options, "weight_decay": weight_decay}
     groups: dict[Any, dict[str, Any]] = {}
@@ -59,29 +59,29 @@ def parameter_groups(
 
 
 def decays(model: nn.Module, name: str) -> bool:
-    """Return whether a parameter gets weight decay: matrices and embeddings do.
+    """Return whether weight decay applies to a parameter, as to matrices and embeddings.
 
-    Decided by the type of its module: norms of any class are excluded. Parameters that are not the
-    weight of a layer of torch decay if they are matrices, such as those of fused experts, but not
-    biases of more dimensions, and not what the authors of an architecture exclude.
+    The module's type decides: norms of any class are excluded. Parameters outside torch layers
+    decay if they are matrices, such as fused experts, except multi-dimensional biases and
+    parameters that an architecture's authors exclude.
 
     Args:
-        name: names a parameter of `model`.
+        name: name of a parameter in `model`.
     """
     path, _, leaf = name.rpartition(".")
     module, parameter = model.get_submodule(path), model.get_parameter(name)
     shape = full_shape(parameter)  # a partitioned parameter is one-dimensional
-    if len(shape) < 2 or getattr(parameter, "_no_weight_decay", False):  # a mark of mamba-ssm
+    if len(shape) < 2 or getattr(parameter, "_no_weight_decay", False):  # set by mamba-ssm
         return False
     if isinstance(module, MATRIX_MODULES) or type(module).__name__ == "Conv1D":
         return True
     if "norm" in type(module).__name__.lower() or NOT_DECAYED.search(leaf):
         return False
-    return sum(size > 1 for size in shape) > 1  # a vector of shape (1, 1, N) is no matrix
+    return sum(size > 1 for size in shape) > 1  # a vector with shape (1, 1, N) is not a matrix
 
 
 def describe_groups(model: nn.Module, weight_decay: float) -> str:
-    """Return one line: what decays, what does not, and what is frozen, with numbers."""
+    """Return one line with the numbers of decayed, undecayed and frozen parameters."""
     tensors: dict[str, int] = {}
     values: dict[str, int] = {}
     kinds: dict[str, None] = {}
@@ -107,13 +107,13 @@ def describe_groups(model: nn.Module, weight_decay: float) -> str:
 
 @contextmanager
 def keeping_options(optimizer: torch.optim.Optimizer, names: Collection[str]) -> Iterator[None]:
-    """Keep options of this run, such as the weight decay, while states are loaded in this context.
+    """Keep this run's options, such as weight decay, while states are loaded in this context.
 
-    torch's `load_state_dict` replaces the options of each group by those in the checkpoint.
+    torch's `load_state_dict` replaces each group's options with those in the checkpoint.
 
     Args:
-        optimizer: the one inside ZeRO's optimizer.
-        names: options to keep. Others may be states, which optimizers of users keep there.
+        optimizer: the optimizer that ZeRO wraps.
+        names: options to keep. Others may be states, which custom optimizers may store there.
     """
     kept = [
         {name: group[name] for name in names if name in group} for group in optimizer.param_groups

@@ -1,11 +1,11 @@
 """The learning rate and the batch size as pure functions of a run's progress.
 
-Both count data, not optimizer steps: tokens for the learning rate, sequences for the batch size. So
-neither depends on the world size, the micro-batch or the accumulation, and a resume needs no state.
-Independent of torch.
+Progress is measured in data, not optimizer steps: in tokens for the learning rate, in sequences
+for the batch size. So neither depends on the world size, the micro-batch size or the accumulation,
+and resuming needs no state. Independent of torch.
 
-To add a schedule, add an entry to `SCHEDULES`: the choices of the flag, the defaults, the
-validation and the rules for resuming follow from it.
+To add a schedule, add an entry to `SCHEDULES`: the flag's choices, the defaults, the validation
+and the rules for resuming follow from it.
 """
 
 import math
@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class LearningRate:
-    """The learning rate of a step, from the number of tokens trained at the END of that step.
+    """The learning rate of a step, computed from the tokens trained at the END of that step.
 
-    Counting the step's own tokens keeps warm-up from wasting its first step at zero, and gives the
-    last step of a run the minimum, not the value one step before it.
+    Including the step's own tokens keeps warm-up from wasting its first step at zero, and makes
+    the last step of a run use exactly the minimum.
 
     Args:
-        kind: name in `SCHEDULES` of the curve after the linear warm-up.
+        kind: name of the curve after the linear warm-up, from `SCHEDULES`.
         peak: learning rate at the end of warm-up.
         minimum: learning rate at the end of the run, if the schedule uses it.
         warmup_tokens: length of the warm-up from 0 to the peak, in tokens.
@@ -42,10 +42,10 @@ class LearningRate:
         return SCHEDULES[self.kind].rate(self, tokens)
 
     def decay(self, tokens: int, start: int, remaining: Callable[[float], float]) -> float:
-        """Return the rate of a decay from the peak at `start` to the minimum at `total_tokens`.
+        """Return the rate in a decay from the peak at `start` to the minimum at `total_tokens`.
 
         Args:
-            remaining: one of `DECAY_SHAPES`.
+            remaining: a function from `DECAY_SHAPES`.
         """
         if tokens <= start:
             return self.peak
@@ -54,14 +54,14 @@ class LearningRate:
 
 
 class Schedule(NamedTuple):
-    """The curve of a learning rate after warm-up, and what settings and resumes must know about it.
+    """A learning-rate curve after warm-up, with the properties that settings and resumes depend on.
 
     Attributes:
-        rate: (settings of the curve, tokens) -> learning rate, for tokens after warm-up.
+        rate: takes the curve's settings and tokens after warm-up; returns the learning rate.
         uses_minimum: whether the rate depends on the minimum.
         uses_decay_tokens: whether `decay_tokens` is the length of the decay.
-        needs_total: whether the curve depends on `total_tokens`, which then must not change when a
-            run is resumed.
+        needs_total: whether the curve depends on `total_tokens`, which must then stay the same
+            when a run is resumed.
     """
 
     rate: Callable[[LearningRate, int], float]
@@ -70,7 +70,7 @@ class Schedule(NamedTuple):
     needs_total: bool = True
 
 
-# Fraction of a decay that is done -> fraction of the way down that is left: from 1 at 0 to 0 at 1.
+# Each maps the completed fraction of a decay to its remaining height: from 1 at 0 to 0 at 1.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
@@ -105,23 +105,23 @@ SCHEDULES = {
     "linear": Schedule(_linear),
     "constant": Schedule(_constant, uses_minimum=False, needs_total=False),
 }
-# Names for messages: schedules that use `decay_tokens`, and schedules whose runs can be extended.
+# For messages: schedules that use `decay_tokens`, and schedules whose runs can be extended.
 WITH_DECAY_TOKENS = " or ".join(name for name, each in SCHEDULES.items() if each.uses_decay_tokens)
 EXTENDABLE = " or ".join(name for name, each in SCHEDULES.items() if not each.needs_total)
 
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The global batch size, from the number of sequences already consumed.
+    """The global batch size, computed from the number of sequences already consumed.
 
     A ramp grows the batch from `start_sequences` to `batch_sequences` over the first
     `ramp_sequences` sequences, in equal increments. Each size is a multiple of `start_sequences`,
     so a world size that divides the first batch divides all of them.
 
     Args:
-        batch_sequences: sequences of a full global batch.
-        start_sequences: sequences of the first batch, a divisor of `batch_sequences`; 0: no ramp.
-        ramp_sequences: sequences that the ramp takes; 0: no ramp.
+        batch_sequences: sequences in a full global batch.
+        start_sequences: sequences in the first batch, a divisor of `batch_sequences`; 0: no ramp.
+        ramp_sequences: length of the ramp in sequences; 0: no ramp.
     """
 
     batch_sequences: int
@@ -129,7 +129,7 @@ class BatchSchedule:
     ramp_sequences: int = 0
 
     def __call__(self, position: int) -> int:
-        """Return the size, in sequences, of the global batch that starts at `position`."""
+        """Return the number of sequences in the global batch that starts at `position`."""
         if not self.start_sequences or position >= self.ramp_sequences:
             return self.batch_sequences
         multiples = self.batch_sequences // self.start_sequences

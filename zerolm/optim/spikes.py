@@ -1,13 +1,13 @@
 """Detects loss and gradient spikes, and decides the response: skip, cool down, roll back, give up.
 
-Pure: figures in, decisions out; independent of torch, files and ranks. Every rank passes in the
-same all-reduced figures, so every rank decides alike in the same step. The history is saved in the
-checkpoint, so a resumed run decides like one that was never interrupted. docs/stability.md is the
-user's guide.
+Pure functions from figures to decisions, independent of torch, files and ranks. Every rank passes
+in the same all-reduced figures, so every rank makes the same decision in the same step. The
+history is saved in the checkpoint, so a resumed run decides like an uninterrupted one.
+docs/stability.md is the user's guide.
 
-What is normal is estimated by the median of the last accepted steps and their median absolute
-deviation (MAD). Mean and standard deviation would not work: one spike in the window moves both and
-hides the next. Source: Leys et al., "Detecting outliers" (2013), for the MAD and its factor;
+Normal values are estimated from the median and the median absolute deviation (MAD) of the last
+accepted steps. Mean and standard deviation would not work: one spike in the window changes both
+and hides the next. Source: Leys et al., "Detecting outliers" (2013), for the MAD and its factor;
 OLMo-core's SkipStepOptimizer for the window of 128 steps, the six deviations, and waiting for half
 a window.
 """
@@ -19,11 +19,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAD_TO_DEVIATION = 1.4826  # for normal noise: 1 / the 75% quantile
-# Lower bound of the scale, as a fraction of the median: otherwise every wiggle after a flat window
-# is a spike. Gradient norms have heavy tails, which clipping handles: six of their scales are four
-# times the median.
+# Lower bound on the deviation, as a fraction of the median: otherwise any fluctuation after a flat
+# window would be a spike. Gradient norms have heavy tails, which clipping handles: with this
+# bound, six deviations reach four times the median.
 LOSS_FLOOR, NORM_FLOOR = 0.02, 0.5
-SKIP_WINDOW_STEPS = 1000  # the steps over which `max_skips` counts
+SKIP_WINDOW_STEPS = 1000  # the window for `max_skips`
 # fp16 starts at a loss scale of 2^16 and halves it at each overflow: 16 skips are a normal start.
 MAX_CONSECUTIVE_OVERFLOWS = 40
 
@@ -44,7 +44,7 @@ class Policy:
         cooldown_steps: length of a cooldown, in accepted steps.
         rollback_after: anomalies in the window after which the run is rolled back; 0: never.
         max_skips: anomalies in `SKIP_WINDOW_STEPS` at which the run gives up; 0: no limit.
-        watch_norm: whether to check the gradient norm; False where the optimizer reports another
+        watch_norm: whether to check the gradient norm; False if the optimizer reports a different
             norm (Muon).
         overflows_are_normal: whether skipped steps are expected, as when fp16 searches for its loss
             scale.
@@ -67,11 +67,11 @@ class History:
     """The state of a `SpikeGuard`; saved in the checkpoint as JSON.
 
     Attributes:
-        losses: one per accepted step, at most the last window: a baseline, not a record.
+        losses: one per accepted step, limited to the last window: a baseline, not a record.
         grad_norms: one per entry of `losses`.
         anomalies: step numbers of the last anomalies, ascending.
-        cooldown_left: accepted steps for which the learning rate stays lowered.
-        overflows: consecutive steps that fp16 skipped.
+        cooldown_left: number of accepted steps for which the learning rate remains lowered.
+        overflows: number of consecutive steps skipped because of fp16 overflows.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -82,7 +82,7 @@ class History:
 
 
 def robust_z(value: float, window: Sequence[float], floor: float) -> float:
-    """Return the number of robust deviations by which a value is above the median of a window.
+    """Return the number of robust deviations by which a value exceeds the median of a window.
 
     Args:
         window: values, at least one of them finite.
@@ -99,10 +99,10 @@ def robust_z(value: float, window: Sequence[float], floor: float) -> float:
 class SpikeGuard:
     """Checks each step for anomalies and decides how to respond.
 
-    Call in each step, in this order: `check_loss`, `check_grad_norm`, `end_step`.
+    In each step, call `check_loss`, `check_grad_norm` and `end_step`, in this order.
 
     Args:
-        history: state from the checkpoint of a resumed run.
+        history: state from a resumed run's checkpoint.
 
     Attributes:
         history: replaced by a new object after each step.
@@ -118,11 +118,11 @@ class SpikeGuard:
 
     @property
     def factor(self) -> float:
-        """Factor on the learning rate of the next step."""
+        """Factor on the learning rate in the next step."""
         return self.policy.cooldown_factor if self.history.cooldown_left else 1.0
 
     def check_loss(self, loss: float) -> bool:
-        """Start checking a step, by its loss; return whether to refuse the step."""
+        """Start checking a step with its loss; return whether to refuse the step."""
         self.reason = _anomaly("train/loss", loss, self.history.losses, LOSS_FLOOR, self.policy)
         self.refused = self.reason is not None and (self.policy.skip or not math.isfinite(loss))
         return self.refused
@@ -136,7 +136,7 @@ class SpikeGuard:
         return self.refused
 
     def end_step(self, step: int, loss: float, grad_norm: float, applied: bool) -> str | None:
-        """Record the checked step; return the response to it: one of the three constants, or None.
+        """Record the checked step; return the response: one of the three constants, or None.
 
         Args:
             applied: whether the step changed the weights.

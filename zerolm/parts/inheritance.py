@@ -1,8 +1,8 @@
-"""What a run takes over from a run.json: chosen values, and some derived ones.
+"""What a run inherits from a run.json: chosen values, and some derived ones.
 
-A run.json has every setting as resolved, and in `derived_settings` those that nobody chose. They
-are derived again in a new run. A branch and a resume continue a curve that already depends on
-derived values, so they keep these, except for `FOLLOWING`. Standard library only.
+A run.json contains the resolved value of every setting; `derived_settings` lists those that were
+not set explicitly. A new run derives these again. A branch or resumed run continues a curve that
+already depends on derived values, so it keeps them, except for `FOLLOWING`. Standard library only.
 """
 
 import math
@@ -16,23 +16,26 @@ from zerolm.config.settings import COMMAND_LINE, Settings
 from zerolm.optim.schedule import SCHEDULES, BatchSchedule
 from zerolm.parts.settings import FLAGS, STATIC_DEFAULTS
 
-# Of a run alone: its directory, its store and its name in W&B. A branch does not take them over.
+# Settings specific to one run: its directory, its store and its name in W&B. A branch does not
+# inherit them.
 OWN_SETTINGS = frozenset(name for name, about in FLAGS.items() if about["of_one_run"])
-# Follow from other settings or from the machine, so they are derived again in every run.
+# Settings that depend on other settings or the machine, so every run derives them again.
 FOLLOWING = frozenset(name for name, about in FLAGS.items() if about["follows"])
 
 
 class Layer(NamedTuple):
-    """Settings of a file: values, and `derived`, the names of the values that nobody chose."""
+    """A file's settings: `values`, and `derived`, the names of values that were not set
+    explicitly.
+    """
 
     values: dict[str, Any]
     derived: frozenset[str] = frozenset()
 
     def without_derived(self, *, but_keep: bool) -> "Layer":
-        """Return the chosen values, and the derived ones that a continued curve depends on.
+        """Return the chosen values, and the derived values that a continued curve depends on.
 
         Args:
-            but_keep: whether the run continues that of the file.
+            but_keep: whether the run continues the file's run.
         """
         dropped = self.derived & FOLLOWING if but_keep else self.derived
         kept = {name: value for name, value in self.values.items() if name not in dropped}
@@ -40,7 +43,7 @@ class Layer(NamedTuple):
 
 
 def derived_settings(settings: Settings) -> dict[str, Any]:
-    """Return the entry `derived_settings` of run.json: {name: value} that nobody chose."""
+    """Return `derived_settings` for run.json: {name: value} for settings not set explicitly."""
     return {
         name: value
         for name, value in settings.to_json().items()
@@ -49,9 +52,11 @@ def derived_settings(settings: Settings) -> dict[str, Any]:
 
 
 def derived_names(record: Mapping[str, Any]) -> frozenset[str]:
-    """Return the settings of a run.json that nobody chose; a value that was edited since is chosen.
+    """Return a run.json's settings that were not set explicitly; a value edited later counts as
+    set.
 
-    Records of earlier releases have no `derived_settings`: there, what equals its default counts.
+    Records from earlier releases have no `derived_settings`: there, values equal to their defaults
+    count as derived.
     """
     values: Mapping[str, Any] = record["settings"]
     derived = record.get("derived_settings")
@@ -62,9 +67,9 @@ def derived_names(record: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _defaults_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults that follow from a record's other settings, without those of the model.
+    """Return the defaults that follow from a record's other settings, except those from the model.
 
-    Learning rate, batch and total of an earlier release count as chosen.
+    In earlier releases, the learning rate, batch and total count as chosen.
     """
     values = record["settings"]
 
@@ -102,9 +107,9 @@ def _defaults_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-# ---- Values that a file gives, and that a refusal wants removed
+# ---- Values set in a file that a refusal asks to remove
 
-# Another word after the verb is a key, a block, a file or a row; "one" is of flags and keys.
+# Any other word after the verb is a key, block, file or row; "one" refers to flags and keys.
 _REMOVAL = re.compile(
     r"\b(?:[Rr]emove|[Ll]eave out|[Dd]rop) "
     r"(?=(?:\w+, or )?(?:(?:it|one|the flag|this flag|this setting)\b|--[a-z]))"
@@ -113,11 +118,11 @@ _WANTED = r"(?<!without )(?<!needs )(?<![Uu]se )(?<![Aa]dd )(?<![Gg]ive )"  # no
 
 
 def with_origins(problems: Iterable[str], settings: Settings) -> list[str]:
-    """Return problems with the file and key of each path that a settings file gives.
+    """Add to each problem with a path from a settings file the file and key that set it.
 
-    And with `--no-NAME` where the fix is to remove a value that stands in a file.
+    Also add `--no-NAME` if the fix is to remove a value set in a file.
 
-    A flag that a user did not write cannot be removed from the command line.
+    A flag that the user did not write cannot be removed from the command line.
     """
     in_files = {
         name: place
@@ -130,11 +135,13 @@ def with_origins(problems: Iterable[str], settings: Settings) -> list[str]:
 
 
 def _with_origin(problem: str, settings: Settings, in_files: Mapping[str, str]) -> str:
-    """Return a problem that begins with a path of a file, with the file and key that give it."""
+    """Add to a problem that begins with a path the file and key that set the path."""
     for name, place in in_files.items():
         values = getattr(settings, name)
         for value in values if isinstance(values, tuple) else (values,):
-            shown = printable(value, "\n\t") if isinstance(value, str) else ""  # as in a problem
+            shown = (
+                printable(value, "\n\t") if isinstance(value, str) else ""
+            )  # as problems show it
             path = shown.rpartition("=")[0] or shown
             starts = f"{shown}:", f"{path}:", f"{path}/", f"--{name} "
             if path and problem.startswith(starts):
@@ -146,7 +153,7 @@ def _with_no_forms(problem: str, in_files: Mapping[str, str]) -> str:
     fixes = list(_REMOVAL.finditer(problem))
     if not fixes:
         return problem
-    # What is said before the fix, and the flag that it names itself.
+    # The text before the fix, and the flag named in the fix.
     about = problem[: fixes[-1].start()] + " ".join(problem[fixes[-1].end() :].split()[:1])
     named: dict[str, list[str]] = {}
     for name, place in in_files.items():
@@ -154,7 +161,6 @@ def _with_no_forms(problem: str, in_files: Mapping[str, str]) -> str:
         if subject and f"--no-{name}" not in problem:
             named.setdefault(place.rpartition(": ")[0], []).append(f"--no-{name}")
     lines = [
-        f" {' or '.join(flags)} removes the value that {file} gives."
-        for file, flags in named.items()
+        f" {' or '.join(flags)} removes the value set in {file}." for file, flags in named.items()
     ]
     return problem + "".join(lines)

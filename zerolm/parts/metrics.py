@@ -1,8 +1,8 @@
-"""The table of all metrics, and what of it the report, the trackers and the console show.
+"""The table of all metrics, and which of them the report, trackers and console show.
 
-The tables of docs/metrics.md, the panels of `report.html`, the console line and the
-progress bar are derived from `METRICS`. A metric that is not in it is still logged, sent to
-trackers, and drawn in a panel of its own, in the section `OTHER`. Standard library only.
+The tables in docs/metrics.md, the panels in `report.html`, the console line and the progress bar
+are derived from `METRICS`. A metric that is missing there is still logged, sent to trackers, and
+drawn in its own panel in the section `OTHER`. Standard library only.
 
     python -m tests.test_tables    # writes the tables of docs/metrics.md
 """
@@ -25,7 +25,7 @@ ALL = tuple(metric for section in METRICS.values() for metric in section)
 
 
 class Chart(NamedTuple):
-    """A panel that has something to draw."""
+    """A panel with metrics to draw."""
 
     section: str
     panel: Panel
@@ -35,13 +35,13 @@ class Chart(NamedTuple):
 
 @cache
 def metric_of(key: str) -> Metric | None:
-    """Return the metric of a key of `metrics.jsonl`, None if it is not in the table."""
+    """Return the metric for a key in `metrics.jsonl`; None if it is not in the table."""
     exact = [metric for metric in ALL if metric.key == key]
     return next((metric for metric in exact or ALL if metric.matches(key)), None)
 
 
 def charts(keys: Collection[str]) -> list[Chart]:
-    """Return the panels that show these metrics, in the order of the table, unknown ones last."""
+    """Return the panels that show these metrics in table order, with unknown metrics last."""
     ordered = sorted(keys, key=_by_number)
     found = []
     for section, metrics in METRICS.items():
@@ -57,13 +57,13 @@ def charts(keys: Collection[str]) -> list[Chart]:
 
 
 def line_figures(row: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of a row that the console line prints, as `key=value`."""
+    """Return a row's metrics for the console line, as `key=value`."""
     return [_figure(metric.line, row[metric.key]) for metric in ALL
             if metric.line and row.get(metric.key) is not None]  # fmt: skip
 
 
 def bar_figures(row: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of a row that the progress bar shows, the most important first."""
+    """Return a row's metrics for the progress bar, the most important first."""
     shown = [metric for metric in ALL if metric.bar and row.get(metric.key) is not None]
     shown.sort(key=lambda metric: metric.bar_rank)
     return [_figure(metric.bar, row[metric.key]) for metric in shown]

@@ -1,12 +1,13 @@
-"""Our flags for the options of HF Trainer, nanoGPT, torchtitan, Megatron-LM and litgpt."""
+"""Our flags for options in HF Trainer, nanoGPT, torchtitan, Megatron-LM and litgpt."""
 
 from zerolm.parts.settings import FLAGS
 
 TOKENIZE = "zerolm data tokenize"
-# (ours, what differs, the names elsewhere without their section: `training.steps` is `steps`)
+# (our flag, what differs, names elsewhere without their section: `training.steps` is `steps`)
 OTHER_NAMES = (
     ("--learning_rate", "the peak of the schedule", "lr peak_lr max_lr"),
-    ("--min_learning_rate", "a rate, no ratio", "min_lr min_lr_factor min_lr_ratio lr_min end_lr"),
+    ("--min_learning_rate", "a rate, not a ratio",
+     "min_lr min_lr_factor min_lr_ratio lr_min end_lr"),
     ("--schedule", "by name", "lr_scheduler_type lr_scheduler lr_schedule lr_decay_style decay_lr "
      "decay_type"),
     ("--warmup_tokens", "steps * --batch_tokens, or the ratio * --total_tokens",
@@ -17,9 +18,9 @@ OTHER_NAMES = (
     ("--total_tokens", "steps * --batch_tokens",
      "steps max_steps num_steps train_steps total_steps training_steps max_train_steps max_iters "
      "train_iters num_iterations train_samples max_tokens train_tokens"),
-    ("--total_tokens", "epochs * tokens of the data; --max_epochs limits the epochs of a source",
+    ("--total_tokens", "epochs * tokens in the data; --max_epochs limits the epochs per source",
      "epochs num_epochs n_epochs num_train_epochs"),
-    ("--batch_tokens", "sequences of a step on all devices * --seq_len",
+    ("--batch_tokens", "sequences per step on all devices * --seq_len",
      "batch_size global_batch_size train_batch_size total_batch_size"),
     ("--batch_tokens", "accumulation follows from it, --micro_batch_size and the devices",
      "gradient_accumulation_steps gradient_accumulation_iters grad_accum_steps "
@@ -62,9 +63,9 @@ OTHER_NAMES = (
      "activation_checkpoint recompute_activations recompute_granularity checkpoint_activations"),
     ("--attn_implementation", "a kernel by name", "use_flash_attn flash_attn attention_backend"),
     ("--document_mask", "a switch", "reset_attention_mask"),
-    ("--run_dir", "checkpoints, logs and reports are in it", "output_dir out_dir save dump_folder "
+    ("--run_dir", "contains checkpoints, logs and reports", "output_dir out_dir save dump_folder "
      "save_dir save_path"),
-    ("--run_dir", "the same command resumes a run; --branch RUN@STEP starts another one from it",
+    ("--run_dir", "the same command resumes a run; --branch RUN@STEP starts another run from it",
      "resume resume_from_checkpoint resume_from load load_path overwrite_output_dir"),
     ("--checkpoint_interval", "in steps", "save_steps save_interval save_every save_strategy"),
     ("--checkpoint_keep", "the newest N", "save_total_limit keep_latest_k"),
@@ -77,12 +78,12 @@ OTHER_NAMES = (
     ("--profile", "FIRST:LAST, in steps", "enable_profiling profiler"),
     ("--wandb", "auto, online, offline or off", "report_to wandb_log use_wandb enable_wandb "
      "logger_name"),
-    ("--wandb_name", "default: that of --run_dir", "run_name wandb_run_name wandb_exp_name"),
+    ("--wandb_name", "default: the name of --run_dir", "run_name wandb_run_name wandb_exp_name"),
     ("--tensorboard", "a switch", "tensorboard_dir logging_dir enable_tensorboard"),
     ("--settings", "a JSON file", "config config_file"),
-    (f"{TOKENIZE} --tokenizer", "a run takes the tokenizer of its shards", "tokenizer "
+    (f"{TOKENIZE} --tokenizer", "a run uses its shards' tokenizer", "tokenizer "
      "tokenizer_name tokenizer_path tokenizer_dir tokenizer_type tokenizer_model vocab_file"),
-    (f"{TOKENIZE} --val_fraction", "documents are split before a run", "split"),
+    (f"{TOKENIZE} --val_fraction", "documents are split before the run", "split"),
     ("zerolm export", "a command after the run", "push_to_hub"),
     ("--num_gpus", "a flag of the launcher, before pretrain.py", "nproc_per_node devices "
      "num_processes gpus"),
@@ -93,7 +94,7 @@ BY_NAME = {name: (ours, why) for ours, why, names in OTHER_NAMES for name in nam
 
 
 def answer_for(name: str) -> str:
-    """Return ' Here it is X: why.' for the name of an option elsewhere, else an empty string."""
+    """Return ' Here it is X: why.' for an option's name elsewhere, otherwise an empty string."""
     section, _, last = name.partition(".")
     for candidate in (name.replace(".", "_"), last, section):
         if candidate in BY_NAME:

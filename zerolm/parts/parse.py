@@ -1,8 +1,8 @@
-"""Parse settings from flags and from the JSON file that `--settings` names.
+"""Parse settings from flags and from the JSON file given by `--settings`.
 
-Runs first, and finds every problem of both before any other file is read. Converts values as users
-write them; `RunSettings` defines which settings exist. Standard library only, so that `--help` is
-instant. argparse, which stops at the first problem, only prints the help and serves the commands
+Runs first, and finds every problem in both before any other file is read. Converts values as
+written by users; `RunSettings` defines which settings exist. Standard library only, so `--help` is
+instant. argparse, which stops at the first problem, is used only for the help and for commands
 that share flags with a run.
 """
 
@@ -43,11 +43,11 @@ AddFlags = Callable[[argparse.ArgumentParser], None]
 INTRODUCTION = (
     "Pretrain a Hugging Face causal language model with DeepSpeed ZeRO. Write flags with dashes or "
     "underscores; numbers as 3e9, 3B, 500M or 2k; bytes as 5GB or 32GiB; durations as 3h50m or "
-    "90s; switches as --flag or --no-flag. Omitted flags have defaults that are derived from the "
-    "model; --check prints them. --no-FLAG takes back a value of --settings or --branch."
+    "90s; switches as --flag or --no-flag. Omitted flags have defaults derived from the "
+    "model; --check prints them. --no-FLAG resets a value from --settings or --branch."
 )
-SWITCHES = ("switch", "recompute")  # may be given without a value
-ONLY_CHECKED = ("world_size", "hardware")  # what --check is for, on any machine
+SWITCHES = ("switch", "recompute")  # may be written without a value
+ONLY_CHECKED = ("world_size", "hardware")  # for --check, which runs on any machine
 
 
 def parse_settings(
@@ -56,12 +56,12 @@ def parse_settings(
     """Parse flags and the JSON file that `--settings` names.
 
     Args:
-        argv: arguments without the program's name. Only `--help` and `--version` exit, with code 0.
-        other_flags: names that a mistyped flag may also be meant to be.
+        argv: arguments without the program name. Only `--help` and `--version` exit, with code 0.
+        other_flags: additional names to suggest for a mistyped flag.
 
     Returns:
-        (settings, problems). A refused value is treated as if it had not been given, and so is what
-        `--no-NAME` takes back.
+        (settings, problems). A refused value is treated as if it had not been given, and so is a
+        value reset by `--no-NAME`.
     """
     problems: list[str] = []
     flags = _read_flags(argv, problems, other_flags)
@@ -69,7 +69,7 @@ def parse_settings(
     origins: dict[str, str] = {}
     path = flags.get("settings")
     file, is_record = (Layer({}), False) if path is None else _read_file(path, problems)
-    # A run.json has every setting already, of the run and of its trunk.
+    # A run.json already contains every setting of the run and its trunk.
     complete = is_record and "branch" not in flags
     base, base_path, is_trunk = _branch_settings({} if complete else file.values | flags, problems)
     run_dir = flags.get("run_dir") or file.values.get("run_dir")
@@ -91,8 +91,8 @@ def parse_settings(
     explicit = frozenset(given) - (derived - flags.keys()) - {"local_rank"}
     settings = RunSettings(**given, explicit=explicit, inherited=inherited, origins=origins)
     problems += [
-        f"{settings.where(name)}: {given[name]} is only for --check. Add --check; a real run gets "
-        f"its ranks from the deepspeed launcher."
+        f"{settings.where(name)}: {given[name]} works only with --check. Add --check; a real run "
+        f"gets its ranks from the deepspeed launcher."
         for name in ONLY_CHECKED
         if name in given and not settings.check
     ]
@@ -109,9 +109,9 @@ def add_settings(
     """Add settings to the flags of another command; `settings_of` parses them.
 
     Args:
-        defaults: {name: default of this command}; other flags have a run's.
-        own_help: {name: help text of this command}; other flags have a run's.
-        own_flags: {name: flag of this command}; other flags have a run's.
+        defaults: {name: default in this command}; other flags have a run's defaults.
+        own_help: {name: help text in this command}; other flags have a run's help texts.
+        own_flags: {name: flag in this command}; other flags are named as in a run.
     """
     for name in names:
         about, default = FLAGS[name], (defaults or {}).get(name)
@@ -132,10 +132,10 @@ def add_settings(
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of a command with `add_settings`, parsed by the rules of a run.
+    """Return the settings of a command that uses `add_settings`, parsed by a run's rules.
 
     Raises:
-        ConfigError: every problem.
+        ConfigError: lists every problem.
     """
     given = {name: getattr(arguments, name, None) for name in FLAGS if name not in ONLY_CHECKED}
     argv = []
@@ -149,7 +149,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def _placeholder(name: str) -> str:
-    """Return what stands for the value of a flag in its help; empty for a switch."""
+    """Return the placeholder for a flag's value in its help; empty for a switch."""
     return FLAGS[name]["shows"] or "|".join(FLAGS[name]["choices"])
 
 
@@ -162,9 +162,9 @@ def _is_record_of(run_dir: str, path: str) -> bool:
 def _branch_settings(
     given: Mapping[str, Any], problems: list[str]
 ) -> tuple[Layer, Path | None, bool]:
-    """Return the settings that a run with `--branch` has without further flags.
+    """Return the settings of a run with `--branch` and no further flags.
 
-    Those of the trunk's run.json; once the branch has a run.json of its own, those in it.
+    They come from the trunk's run.json, or from the branch's own run.json once it exists.
 
     Returns:
         The settings; the path of the file; whether it is the trunk's.
@@ -174,13 +174,13 @@ def _branch_settings(
         return Layer({}), None, False
     if isinstance(run_dir, str):
         own = RunFiles(parse_path(run_dir)).record
-        with contextlib.suppress(RecordError):  # reported when the run directory is checked
+        with contextlib.suppress(RecordError):  # reported by the check of the run directory
             if "branch" in (find_run_json(own.parent) or {}):
                 return _read_file(str(own), problems)[0].without_derived(but_keep=True), own, False
     trunk = RunFiles(run_of(branch)[0]).record
     if not trunk.is_file():
         problems.append(
-            f"{COMMAND_LINE}: --branch: {branch}: there is no {trunk}. Name the directory of a run "
+            f"{COMMAND_LINE}: --branch: {branch}: there is no {trunk}. Give the directory of a run "
             f"that has started, with or without a step: runs/first@1000."
         )
         return Layer({}), None, False
@@ -204,7 +204,7 @@ def _accept(
         problems.append(f"{where}: {shown_setting(where, value)} {error}")
         return
     origins[name] = where
-    if given[name] is None:  # "auto": as if not given
+    if given[name] is None:  # "auto": treated as not given
         del given[name], origins[name]
 
 
@@ -212,7 +212,7 @@ def convert(name: str, value: Any) -> Any:
     """Convert a string or JSON value to the type of a setting.
 
     Raises:
-        ValueError: the text has the rule and the fix.
+        ValueError: the message states the rule and the fix.
     """
     about = FLAGS[name]
     kind = about["kind"]
@@ -265,7 +265,7 @@ def _read_flags(
             near = answer_for(name) or did_you_mean(f"--{name}", choices)
             problems.append(f"{COMMAND_LINE}: --{written}: no such flag.{near or ' See --help.'}")
             while remaining and not remaining[0].startswith("--"):
-                remaining.pop(0)  # further values of it
+                remaining.pop(0)  # further values of the flag
         elif not has_value:
             problems.append(
                 f"{COMMAND_LINE}: --{name} has no value. Write --{name} {_placeholder(name)}."
@@ -278,13 +278,13 @@ def _read_flags(
 
 
 def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
-    """Read a settings file or a run.json; null counts as not given.
+    """Read a settings file or run.json; null counts as not given.
 
     Returns:
-        The settings; whether they are all of a run.
+        The settings; whether they are a run's complete settings.
     """
     try:
-        record = read_json(path, "a JSON file with settings, or the run.json of a run")
+        record = read_json(path, "a JSON file with settings, or a run's run.json")
     except ConfigError as error:
         problems.extend(error.problems)
         return Layer({}), False
@@ -299,7 +299,7 @@ def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
     for written, value in values.items():
         name = written.replace("-", "_")
         if name not in choices:
-            if is_record and not value:  # off, and of a setting that has ended
+            if is_record and not value:  # a removed setting that was off
                 continue
             hint = answer_for(name) or did_you_mean(name, choices)
             hint = hint or " Remove it; --help all lists the settings."
@@ -311,7 +311,7 @@ def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
 
 
 def answer(argv: Sequence[str], usage: str = USAGE, add_flags: AddFlags | None = None) -> None:
-    """Print what `--help` and `--version` ask for, and exit with code 0; return without them.
+    """Print the output of `--help` or `--version` and exit with code 0; return if neither is given.
 
     Args:
         usage, add_flags: see `help_text`.
@@ -331,14 +331,14 @@ def help_text(usage: str = USAGE, add_flags: AddFlags | None = None) -> str:
     """Return the text of `--help all`: every flag with its unit and default, by group.
 
     Args:
-        usage: how the program is started.
-        add_flags: adds all flags of the program, and their groups; None: those of pretrain.py.
+        usage: usage line of the program.
+        add_flags: adds all of the program's flags and their groups; None: pretrain.py's flags.
     """
     return _parser(usage, add_flags).format_help().rstrip()
 
 
 def short_help_text(usage: str = USAGE, add_flags: AddFlags | None = None) -> str:
-    """Return the text of `--help`: the flags that a first run needs, and how to see the others."""
+    """Return the text of `--help`: the flags for a first run, and how to list the others."""
     complete = _parser(usage, add_flags)
     titles = [group.title for group in complete._action_groups if group._group_actions]
     closing = (
@@ -358,7 +358,7 @@ def _parser(usage: str, add_flags: AddFlags | None) -> Parser:
 
 
 def add_all_settings(parser: argparse.ArgumentParser) -> None:
-    """Add every setting to a parser that serves the help."""
+    """Add every setting to a parser used for the help."""
     for group, title in GROUPS.items():
         names = [name for name, about in FLAGS.items() if about["group"] == group]
         add_settings(parser.add_argument_group(title), names)

@@ -1,6 +1,6 @@
-"""`RunSettings`: the settings of a run with the flags of all its parts.
+"""`RunSettings`: a run's settings with the flags of all its parts.
 
-Imports no part's hooks, so that `--help` is instant.
+Does not import any part's hooks, so `--help` is instant.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _FLAGS = dict.fromkeys(part.Flags for part in reversed(PARTS))
 
 @dataclass(frozen=True)
 class RunSettings(*_FLAGS, Settings):  # type: ignore[misc]
-    """The settings of a run: those that every run has, and the flags of each part."""
+    """A run's settings: those that every run has, and the flags of each part."""
 
     parts: ClassVar[tuple[type[Part], ...]] = PARTS
 

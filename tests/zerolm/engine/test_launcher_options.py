@@ -83,7 +83,7 @@ def test_a_line_that_arrives_otherwise_or_ends_the_launcher_is_refused(home, lin
     with pytest.raises(ConfigError) as refused:
         deepspeed_env_files()
     first, second = refused.value.problems
-    assert f"{home}/.deepspeed_env: line 2: " in first and "line 3: C: has quotes" in second
+    assert f"{home}/.deepspeed_env: line 2: " in first and "line 3: C: contains quotes" in second
     (home / ".deepspeed_env").write_text(f"{line}\n")
     written = line.partition("=")[2].strip("'")
     assert on_the_host(home / ".deepspeed_env", "A") != (written or line)

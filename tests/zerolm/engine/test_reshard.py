@@ -234,5 +234,5 @@ def test_states_that_cannot_be_resharded_are_refused_before_the_engine_is_modifi
     assert (
         "model_states.pt: param_shapes: differ from this model: head" in found["model"]["refused"]
     )
-    assert "optimizer states of ranks [0], but its manifest says 2" in found["shard"]["refused"]
+    assert "optimizer states for ranks [0], but its manifest lists 2" in found["shard"]["refused"]
     assert all(state["untouched"] for state in found.values())

@@ -99,7 +99,7 @@ def test_data_that_is_no_checkpoint_is_refused_in_a_sentence(tmp_path, file, key
     write_stage_2(tmp_path)
     assert torch.equal(read_all(tmp_path)["weight"], torch.arange(6.0).view(SHAPE))
     torch.save(changed(torch.load(tmp_path / file), *keys, new=new), tmp_path / file)
-    with pytest.raises(CheckpointError, match="not that of a checkpoint"):
+    with pytest.raises(CheckpointError, match="not contain the data of a checkpoint"):
         read_all(tmp_path)
 
 

@@ -64,7 +64,7 @@ def test_a_missing_tokenizer_costs_only_the_bits_per_byte_and_a_notice(base, tmp
 def test_core_is_in_the_plan_and_a_damaged_bundle_is_refused(base, tmp_path) -> None:
     bundle = write_bundle(tmp_path / "bundle", 6)
     plan = check(base, "--core", bundle, "--core_items", 5, "--downstream_interval", 2)
-    assert plan.derived["downstream"] == "CORE (5 items of each task) every 2 steps"
+    assert plan.derived["downstream"] == "CORE (5 items per task) every 2 steps"
     (bundle / "eval_data" / "schema.jsonl").unlink()
     (problem,) = refused(base, "--core", bundle)
     assert problem.startswith("command line: --core: ") and "schema.jsonl" in problem
@@ -108,7 +108,7 @@ def test_texts_longer_than_the_maximum_are_refused(base, tmp_path) -> None:
     (problem,) = refused(base, "--hellaswag", tmp_path / "long.jsonl")
     assert "long.jsonl: item 1 has" in problem and "the maximum is 48" in problem
     (problem,) = refused(base, "--prompts", base / "prompts.txt", "--sample_length", 47)
-    assert "prompt 1 has" in problem and "exceed 48, the maximum of --seq_len" in problem
+    assert "prompt 1 has" in problem and "exceed 48, the smaller of --seq_len" in problem
 
 
 @pytest.mark.parametrize(

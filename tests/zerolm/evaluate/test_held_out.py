@@ -143,7 +143,7 @@ def test_every_problem_of_the_shards_is_reported(base, tmp_path) -> None:
     problems = caught.value.problems
     assert len(problems) == 4
     for start, part in zip(
-        problems, ("--seq_len 65", "not made by the tokenizer", "no such", "none"), strict=True
+        problems, ("--seq_len 65", "not produced by the tokenizer", "no such", "none"), strict=True
     ):
         assert part in start
     packed = RunSettings(val_data=(str(base / "shards"),), seq_len=64, packing="best_fit")

@@ -131,7 +131,7 @@ def test_scores_and_averages_are_those_by_hand(base) -> None:
 def test_every_missing_or_damaged_file_is_named(base, tmp_path) -> None:
     import shutil
 
-    with pytest.raises(ConfigError, match="needs the requests of OLMES"):
+    with pytest.raises(ConfigError, match="needs the OLMES requests"):
         olmes.load(str(tmp_path))
     copied = shutil.copytree(base / "oe_eval_tasks", tmp_path / "oe_eval_tasks")
     (copied / "piqa/val_rc_5shot/requests.jsonl.gz").unlink()

@@ -147,7 +147,7 @@ def test_an_export_names_rotary_embeddings_that_version_4_cannot_have(tmp_path):
         assert rope_keys(config) is None, model
         CASES[model] = {"model_type": model, **layers, "rope_parameters": by_layer}
     said = export("gemma3_text", tmp_path / "model", write_tokenizer(tmp_path / "tokenizer"))
-    assert f"note: {tmp_path / 'model' / 'config.json'}: no older keys mean the same as" in said
+    assert f"note: {tmp_path / 'model' / 'config.json'}: no older keys are equivalent to" in said
 
 
 @pytest.mark.parametrize(

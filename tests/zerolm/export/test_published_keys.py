@@ -123,4 +123,4 @@ def test_layers_without_a_period_are_named_and_have_no_key_for_it(model_type, ke
     assert key not in published_keys(config)
     config.save_pretrained(tmp_path)
     (notice,) = add_older_keys(tmp_path, config)
-    assert f"layer_types of {model_type} have no period, so {key} cannot" in notice
+    assert f"{model_type}'s layer_types are not periodic, so {key} cannot" in notice

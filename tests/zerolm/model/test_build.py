@@ -247,14 +247,14 @@ def spoil(model, name, change):
 @pytest.mark.parametrize(
     ("family", "name", "change", "complaint"),
     [
-        ("llama", "model.norm.weight", lambda w: w.zero_(), "mean 0, the config implies 1"),
+        ("llama", "model.norm.weight", lambda w: w.zero_(), "mean 0, but the config implies 1"),
         ("llama", "lm_head.weight", lambda w: w[3, 5].fill_(float("nan")), "not finite"),
         ("llama", "lm_head.weight", lambda w: w.mul_(1.2), "the config implies 0.02"),
         ("llama", "lm_head.weight", lambda w: w.add_(0.004), "the config implies 0 "),
         ("gpt2", "transformer.h.1.mlp.c_proj.weight", lambda w: w.mul_(2), "implies 0.01 "),
         ("gpt2", "transformer.h.1.mlp.c_fc.bias", lambda w: w[0].fill_(0.1), "implies 0 "),
         ("mixtral", "model.layers.0.mlp.experts.down_proj", lambda w: w[2].zero_(), "0.02"),
-        ("gemma2", "model.norm.weight", lambda w: w.fill_(1), "mean 1, the config implies 0"),
+        ("gemma2", "model.norm.weight", lambda w: w.fill_(1), "mean 1, but the config implies 0"),
         ("mamba", "backbone.layers.1.mixer.A_log", lambda w: w.normal_(), "A_log: mean"),
     ],
 )

@@ -84,7 +84,7 @@ def test_all_problems_are_reported_at_once(refusal):
         ({"model_type": "t5"}, "has no causal language model"),
         (
             {"model_type": "orion", "auto_map": {"AutoModel": "model.Model"}},
-            "'orion' is unknown to the installed transformers. The code that auto_map names is",
+            "'orion' is unknown to the installed transformers. The code named in auto_map is",
         ),
         ({"model_type": "gpt2", "n_head": 0}, "num_attention_heads: 0 must be at least 1"),
         ({"model_type": "musicgen"}, "'musicgen' holds several text models"),
@@ -178,7 +178,7 @@ IDLE = {
                                {"max_window_layers": 1}),
     "heads": ("falcon", {"num_kv_heads": 2}, "num_kv_heads", "new_decoder_architecture is false",
               {"new_decoder_architecture": True}),
-    "two bases": ("llama", ROPE, "rope_theta", "the model has rope_theta 10000.0 by another key",
+    "two bases": ("llama", ROPE, "rope_theta", "another key sets rope_theta to 10000.0",
                   {"rope_parameters": None}),
     "mlp": ("qwen3_moe", {"intermediate_size": 96}, "intermediate_size", "",
             {"mlp_only_layers": [0]}),
@@ -298,7 +298,7 @@ def test_keys_about_the_published_weights_do_not_reach_the_config(tmp_path):
     about = {"auto_map": {"AutoModel": "model.Model"}, "quantization_config": {"bits": 4}}
     config, (notice,) = load(tmp_path, {**LLAMA, **about})
     assert not set(about) & set(config.to_dict())
-    assert "auto_map (code of the model, which is never executed)" in notice
+    assert "auto_map (the model's code, which is never executed)" in notice
     assert "quantization_config (training uses unquantised weights)" in notice
 
 

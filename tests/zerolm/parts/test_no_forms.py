@@ -22,7 +22,7 @@ def settings(tmp_path) -> RunSettings:
 def hint(settings: RunSettings, problem: str) -> str:
     (found,) = with_origins([problem], settings)
     assert found.startswith(problem)
-    return found.removeprefix(problem).partition(" removes the value that ")[0].strip()
+    return found.removeprefix(problem).partition(" removes the value set in ")[0].strip()
 
 
 def test_the_subject_and_the_flags_before_the_fix_are_named(settings):

@@ -152,7 +152,7 @@ def test_a_class_that_gives_a_parameter_no_initial_value_is_refused(monkeypatch)
     monkeypatch.setitem(modeling_apertus.ACT2CLS, "xielu", Forgetful)
     settings, _ = parse_settings(["--seq_len", "32", "--model_config", "apertus.json"])
     (problem,) = model_problems(settings, layers("apertus"))
-    assert problem.startswith("apertus.json: ApertusForCausalLM gives no initial value to model.")
+    assert problem.startswith("apertus.json: ApertusForCausalLM sets no initial value for model.")
 
 
 @pytest.mark.parametrize(
@@ -213,8 +213,8 @@ def test_fp8_is_refused_without_bf16_on_older_gpus_and_without_linear_layers(mon
 
     gpt2 = layers("gpt2")  # its Conv1D is no linear layer
     precision, device, model = found(settings, gpt2, fp32, "cuda")
-    assert "--fp8: true needs bf16 weights, but those of d.json are fp32" in precision
-    assert "this GPU has compute capability 8.6, and fp8 needs 8.9" in device
+    assert "--fp8: true needs bf16 weights, but d.json sets fp32" in precision
+    assert "this GPU has compute capability 8.6 and fp8 needs 8.9" in device
     assert "gpt2 has no linear layers in its blocks (m)" in model
     llama = layers("llama", intermediate_size=96)
     assert found(settings, llama, autocast, "cpu") == [precision]

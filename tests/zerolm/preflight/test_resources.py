@@ -67,7 +67,7 @@ def test_the_variables_of_a_launch_by_ssh_are_checked_as_its_launcher_read_them(
     flags = ["--run_dir", str(tmp_path)]
     wait = [sys.executable, "-c", "print(1, flush=True); input()", "deepspeed", "--hostfile", "h"]
     launched = {"CROSS_SIZE": "2", "MASTER_ADDR": "a", "LOCAL_RANK": "1"}
-    for more, expected in ([], ["line 1: A: has quotes"]), (["--no_ssh"], []):
+    for more, expected in ([], ["line 1: A: contains quotes"]), (["--no_ssh"], []):
         with subprocess.Popen(
             [*wait, *more, "pretrain.py", *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             env={**os.environ, "HOME": str(tmp_path), "DS_ENV_FILE": "other.env"},
