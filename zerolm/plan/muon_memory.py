@@ -20,9 +20,8 @@ def state_bytes(shapes: Shapes, profile: Profile, world_size: int = 0) -> int:
     second copy for the current step, so that the step can be skipped.
 
     Args:
-        world_size: number of ranks, to return the bytes of the rank that holds most; 0 for the
-            bytes of all parameters, as in a checkpoint, where a matrix that two ranks share counts
-            once.
+        world_size: number of ranks; the result is for the fullest rank. 0: the result is for all
+            parameters, as in a checkpoint, where a matrix that two ranks share counts once.
     """
     matrices = sum(_numels(shapes))
     others = sum(map(math.prod, shapes.values())) - matrices

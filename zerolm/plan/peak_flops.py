@@ -92,8 +92,8 @@ def datasheet_flops(device_name: str, dtype_name: str) -> float | None:
 def device_peak_flops(device: "torch.device", precision: str) -> tuple[float, str]:
     """Return the peak FLOP/s of one device, and the source of the figure.
 
-    A known device has its datasheet's figure. For others, matrix products are timed and the best
-    rate is the peak that the MFU is relative to; timing takes a tenth of a second to a few seconds.
+    For a known device the peak comes from its datasheet. For other devices, matrix products are
+    timed, and the best rate serves as the peak; timing takes a tenth of a second to a few seconds.
 
     Args:
         precision: "bf16", "fp16", "fp32" or "tf32". For "tf32", it must be enabled in torch.

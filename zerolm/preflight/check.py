@@ -123,8 +123,7 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
 
 
 def _refused(problems: Sequence[str]) -> set[str]:
-    """Return the settings named in problems, because of a refused value or as the suggestion for a
-    mistyped flag.
+    """Return the settings that problems name: refused values, or suggestions for mistyped flags.
 
     They are not also reported as missing.
     """

@@ -167,7 +167,7 @@ def padding_notices(
 
 
 def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Report dropout, which is allowed, but whose random masks depend on the number of ranks."""
+    """Report dropout: it is allowed, but its random masks depend on the number of ranks."""
     return [
         f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the loss "
         f"curve depends on the world size; 0 is usual for pretraining"

@@ -30,7 +30,7 @@ from zerolm.report.speed_diagnosis import (
 SPIKE_WINDOW, SPIKE_DEVIATIONS = (
     32,
     8.0,
-)  # previous losses; deviations above them
+)  # window in losses; threshold in deviations
 SPIKE_FLOOR = 0.02  # minimum deviation, relative to the loss
 MAX_SPIKE_FINDINGS = 3  # more spikes are merged into one finding
 PLATEAU_BLOCKS, PLATEAU_ROWS_PER_BLOCK = 12, 4

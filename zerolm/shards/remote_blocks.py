@@ -107,7 +107,7 @@ class RemoteBlocks:
         return content
 
     def _require_ids(self, number: int, first: int, content: bytes) -> None:
-        """Check the ids in blocks, because checksums written with wrong ids match them."""
+        """Check the ids in blocks; checksums do not detect ids that were written wrongly."""
         for at in range(0, len(content), BLOCK_BYTES):
             problem = wrong_id(memoryview(content)[at : at + BLOCK_BYTES], self.manifest)
             if problem:

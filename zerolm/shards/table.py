@@ -118,7 +118,7 @@ def encode_table(content: bytes) -> bytes | None:
 
 
 def read_table(directory: Path) -> tuple[dict[str, Any], ShardTable] | None:
-    """Map a directory's table; return (manifest without shards, shards), or None without a table.
+    """Map a directory's table; return (manifest without shards, shards), or None if there is none.
 
     Raises:
         ShardError: the table is damaged, or was made from another manifest.

@@ -21,10 +21,10 @@ MIN_BAR_WIDTH = 8  # characters; figures are dropped, the last ones first, to le
 
 
 class Console:
-    """The progress bar of a run; does nothing on other ranks.
+    """The progress bar of a run.
 
     Args:
-        active: whether this is the first rank.
+        active: whether this is the first rank; False makes every method a no-op.
     """
 
     def __init__(self, active: bool):
