@@ -3,11 +3,11 @@
     deepspeed pretrain.py --deepspeed_config ds_configs/zero2.json \\
         --model_config model_configs/llama-160m.json --data shards/web --run_dir runs/first
 
-The same command again resumes the run from its newest complete checkpoint. `--help` and
+Running the same command again resumes the run from its newest complete checkpoint. `--help` and
 `--help all` list the flags; `--check` reports every problem without a GPU and exits.
 
-Every rank runs `main`, which checks everything before there is a process group. `train` is the
-training loop, and `build_engine` builds the model and hands it to DeepSpeed.
+Every rank runs `main`, which checks everything before it creates the process group. `train` is the
+training loop; `build_engine` builds the model and passes it to DeepSpeed.
 """
 
 import os
@@ -23,7 +23,7 @@ from zerolm.distributed import ranks
 from zerolm.parts import parse
 
 if __name__ == "__main__":
-    parse.answer(sys.argv[1:])  # --help and --version need not wait for the imports
+    parse.answer(sys.argv[1:])  # answer --help and --version before the slow imports
     shipped.shield(os.environ)
     ranks.adopt(os.environ)
     machine.share_cores(os.environ)
@@ -69,7 +69,7 @@ from zerolm.upload import restore
 from zerolm.watchdog import limits, startup, watchdog
 
 # -------------------------------------------------------------------------------------------------
-# Preflight: report every problem of the configs, the data and the machine at once; then train
+# Preflight: report all problems of the configs, data and machine at once; then train
 
 
 def main(argv: list[str]) -> int:
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             restore.if_lost(run_dir, plan.settings.upload_to)
             branch.begin(plan, partial(run_directory.record, plan), print)
-            candidates(run_dir)  # raises if the run has checkpoints, but no complete one
+            candidates(run_dir)  # raises if the run has checkpoints but none is complete
         process_group.rendezvous()
     except (ConfigError, OSError) as error:
         return process_group.report_config_error(limits.refusal(error), rank, local_rank)
@@ -143,8 +143,9 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
     precision, name = collectives.broadcast_object((plan.profile.precision, plan.device_name))
     collectives.require_on_all_ranks(
         plan.profile.precision == precision,
-        f"{plan.profile.name}: would train in {plan.profile.precision} on {plan.device_name}, and "
-        f"in {precision} on {name} of rank 0. Choose one for all: --precision {precision}.",
+        f"{plan.profile.name}: would train in {plan.profile.precision} on {plan.device_name}, but "
+        f"in {precision} on rank 0's {name}. Choose one precision for all ranks: --precision "
+        f"{precision}.",
     )
     collectives.require_same_on_all_ranks(
         plan.fingerprint(),
@@ -162,7 +163,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
     batches = run.batches()
     try:
         if resumed:
-            run.evaluate_if_due()  # if the run ended between a checkpoint and its evaluation
+            run.evaluate_if_due()  # the run may have ended between a checkpoint and its evaluation
         while not run.finished and not run.stopping:
             run.step(batches)
             run.journal.log_startup(run.progress.step, dog.runner)
@@ -174,7 +175,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
             run.save_if_due()
             run.uploads.tick()
             run.html_report.tick()
-            # A requested stop leaves the evaluation to the resume, so that the run stops sooner.
+            # After a stop request, the evaluation is left to the resumed run, to stop sooner.
             if run.finished or not run.stopping:
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError, CorruptionError) as error:
@@ -198,13 +199,13 @@ def build_engine(
     Every rank must call this.
 
     Args:
-        wanted: the features of the run, which may change the model and the engine.
+        wanted: the run's features, which may change the model and the engine.
 
     Raises:
-        ConfigError: the initial weights are not as the model config implies, or the attention
-            kernel ignores the document mask.
+        ConfigError: the initial weights do not match the model config, or the attention kernel
+            ignores the document mask.
     """
-    # Imported here and below: they take seconds, which --help and --check need not wait for.
+    # Imported here and below, because these imports take seconds that --check need not wait for.
     from deepspeed.utils import logger
 
     from zerolm.distributed import ulysses
@@ -226,7 +227,7 @@ def build_engine(
     )
     engine = initialize(plan, model, mpu, existing, wanted, print_rank0)
 
-    build.restore_float32_buffers(engine.module, buffers)  # which DeepSpeed has cast
+    build.restore_float32_buffers(engine.module, buffers)  # DeepSpeed has cast them
     engine.train()
     for feature in wanted:
         if line := feature.change_engine(engine):
@@ -246,11 +247,11 @@ def build_checked_model(
     The weights do not depend on the ZeRO stage. Every rank must call this.
 
     Args:
-        existing: weights to start from, as `verified` returns them; None for random ones.
-        wanted: the features of the run, which may scale random weights.
+        existing: weights to start from, returned by `verified`; None for random weights.
+        wanted: the run's features, which may scale random weights.
 
     Raises:
-        ConfigError: the weights are not as the model config or the existing ones imply.
+        ConfigError: the weights do not match the model config or the existing weights.
     """
     from zerolm.attention import choice
     from zerolm.model import build
@@ -308,14 +309,14 @@ def initialize(
 ) -> Engine:
     """Return the DeepSpeed engine of a model, with its optimizer. Every rank must call this.
 
-    Parameter groups are for weight decay, and for options that features scale; Muon also needs its
-    matrices tagged. DeepSpeed builds the optimizer from its JSON, unless the JSON names a class by
+    Parameter groups set weight decay and the options that features scale; Muon's matrices are also
+    tagged. DeepSpeed builds the optimizer from its JSON, unless the JSON gives a class by its
     dotted path.
 
     Args:
         mpu: the result of `ulysses.register_attention`.
-        existing: weights that the model started from, or None.
-        wanted: the features of the run, which may scale options of the optimizer.
+        existing: weights that the model was initialized with, or None.
+        wanted: the run's features, which may scale optimizer options.
     """
     import deepspeed
 

@@ -74,7 +74,7 @@ def test_a_longer_branch_equals_a_plain_loop_that_goes_on(
     flags += ("--val_data", held_out, "--loss_by_position", "--needle_items", 3)
     done = run_ranks(2, *flags)
     assert done.returncode == 0, done.stdout[-4000:]
-    assert "those of which the trunk has read nothing" in done.stdout
+    assert "only sequences that the trunk has not read" in done.stdout
     found = list(rows(tmp_path / "run", "train/loss").values())
     quarters = [f"loss_at_{part}_quarter" for part in ("first", "middle", "last")]
     for key in (*quarters, "needle/acc_at_50", "needle/loss"):

@@ -1,4 +1,4 @@
 """The plan of a run: settings resolved to numbers, memory per rank, and the `Plan` itself.
 
-Computed from parsed inputs; must not read or write files or start a process group.
+Works on parsed inputs; must not read or write files or start a process group.
 """

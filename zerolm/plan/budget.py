@@ -1,7 +1,7 @@
 """Fill in and check the tokens, batch, schedule and intervals of a run.
 
-`zerolm.plan.resolve` calls these functions; `zerolm.config.defaults` has the formulas. Messages
-name the nearest allowed values. Must not import torch.
+`zerolm.plan.resolve` calls these functions; the formulas are in `zerolm.config.defaults`. Messages
+suggest the nearest allowed values. Must not import torch.
 """
 
 import math
@@ -17,7 +17,7 @@ from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS, BatchSchedule, L
 
 
 def apply_implied(settings: Settings, implied: Mapping[str, Implied], name: str) -> Settings:
-    """Set what the DeepSpeed JSON (named `name`) fixes, unless a flag sets it."""
+    """Apply the values that the DeepSpeed JSON (named `name`) implies, unless a flag sets them."""
     new = {key: value for key, (value, *_) in implied.items() if key not in settings.explicit}
     origins = {key: f"{name}: {implied[key].key}" for key in new}
     return replace(settings, **new, origins={**settings.origins, **origins})
@@ -33,7 +33,7 @@ def fill_batch(
     """Fill in the batch size and its ramp, which all other defaults depend on.
 
     Args:
-        multiple: a default batch is rounded up to a multiple of this many sequences.
+        multiple: number of sequences; a default batch is rounded up to a multiple of it.
     """
     total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
     batch = settings.batch_tokens
@@ -61,9 +61,9 @@ def fill_remaining(
     """Fill in every setting that is still None and has a default.
 
     Args:
-        settings: settings whose batch is filled in.
+        settings: settings with the batch size filled in.
         json_schedules: the DeepSpeed JSON has a scheduler that is not one of `--schedule`.
-        betas: the optimizer's defaults; None if it has no betas.
+        betas: default betas of the optimizer; None if it has no betas.
     """
     seq_len, batch = settings.seq_len or 1, settings.batch_tokens or 1
     total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
@@ -107,7 +107,7 @@ def fill_remaining(
 
 
 def default_interval(settings: Settings, what: str) -> int:
-    """Return a default interval of a run whose other settings are filled in."""
+    """Return the default for an interval, in steps, once all other settings are filled in."""
     schedule, total = batch_schedule(settings), settings.total_tokens or 0
     return defaults.interval(num_steps(schedule, settings.seq_len or 1, total), what)
 
@@ -127,7 +127,7 @@ def batch_schedule(settings: Settings) -> BatchSchedule:
 
 
 def learning_rate(settings: Resolved) -> LearningRate:
-    """Return the learning rate schedule; the DeepSpeed JSON must not have one."""
+    """Return the learning rate schedule; the DeepSpeed JSON must not define a scheduler."""
     assert settings.schedule is not None
     return LearningRate(
         settings.schedule,
@@ -165,7 +165,7 @@ def total_sequences(settings: Settings) -> int:
 
 
 def batch_problems(settings: Settings, world_size: int) -> list[str]:
-    """Check that batches divide into sequences, ranks and micro-batches."""
+    """Check that batch sizes are divisible into sequences, ranks and micro-batches."""
     seq_len, batch, start = settings.seq_len, settings.batch_tokens, settings.batch_ramp_start
     if not seq_len or not batch:
         return []
@@ -185,8 +185,8 @@ def batch_problems(settings: Settings, world_size: int) -> list[str]:
         return problems
     if start and (batch % start or start == batch):
         return [
-            f"{settings.where('batch_ramp_start')}: {start} must be a divisor of --batch_tokens "
-            f"{batch} and smaller. Use for example {batch // 4 or seq_len}."
+            f"{settings.where('batch_ramp_start')}: {start} must be a smaller divisor of "
+            f"--batch_tokens {batch}. Use for example {batch // 4 or seq_len}."
         ]
     name, smallest = ("batch_ramp_start", start) if start else ("batch_tokens", batch)
     sequences = smallest // seq_len
@@ -210,7 +210,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def schedule_problems(settings: Settings) -> list[str]:
-    """Check learning rates, warm-up, decay and evaluation; settings that are None are skipped."""
+    """Check learning rates, warm-up, decay and evaluation; skip settings that are None."""
     problems = []
     total, warmup, decay = settings.total_tokens, settings.warmup_tokens, settings.decay_tokens
     peak, low, kind = settings.learning_rate, settings.min_learning_rate, settings.schedule
@@ -242,7 +242,7 @@ def schedule_problems(settings: Settings) -> list[str]:
 
 
 def _long_warmup(settings: Settings, warmup: int, total: int) -> str:
-    """Return the problem of a warm-up longer than the run, in the unit that the user gave."""
+    """Return the problem with a warm-up longer than the run, in the unit that the user gave."""
     where = settings.where("warmup_tokens")
     if not where.endswith(WARMUP_STEPS) or not settings.seq_len or not settings.batch_tokens:
         return (

@@ -1,6 +1,6 @@
-"""Estimates the duration of a run from the FLOP/s of its devices, before a step has been timed.
+"""Estimate the duration of a run from the FLOP/s of its devices, before a step has been timed.
 
-`zerolm plan` estimates more: communication, offload, price. torch is imported where it is needed.
+`zerolm plan` also estimates communication, offload and price. torch is imported where it is needed.
 """
 
 import copy
@@ -17,17 +17,17 @@ from zerolm.plan import hardware
 from zerolm.plan.peak_flops import device_peak_flops
 from zerolm.plan.plan import Plan
 
-# On GPUs as in docs/scaling.md; on a CPU of large models, a block of which is not timed.
+# Assumed MFU: on GPUs as in docs/scaling.md, on a CPU for models too large to time a block.
 GPU_MFU, CPU_MFU = 0.4, 0.6
-TIMED_PARAMETERS, TIMED_TOKENS = 50_000_000, 2048  # at most; a second on two slow cores
+TIMED_PARAMETERS, TIMED_TOKENS = 50_000_000, 2048  # limits: about a second on two slow cores
 YEAR_SECONDS = 365 * 86400
 
 
 def with_duration(plan: Plan) -> Plan:
-    """Return a plan with its expected duration among the derived figures; a notice if it is years.
+    """Add the expected duration to a plan's derived figures, and a notice if it exceeds a year.
 
-    On a CPU, and on a GPU without a known datasheet, matrix products are timed, and on a CPU a
-    block of the model, which may take seconds.
+    Matrix products are timed on a CPU and on a GPU without a known datasheet. On a CPU a block of
+    the model is timed too, which may take seconds.
     """
     import torch
 
@@ -49,12 +49,12 @@ def with_duration(plan: Plan) -> Plan:
 
 
 def _is_named(plan: Plan) -> bool:
-    """Return whether `--hardware` names devices of hardware.json or a file."""
+    """Return whether `--hardware` names a device from hardware.json or from a file."""
     return (plan.settings.hardware or CPU).lower() != CPU
 
 
 def _share_of_rank(plan: Plan) -> tuple[float, float | None]:
-    """Return the FLOP/s of one of the ranks that would share this CPU, and its MFU if timed."""
+    """Return the FLOP/s of one rank when all ranks share this CPU, and its MFU if timed."""
     import torch
 
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
@@ -75,17 +75,17 @@ def expected(
 
     Args:
         peak_flops: FLOP/s of one device.
-        timed_mfu: what a block of the model has reached; None for an assumption.
+        timed_mfu: MFU measured on one block of the model; None: assume a typical MFU.
     """
     tokens = plan.settings.total_tokens - (plan.branch["tokens"] if plan.branch else 0)
     more = ""
     mfu = timed_mfu or (CPU_MFU if plan.device == CPU else GPU_MFU)
     if plan.device == ABSENT:
         more = f"; `zerolm plan --hardware {plan.settings.hardware} --devices {plan.world_size}` "
-        more += "estimates communication and price, too"
+        more += "also estimates communication and price"
     is_bf16 = plan.device == CPU and plan.profile.compute_precision == "bf16"
     if timed_mfu:
-        more = ", as one block of the model has here"
+        more = ", measured here on one block of the model"
     elif is_bf16 and not _is_named(plan) and (ratio := bf16_ratio("cpu")) > EMULATED_RATIO:
         peak_flops /= ratio
         more = f", which multiplies bf16 {ratio:.2g} times slower than float32"
@@ -105,13 +105,13 @@ def expected(
 
 
 def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
-    """Return the MFU of steps on this CPU, by a copy of the model with one block.
+    """Time steps of a one-block copy of the model on this CPU, and return the MFU.
 
-    The copy computes a gradient and is updated; neither communication nor data is counted.
+    A step is a forward and backward pass and an update; communication and data loading are not
+    counted.
 
-    Returns:
-        None for a large model, for one that cannot be made with one block, and where products are
-        emulated, so that it would take long.
+    Returns: None if the model is large or cannot be built with one block, or if bf16 is emulated
+    here and timing would take long.
     """
     if plan.profile.compute_precision == "bf16" and bf16_ratio("cpu") > EMULATED_RATIO:
         return None
@@ -139,7 +139,7 @@ def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
             lambda: model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         )
         update = _seconds(optimizer.step)
-    except Exception:  # any model's code may fail: the estimate is a courtesy
+    except Exception:  # model code may raise anything, and the estimate is optional
         return None
     per_token = flops_per_token(config, block.shapes, length)
     tokens = settings.batch_tokens / plan.layout.replicas
@@ -150,7 +150,7 @@ def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the shorter of two times of a piece of work."""
+    """Run `work` twice and return the shorter time."""
     taken = []
     for _ in range(2):
         start = time.perf_counter()

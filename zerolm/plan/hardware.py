@@ -1,6 +1,6 @@
 """Devices to plan for: peak FLOP/s, memory, bandwidths and prices, each with a source.
 
-The data is in hardware.json beside this file; a user's file of the same form adds or replaces
+The data is in hardware.json next to this module; a user's file in the same format adds or replaces
 devices.
 """
 
@@ -22,17 +22,17 @@ FILE = Path(__file__).with_name("hardware.json")
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its share of its host. Bandwidths are in bytes per second, one direction.
+    """One device and its share of the host. Bandwidths are in bytes per second and direction.
 
     Attributes:
-        match: regular expression for the device name that the driver reports; begins with `cpu`
-            for a CPU.
+        match: regular expression for the device name that the driver reports; starts with `cpu` for
+            a CPU.
         bf16, fp16, fp8, fp32: dense peak FLOP/s; None if not supported.
-        attained: share of the peak that training reaches without communication.
-        intra_node: bandwidth between devices of a host.
-        inter_node: network bandwidth of the host, divided by its devices.
+        attained: fraction of the peak that training reaches, excluding communication.
+        intra_node: bandwidth between two devices on a host.
+        inter_node: network bandwidth of the host, per device.
         host_link: bandwidth between device and host memory.
-        host_memory_bytes, host_bandwidth: host memory and its bandwidth, divided by the devices.
+        host_memory_bytes, host_bandwidth: size and bandwidth of host memory, per device.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Hardware:
 
     @property
     def device(self) -> Device:
-        """The device as a rank would find it; a GPU is not on this machine."""
+        """The device as a rank would detect it; a GPU counts as absent from this machine."""
         if self.is_cpu:
             ratio = (self.fp32 or 0.0) / (self.bf16 or 1.0)
             lacks = f"multiplies bf16 {ratio:.3g} times slower than float32"
@@ -70,17 +70,17 @@ class Hardware:
         return self.match.startswith(CPU)
 
     def peak(self, precision: str) -> float | None:
-        """Return the dense peak FLOP/s, None if the device does not support the precision."""
+        """Return the dense peak FLOP/s; None if the device does not support the precision."""
         if precision == TF32:
             return self.bf16 and self.bf16 / 2
         return getattr(self, precision)
 
 
 def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
-    """Return a device by name, from hardware.json or a user's file, with the flags' figures.
+    """Return a device by name from hardware.json or a user's file, overridden by `changed`.
 
     Args:
-        named: `H100`, a JSON file with one device, or `FILE:NAME`; None: `H100`.
+        named: a device name, a JSON file with one device, or `FILE:NAME`; None: `H100`.
     """
     devices = devices_of(FILE)
     requested = named or "H100"
@@ -90,7 +90,7 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
         own = devices_of(file, devices)
         if not colon and len(own) != 1:
             raise ConfigError(
-                f"{file}: devices: defines {len(own)} devices, and --hardware takes one. Choose "
+                f"{file}: devices: defines {len(own)} devices, but --hardware takes one. Choose "
                 f"one, for example --hardware {file}:{next(iter(own))}."
             )
         devices, requested = {**devices, **own}, name if colon else next(iter(own))
@@ -117,7 +117,7 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
 def parse(
     entries: Mapping[str, Any], path: Path, base: Mapping[str, Hardware] | None = None
 ) -> dict[str, Hardware]:
-    """Like `devices_of`, for a JSON object that is already parsed."""
+    """Parse the `devices` object of a file; see `devices_of`."""
     fields = [field.name for field in dataclasses.fields(Hardware) if field.name != "name"]
     texts = {"match", "price_date", "price_source", "source"}
     devices: dict[str, Hardware] = {}
@@ -155,12 +155,12 @@ def parse(
 
 
 def assumed() -> dict[str, Any]:
-    """Return the assumptions that do not depend on the device: failures, restarts, storage."""
+    """Return the device-independent assumptions: fault rate, restart time, storage."""
     return read_json(FILE, "zerolm/plan/hardware.json")["assumed"]
 
 
 def recognize(device_name: str) -> Hardware | None:
-    """Return the device whose pattern matches a driver's device name best, None if unknown."""
+    """Return the device whose pattern matches most of a device name; None if none matches."""
     found = [
         (len(match[0]), one)
         for one in devices_of(FILE).values()

@@ -1,7 +1,7 @@
 """The share of time that a run loses to saves, repeated steps and restarts.
 
-A formula gives the expected share, for `launch plan` and for a day with a fault every hour. The
-events and the pauses of a run give the measured share, for its report and `status`. Reads no
+`expected` computes the share from a formula, for `launch plan` and for one fault per hour.
+`measured` computes it from a run's events and pauses, for its report and `status`. Reads no
 configuration.
 """
 
@@ -12,14 +12,14 @@ from statistics import median
 from typing import Any
 
 HOUR = 3600.0
-REPEATED = "repeated steps"  # the part of a recovery, as in zerolm/watchdog/startup.py
+REPEATED = "repeated steps"  # key in a recovery's parts, set in zerolm/watchdog/startup.py
 
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Shares of the time, each from 0 to 1."""
+    """Fractions of the total time, each from 0 to 1."""
 
     saves: float
     repeated: float
@@ -47,11 +47,11 @@ def expected(
 
     Args:
         mean_seconds: mean time between two faults.
-        interval_seconds: time between checkpoints; half of it is repeated on average.
+        interval_seconds: time between checkpoints; a fault repeats half of it on average.
         stall_seconds: time that training waits for a checkpoint.
         write_seconds: time until a checkpoint is complete; a fault before that also repeats the
             steps trained meanwhile.
-        restart_seconds: time from a fault until training resumes, without repeated steps.
+        restart_seconds: time from a fault until training resumes, excluding repeated steps.
 
     Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
     dumps, to first order.
@@ -65,15 +65,16 @@ def expected(
 
 @dataclass(frozen=True)
 class Measured:
-    """The time that a run has lost, according to its events and metrics.
+    """The time that a run has lost, computed from its events and metrics.
 
     Attributes:
         faults: number of recoveries.
-        restart_seconds: duration of each recovery, without repeated steps.
-        repeated_seconds: sum over all recoveries, and of the steps that rollbacks have undone.
-        stall_seconds: pause of training for each checkpoint, to copy and to wait, probes included.
+        restart_seconds: duration of each recovery, excluding repeated steps.
+        repeated_seconds: total time of steps repeated after recoveries or undone by rollbacks.
+        stall_seconds: time that training paused for each checkpoint, including copies, waits and
+            probes.
         write_seconds: time until each checkpoint was complete.
-        checkpoint_steps: the usual number of steps between checkpoints; 0 if unknown.
+        checkpoint_steps: median number of steps between checkpoints; 0 if unknown.
     """
 
     faults: int
@@ -84,13 +85,13 @@ class Measured:
     checkpoint_steps: float
 
     def lost(self, trained_seconds: float) -> Lost:
-        """Return the losses so far, as shares of training, saves, repeated steps and recoveries."""
+        """Return the losses so far, relative to the time of training plus all losses."""
         saves, restarts = sum(self.stall_seconds), sum(self.restart_seconds)
         total = max(1e-9, trained_seconds + saves + restarts + self.repeated_seconds)
         return Lost(saves / total, self.repeated_seconds / total, restarts / total)
 
     def lost_hourly(self, step_seconds: float) -> Lost | None:
-        """Return the expected losses with a fault an hour; None before a recovery and two saves."""
+        """Return the expected losses at a fault per hour; None before a recovery and two saves."""
         interval = self.checkpoint_steps * step_seconds
         if not self.restart_seconds or not interval:
             return None
@@ -103,11 +104,11 @@ def measured(
     pauses: Sequence[tuple[int, float]] = (),
     undone_seconds: float = 0.0,
 ) -> Measured:
-    """Return what the events of a run say; events with unexpected values count as absent.
+    """Measure the lost time from a run's events; events with unexpected values are ignored.
 
     Args:
-        pauses: step and `checkpoint/stall_seconds` of the run's metrics. Of a checkpoint without
-            them the event has the time of the copy, which is a part of the pause.
+        pauses: (step, `checkpoint/stall_seconds`) from the run's metrics. For a checkpoint without
+            this metric, the copy time in its event is used, which is part of the pause.
         undone_seconds: time of the steps that rollbacks have undone.
     """
     rows = list(events)

@@ -1,6 +1,6 @@
 """Estimate the memory of a rank by component, and the largest micro-batch that fits.
 
-Computed from the model's config and shapes and the profile. Model states follow measurements of
+The inputs are the model's config, its shapes and the profile. Model states follow measurements of
 DeepSpeed 0.19.8, which tests/zerolm/plan/test_memory.py repeats; activations are traced.
 """
 
@@ -22,9 +22,9 @@ from zerolm.plan.rank_share import Shapes, shapes_of_rank
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Moments per parameter value of DeepSpeed's optimizers that do not have AdamW's two.
+# Moments per parameter of DeepSpeed optimizers that do not keep two like AdamW.
 NUM_MOMENTS = {"adagrad": 1, "lion": 1}
-# On the CPU DeepSpeed's Lion also allocates Adam's second moment, and leaves it zero.
+# DeepSpeed's Lion for CPU offload also allocates a second moment, which stays zero.
 NUM_MOMENTS_ON_HOST = {"adagrad": 1}
 
 
@@ -33,13 +33,13 @@ class ModelStates:
     """Bytes of a rank's model states once a step's gradients are complete.
 
     Attributes:
-        weights: weights in the model's precision; under ZeRO-3 the rank's shard and small
+        weights: weights in the model's precision; under ZeRO-3 only the rank's shard and the small
             parameters.
-        gradients: accumulated gradients, and the shard that the rank updates.
+        gradients: accumulated gradients, including those of the shard that the rank updates.
         optimizer: moments, and the moving average of the weights if there is one.
         master: master weights of the rank's shard.
-        secondary: hpZ's copy of the weights, from the forward pass to the update.
-        host_...: the same on the host, with offload.
+        secondary: hpZ's second copy of the weights, held from the forward pass until the update.
+        host_...: the same in host memory, with offload.
     """
 
     weights: int = 0
@@ -71,13 +71,13 @@ def model_states(
 ) -> ModelStates:
     """Return the bytes of weights, gradients, moments and master weights of one rank.
 
-    Per parameter: the weight in its precision, a master weight and the optimizer's moments, both in
-    fp32 unless the profile says bf16, and a gradient. ZeRO-1 shards master weights and moments,
-    ZeRO-2 also gradients, ZeRO-3 also weights; hpZ has a second copy of these.
+    Each parameter has a weight in its precision, a gradient, and a master weight and moments, which
+    are fp32 unless the profile sets bf16. ZeRO-1 shards master weights and moments, ZeRO-2 also
+    gradients, ZeRO-3 also weights; hpZ adds a second copy of the weights.
 
     Args:
-        shapes: {parameter name: shape}, tied parameters once.
-        profile: resolved, or as written.
+        shapes: {parameter name: shape}, with each tied parameter listed once.
+        profile: the resolved profile, or the user's.
         kept_bytes: bytes per parameter that the optimizer keeps for features.
 
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is sharded; measurements
@@ -87,7 +87,7 @@ def model_states(
     stage = profile.zero_stage
     total = sum(map(math.prod, shapes.values()))
     shard = -(-total // world_size)
-    if stage == 3:  # partitions each parameter by itself
+    if stage == 3:  # partitions each parameter separately
         shard = sum(-(-math.prod(shape) // world_size) for shape in shapes.values())
     weight_bytes, gradient_bytes = profile.weight_bytes, profile.gradient_bytes
     separate = _has_separate_accumulator(profile)
@@ -103,7 +103,7 @@ def model_states(
             device["gradients"] = muon_memory.gradient_bytes(shapes, profile, world_size)
     device["optimizer"] += kept_bytes * shard
     if stage == 1 and profile.keeps_micro_batch_gradients:
-        device["gradients"] += weight_bytes * total  # beside the fp32 sums
+        device["gradients"] += weight_bytes * total  # in addition to the fp32 sums
     if stage == 3 and world_size > 1:
         device["weights"] += weight_bytes * _persistent_values(shapes, profile)
     if (ranks := secondary_ranks(profile, world_size)) > 1:
@@ -122,7 +122,7 @@ def model_states(
         if stage >= 2 or not separate:
             device["gradients"] = 0
     if profile.param_offload != "none":
-        # The second copy is where the shard is (`remote_device` in partition_parameters.py).
+        # The second copy is stored with the shard (`remote_device` in partition_parameters.py).
         host["host_weights"] = weight_bytes * shard + device.pop("secondary", 0)
         device["weights"] -= weight_bytes * shard
     return ModelStates(**device, **host)
@@ -146,9 +146,10 @@ def _has_separate_accumulator(profile: Profile) -> bool:
 
 
 def secondary_ranks(profile: Profile, world_size: int) -> int:
-    """Return over how many ranks hpZ divides its second copy of the weights; 1 without it.
+    """Return the number of ranks that share hpZ's second copy of the weights; 1 without hpZ.
 
-    They gather from it after the first forward pass of a step (`ds_secondary_tensor`).
+    After the first forward pass of a step, weights are gathered from this copy
+    (`ds_secondary_tensor`).
     """
     size = profile.zero.get("zero_hpz_partition_size", 1)
     is_used = profile.zero_stage == 3 and isinstance(size, int) and size > 1
@@ -169,8 +170,8 @@ def _persistent_values(shapes: Shapes, profile: Profile) -> int:
 def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
     """Return the peak bytes of ZeRO's buffers on a rank: (reduce buckets, gathered weights).
 
-    There are two reduce buckets with `overlap_comm`, and together they never exceed all gradients.
-    Stage 1 with bf16 weights reduces its sums in place, or as DeepSpeed does, in flattened copies.
+    `overlap_comm` uses two reduce buckets; together they never exceed the size of all gradients.
+    Stage 1 with bf16 weights reduces its sums in place, or in flattened copies, as DeepSpeed does.
     Stage 3 gathers up to `stage3_max_live_parameters` weights and one prefetch bucket.
     """
     numels = [math.prod(shape) for shape in shapes.values()]
@@ -189,7 +190,7 @@ def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
 
 
 def checkpoint_bytes(shapes: Shapes, profile: Profile, *, kept_bytes: int = 0) -> int:
-    """Return the bytes of a checkpoint of all ranks: weights, master weights, moments.
+    """Return the bytes of a complete checkpoint: weights, master weights and moments of all ranks.
 
     Below stage 3 the weights are saved in addition to the master weights.
 
@@ -209,7 +210,7 @@ def checkpoint_bytes(shapes: Shapes, profile: Profile, *, kept_bytes: int = 0) -
 
 
 def weight_file_bytes(shapes: Shapes, profile: Profile) -> int:
-    """Return the bytes of a checkpoint that all ranks load: the weights below stage 3."""
+    """Return the bytes in a checkpoint that every rank loads: the weights below stage 3."""
     if profile.zero_stage == 3:
         return 0
     degree = profile.tensor_parallel
@@ -230,11 +231,11 @@ def activations_of(
     compiled: bool = False,
     chunk_tokens: int = 0,
 ) -> activation_memory.Activations:
-    """Return the activations of one rank's sequence, traced, or estimated if tracing fails.
+    """Return the activations of one sequence on a rank, traced, or estimated if tracing fails.
 
     Args:
-        eager: attention keeps its score matrices.
-        compiled: blocks are compiled, and keep what the compiler chooses.
+        eager: eager attention, which keeps its score matrices.
+        compiled: blocks are compiled; the compiler chooses the activations to keep.
         chunk_tokens: tokens per chunk of the loss; 0: all at once.
     """
     try:
@@ -306,8 +307,8 @@ def fitting_micro_batch(
 
     Args:
         per_rank: sequences per rank and optimizer step.
-        seq_len: tokens of a sequence on one rank.
-        memory_bytes: the device's; None on a CPU, where a few thousand tokens use all cores.
+        seq_len: tokens per sequence on one rank.
+        memory_bytes: device memory; None on a CPU, where a few thousand tokens use all cores.
         loss_chunk_tokens: tokens per chunk of the loss; 0: all at once.
         kept_bytes: bytes per parameter that the optimizer keeps for features.
         compiled: blocks are compiled.

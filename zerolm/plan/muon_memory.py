@@ -1,4 +1,4 @@
-"""Estimate the memory of DeepSpeed's Muon: momentum of matrices, AdamW states of the rest.
+"""Estimate the memory of DeepSpeed's Muon: momentum for matrices, AdamW states for the rest.
 
 `zerolm.plan.memory` calls this for profiles with Muon. `zerolm.ds_config.muon.is_matrix` decides
 which parameters are matrices.
@@ -16,12 +16,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 def state_bytes(shapes: Shapes, profile: Profile, world_size: int = 0) -> int:
     """Return the bytes of optimizer states: one momentum per matrix, two moments for the rest.
 
-    ZeRO-1 and 2 keep the momentum in the precision of the reduced gradients, and a second copy for
-    the current step, so that a step can be refused.
+    ZeRO-1 and 2 keep the momentum in the precision of the reduced gradients. They also keep a
+    second copy for the current step, so that the step can be skipped.
 
     Args:
-        world_size: gives the bytes of the rank with the most. With 0, the bytes of all parameters,
-            as in a checkpoint: a matrix that two ranks share counts once.
+        world_size: number of ranks; the result is for the fullest rank. 0: the result is for all
+            parameters, as in a checkpoint, where a matrix that two ranks share counts once.
     """
     matrices = sum(_numels(shapes))
     others = sum(map(math.prod, shapes.values())) - matrices
@@ -35,12 +35,12 @@ def state_bytes(shapes: Shapes, profile: Profile, world_size: int = 0) -> int:
 
 
 def _momentum_bytes(profile: Profile) -> int:
-    """Return the bytes of one value of the momentum."""
+    """Return the bytes per momentum value."""
     return 2 if keeps_full_matrices(profile) and profile.precision != "fp32" else 4
 
 
 def keeps_full_matrices(profile: Profile) -> bool:
-    """Return whether a rank keeps the full momentum of every matrix in its shard: ZeRO-1 and 2."""
+    """Return whether ranks keep full momentum for the matrices in their shards (ZeRO-1 and 2)."""
     return (
         profile.uses_muon
         and profile.zero_stage in (1, 2)
@@ -50,10 +50,10 @@ def keeps_full_matrices(profile: Profile) -> bool:
 
 
 def max_matrix_values(shapes: Shapes, profile: Profile, world_size: int) -> int:
-    """Return how many values matrices have in a rank's shard, for the rank with the most.
+    """Return the number of matrix values that the fullest rank keeps.
 
-    At ZeRO-1 and 2 matrices are laid out in a flat tensor that is divided equally over the ranks. A
-    rank keeps the full gradient and momentum of each matrix that its shard overlaps, so even with
+    ZeRO-1 and 2 lay out matrices in a flat tensor that is divided equally among the ranks. Each
+    rank keeps the full gradient and momentum of every matrix that its shard overlaps, so even with
     many ranks some rank keeps the largest matrix.
 
     Source: deepspeed/runtime/zero/stage_1_and_2.py, get_partition_info, 0.19.8.
@@ -72,11 +72,11 @@ def max_matrix_values(shapes: Shapes, profile: Profile, world_size: int) -> int:
 
 
 def gradient_bytes(shapes: Shapes, profile: Profile, world_size: int) -> int:
-    """Return the bytes of accumulated gradients at ZeRO-2, for the rank with the most.
+    """Return the bytes of accumulated gradients on the fullest rank at ZeRO-2.
 
-    Gradients of matrices are full and in the precision of the weights. Without offload a rank also
-    holds the larger of the orthogonalized updates and, if gradients are accumulated in another
-    precision, those of the other parameters.
+    Matrix gradients are not sharded and have the precision of the weights. Without offload a rank
+    also holds a second buffer: the orthogonalized updates or, if larger and gradients are
+    accumulated in another precision, a copy of the other parameters' gradients.
     """
     value, accumulated = profile.weight_bytes, profile.gradient_bytes
     others = -(-(sum(map(math.prod, shapes.values())) - sum(_numels(shapes))) // world_size)

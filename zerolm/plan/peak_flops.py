@@ -1,6 +1,6 @@
 """Peak FLOP/s of a device, the denominator of MFU: from its datasheet, or measured.
 
-`zerolm.model.flops` has the numerator. torch is imported where it is needed.
+The numerator is computed in `zerolm.model.flops`. torch is imported where it is needed.
 """
 
 import re
@@ -12,15 +12,15 @@ from zerolm.distributed.device import EMULATED_RATIO, bf16_ratio, cpu_name
 if TYPE_CHECKING:
     import torch
 
-# Shapes (rows, inner, columns) of the products that are timed on a CPU: square, and those of a
-# micro-batch with small layers. The best of them counts.
+# Shapes (rows, inner, columns) of the matrix products timed on a CPU: a square one, and those of a
+# micro-batch in small layers. The fastest counts.
 CPU_SHAPES = ((768, 768, 768), (2048, 256, 1024), (256, 2048, 1024))
-GPU_WIDTH, SMALL_GPU_WIDTH, SMALL_GPU_BYTES = 8192, 4096, 4 << 30  # of square products
-ROUNDS, PRODUCTS = 3, 5  # products per round on a GPU, which is waited for once a round
+GPU_WIDTH, SMALL_GPU_WIDTH, SMALL_GPU_BYTES = 8192, 4096, 4 << 30  # square products
+ROUNDS, PRODUCTS = 3, 5  # on a GPU: products per round, then one synchronization
 
 # Dense matrix TFLOP/s with 32-bit accumulation, without sparsity, from the vendors' datasheets:
 # (device name, bf16, fp16, fp32 without TF32). The first match counts. MIG slices and laptop GPUs
-# have a fraction of these and do not match.
+# reach only a fraction of these and are excluded.
 PEAK_TFLOPS: tuple[tuple[str, float | None, float | None, float | None], ...] = (
     # NVIDIA Blackwell Ultra and Blackwell datasheets (GB300 and GB200 NVL72, HGX B300 and B200),
     # halved from "with sparsity"
@@ -49,7 +49,7 @@ PEAK_TFLOPS: tuple[tuple[str, float | None, float | None, float | None], ...] = 
     (r"\bRTX 6000 Ada\b", 364.2, 364.2, 91.1),
     (r"\bRTX PRO 6000 Blackwell Workstation\b", 503.8, 503.8, 125),
     (r"\bRTX PRO 6000 Blackwell Server\b", 480, 480, 120),
-    # NVIDIA V100 and T4 datasheets: tensor cores of fp16 only
+    # NVIDIA V100 and T4 datasheets: their tensor cores support only fp16
     (r"\bV100-PCIE\b", None, 112, 14),
     (r"\bV100\b", None, 125, 15.7),
     (r"\bT4\b", None, 65, 8.1),
@@ -66,12 +66,12 @@ PEAK_TFLOPS: tuple[tuple[str, float | None, float | None, float | None], ...] = 
     (r"\bMI300X\b|\bMI325X\b", 1307.4, 1307.4, 163.4),
     (r"\bMI250X\b", 191.5, 191.5, 47.9),
 )
-TF32 = "tf32"  # half of bf16 where it exists (NVIDIA Ampere and later, AMD MI300 only)
+TF32 = "tf32"  # half the bf16 peak where supported (NVIDIA Ampere and later, AMD MI300 only)
 PRECISIONS = {"bfloat16": 0, "bf16": 0, "float16": 1, "fp16": 1, "float32": 2, "fp32": 2}
 
 
 def datasheet_flops(device_name: str, dtype_name: str) -> float | None:
-    """Return the dense peak FLOP/s of one device from its datasheet, or None if it is unknown.
+    """Return a device's dense peak FLOP/s from its datasheet, or None if the device is unknown.
 
     Args:
         device_name: the result of `torch.cuda.get_device_name()`.
@@ -92,9 +92,8 @@ def datasheet_flops(device_name: str, dtype_name: str) -> float | None:
 def device_peak_flops(device: "torch.device", precision: str) -> tuple[float, str]:
     """Return the peak FLOP/s of one device, and the source of the figure.
 
-    For a known device it is the datasheet's. Otherwise it is the best rate of timed matrix
-    products, to which the MFU is then relative; the timing takes a tenth of a second to a few
-    seconds.
+    For a known device the peak comes from its datasheet. For other devices, matrix products are
+    timed, and the best rate serves as the peak; timing takes a tenth of a second to a few seconds.
 
     Args:
         precision: "bf16", "fp16", "fp32" or "tf32". For "tf32", it must be enabled in torch.
@@ -112,7 +111,7 @@ def device_peak_flops(device: "torch.device", precision: str) -> tuple[float, st
 
 
 def _cpu_peak(dtype: "torch.dtype") -> float:
-    """Return the best FLOP/s over shapes, in `dtype` or float32, which may be faster."""
+    """Return the best FLOP/s over all shapes, in `dtype` or in float32, which may be faster."""
     import torch
 
     dtypes = {torch.float32, dtype}
@@ -123,7 +122,7 @@ def _cpu_peak(dtype: "torch.dtype") -> float:
         for rows, inner, columns in CPU_SHAPES:
             left = torch.ones(rows, inner, dtype=each)
             right = torch.ones(inner, columns, dtype=each)
-            for _ in range(1 + ROUNDS):  # the first prepares the product
+            for _ in range(1 + ROUNDS):  # the first one warms up
                 start = time.perf_counter()
                 left @ right
                 seconds = time.perf_counter() - start

@@ -1,7 +1,7 @@
-"""`Plan`: the complete, resolved description of a run, which every rank shares.
+"""`Plan`: the complete, resolved description of a run, identical on every rank.
 
-Preflight builds it before the process group exists; the training loop, the checkpoints and the
-start-up summary read it. Must not be changed afterwards.
+Preflight builds the plan before the process group exists; the training loop, the checkpoints and
+the start-up summary read it. A plan must not be changed afterwards.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from zerolm.run_dir.records import BranchRecord
 from zerolm.shards.reader import Source
 from zerolm.shards.token_bytes import TokenBytes
 
-DECISIVE_PACKAGES = ("zerolm", "torch", "deepspeed", "transformers")  # must be equal on all hosts
+DECISIVE_PACKAGES = ("zerolm", "torch", "deepspeed", "transformers")  # equal on all hosts
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,23 @@ class Plan:
     Attributes:
         settings: resolved settings, whose `to_json()` reproduces the run.
         profile: the DeepSpeed JSON as passed to `deepspeed.initialize`.
-        flops_per_token: FLOPs of training, without recomputation.
-        weights: weights of the sources at the start of the run, in any unit.
-        mixture: these weights, those of later stages, and the epoch limits of sources.
+        flops_per_token: training FLOPs per token, without recomputation.
+        weights: sampling weights of the sources at the start of the run, not normalized.
+        mixture: the weights of all stages, and the sources' epoch limits.
         val_sequences: sequences per evaluation over all validation sources; 0 without any.
-        device: the ranks' kind of device (as in `Device`).
+        device: device type of the ranks (as in `Device`).
         device_name: model of this rank's device.
-        initial: existing weights that the run starts from; None for random ones.
-        learning_rate: function of tokens; None if the DeepSpeed JSON has a scheduler.
-        total_sequences: sequences in the complete run, in full batches.
+        initial: existing weights that the run starts from; None for random weights.
+        learning_rate: schedule over tokens; None if the DeepSpeed JSON has a scheduler.
+        total_sequences: sequences that the complete run consumes, in full batches.
         total_steps: optimizer steps of the complete run.
         data_fingerprint: hex SHA-256 over the tokens of the training sources.
         derived: figures to print when the run starts.
-        changed: {setting: (old, new)} of a resume with --accept_changes.
-        token_bytes: bytes of text in each token; None if not known.
-        branch: where a branch of another run began; None for other runs.
-        branch_from: directory of the trunk's checkpoint, if the run has none of its own yet.
+        changed: {setting: (old, new)} for a resume with --accept_changes.
+        token_bytes: bytes of text that each token encodes; None if unknown.
+        branch: point of another run that this run branched from; None if it is not a branch.
+        branch_from: the parent run's checkpoint directory; None once this run has its own
+            checkpoints.
     """
 
     settings: Resolved

@@ -1,7 +1,7 @@
 """Shapes and config of one rank's shard of a model under tensor parallelism.
 
-Describes what DeepSpeed's AutoTP does (0.19.8), without importing it; memory and time estimates use
-the result.
+Reproduces the sharding of DeepSpeed 0.19.8's AutoTP without importing it, for estimates of memory
+and time.
 """
 
 import copy
@@ -17,11 +17,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
-    """Return a rank's parameter shapes, and over how many ranks ZeRO partitions them.
+    """Return a rank's parameter shapes, and the number of ranks over which ZeRO partitions them.
 
     Under tensor parallelism a rank holds a shard of every matrix except the embedding (and a head
     tied to it), and ZeRO partitions over the replicas. Otherwise ZeRO partitions the full shapes
-    over all ranks, or over those of a group.
+    over all ranks or over the ranks of a group.
     """
     if layout.tensor == 1:
         return shapes, layout.shards
@@ -37,8 +37,8 @@ def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
 def config_of_rank(config: "PretrainedConfig", layout: Layout) -> "PretrainedConfig":
     """Return the config of the model shard that a rank computes.
 
-    Under tensor parallelism it has fewer heads and a narrower MLP, with the model's hidden size and
-    full logits, which are gathered.
+    Under tensor parallelism the shard has fewer heads and a narrower MLP, but the model's hidden
+    size and, because logits are gathered, all logits.
     """
     if layout.tensor == 1:
         return config

@@ -1,8 +1,8 @@
-"""Resolve settings: fill in what the user left open, for preflight and `launch plan`.
+"""Resolve settings for preflight and `launch plan`: fill in values that the user did not set.
 
 Missing values come from the DeepSpeed JSON, the model or a default; values given twice must agree.
-`zerolm.plan.budget` has the arithmetic, `zerolm.ds_config.implied` the values that the JSON fixes.
-Must not read files.
+`zerolm.plan.budget` does the arithmetic; `zerolm.ds_config.implied` reads the values that the JSON
+sets. Must not read files.
 """
 
 from dataclasses import replace
@@ -37,9 +37,9 @@ def resolve_settings(
 
     Args:
         model: None if it could not be read; settings that depend on it then stay None.
-        memory_bytes: a device's; None on a CPU.
-        round_batch: round a default batch up to full micro-batches on every rank, instead of
-            reporting that it does not divide.
+        memory_bytes: memory of one device; None on a CPU.
+        round_batch: round a default batch size up to full micro-batches on every rank, instead of
+            reporting that it is not divisible.
     """
     replicas = profile.layout(world_size).replicas
     if settings.seq_len is None and model is not None:
@@ -57,7 +57,7 @@ def resolve_settings(
         flops = flops_per_token(model.config, model.shapes, seq_len)
         multiple = replicas * (settings.micro_batch_size or 1) if round_batch else 1
         settings = budget.fill_batch(settings, seq_len, model.num_parameters, flops, multiple)
-    if not problems:  # if the batch contradicts itself, its own rules would only repeat that
+    if not problems:  # the rules would only repeat a contradiction
         problems = budget.batch_problems(settings, replicas)
     found.problems += problems
     if model is not None and seq_len is not None and not problems:
@@ -149,7 +149,7 @@ def _with_micro_batch(
 def resolve_ds_config(
     profile: Profile, settings: Resolved, model: Model, *, world_size: int
 ) -> Profile:
-    """Resolve a profile without problems, as it is passed to `deepspeed.initialize`."""
+    """Return the profile that is passed to `deepspeed.initialize`; it must have no problems."""
     replicas, schedule = profile.layout(world_size).replicas, budget.batch_schedule(settings)
     steps = budget.num_steps(schedule, settings.seq_len, settings.total_tokens)
     warmup_steps = budget.num_steps(schedule, settings.seq_len, settings.warmup_tokens or 0)

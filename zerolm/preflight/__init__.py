@@ -1,4 +1,4 @@
-"""Find every problem of a run before a process group exists, or return its `Plan`.
+"""Find all problems with a run before a process group exists, or return its `Plan`.
 
-Reads files and the machine, writes nothing. Must not depend on the training loop.
+Reads files and inspects the machine, but writes nothing. Must not depend on the training loop.
 """

@@ -1,8 +1,8 @@
-"""`--branch`: the checkpoint that a run begins from, and the settings that follow from it.
+"""`--branch`: find the checkpoint that a run starts from, and derive its settings.
 
-A branch begins from a checkpoint of another run, the trunk, with the trunk's settings, except for
-those that flags change. `zerolm.checkpoint.branch` later links the checkpoint into the run
-directory. From then on it is a run like any other, which needs no trunk. Must not write.
+A branch starts from a checkpoint of another run, the trunk. It inherits the trunk's settings, which
+flags override. `zerolm.checkpoint.branch` later links the checkpoint into the run directory. From
+then on the branch no longer needs the trunk. Must not write.
 """
 
 import re
@@ -41,11 +41,11 @@ ORDER_SETTINGS = frozenset({"seed", "packing", "later_seq_len", "data_stage"})
 
 @dataclass(frozen=True)
 class Start:
-    """Where a branch begins.
+    """The start of a branch.
 
     Attributes:
-        record: the branch's entry in run.json.
-        checkpoint: the trunk's; None if the branch already has one.
+        record: the `branch` entry in run.json.
+        checkpoint: the trunk's checkpoint; None if the branch already has its own.
         trunk: content of the trunk's run.json; None if the branch already has its own.
     """
 
@@ -60,7 +60,7 @@ class Start:
 
 
 def find(settings: Settings, found: Findings) -> tuple[Settings, Start | None]:
-    """Return the settings of a branch, and where it begins; None if the run is not a branch."""
+    """Return the run's settings and the start of the branch, or None if the run is not a branch."""
     own, files = None, RunFiles(settings.run_dir or "")
     if settings.run_dir is not None:
         try:
@@ -80,8 +80,8 @@ def find(settings: Settings, found: Findings) -> tuple[Settings, Start | None]:
             return settings, None  # reported when the settings are parsed
         if own is not None or (settings.run_dir and traces_of_checkpoints(files.checkpoints)):
             raise ConfigError(
-                f"{where}, but --run_dir {settings.run_dir} has a run that did not begin there. "
-                f"Choose another --run_dir, or remove --branch to resume that run."
+                f"{where}, but --run_dir {settings.run_dir} contains a run that did not start "
+                "there. Choose another --run_dir, or remove --branch to resume that run."
             )
         return _begin(settings, where)
     except ConfigError as error:
@@ -90,7 +90,7 @@ def find(settings: Settings, found: Findings) -> tuple[Settings, Start | None]:
 
 
 def _resume(settings: Settings, own: Mapping[str, Any], where: str) -> tuple[Settings, Start]:
-    """Return the settings and the start of a branch that has begun."""
+    """Return the settings and the start of a branch that has already begun."""
     record: BranchRecord = own["branch"]
     if settings.branch is not None:
         path, step = run_of(settings.branch)
@@ -104,7 +104,7 @@ def _resume(settings: Settings, own: Mapping[str, Any], where: str) -> tuple[Set
     same_data = list(settings.data) in (record.get("data"), recorded.get("data"))
     temperatures = (None, record.get("mixture_temperature"))
     if "data" in record and same_data and settings.mixture_temperature in temperatures:
-        settings = replace(  # it became a stage of the mixture
+        settings = replace(  # it has become a stage of the mixture
             settings,
             data=tuple(recorded["data"]),
             data_stage=tuple(recorded["data_stage"]),
@@ -117,8 +117,8 @@ def _resume(settings: Settings, own: Mapping[str, Any], where: str) -> tuple[Set
     if checkpoint.digest != record["digest"]:
         raise ConfigError(
             f"{where}: {checkpoint.directory} is not the checkpoint that the run in --run_dir "
-            f"{settings.run_dir} was to begin from: it was written again. That run has no "
-            f"checkpoint, so remove the directory, or choose another."
+            f"{settings.run_dir} should start from: it has been rewritten since. That run has no "
+            "checkpoint, so remove its directory, or choose another."
         )
     return settings, Start(record, checkpoint)
 
@@ -151,7 +151,7 @@ def _begin(settings: Settings, where: str) -> tuple[Settings, Start]:
 
 
 def _checkpoint(reference: str, where: str) -> Checkpoint:
-    """Return the checkpoint that a reference names."""
+    """Return the checkpoint that a reference (RUN[@STEP]) names."""
     try:
         found = locate(reference)
     except CheckpointError as error:
@@ -161,8 +161,8 @@ def _checkpoint(reference: str, where: str) -> Checkpoint:
     for entry in read_rollbacks(found.directory.parents[1]):
         if entry["number"] > found.progress.rollbacks and entry["to_step"] < found.progress.step:
             raise ConfigError(
-                f"{where}: {found.directory.name} was rolled back. Name one of step "
-                f"{entry['to_step']} or before."
+                f"{where}: {found.directory.name} was rolled back. Choose a checkpoint from step "
+                f"{entry['to_step']} or earlier."
             )
     return found
 
@@ -170,16 +170,17 @@ def _checkpoint(reference: str, where: str) -> Checkpoint:
 def _with_schedule(
     settings: Settings, trunk: Mapping[str, Any], tokens: int, where: str
 ) -> Settings:
-    """Return the settings with a decay from the branch point, if the budget or schedule changes.
+    """Return the settings with a decay from the branch point if the budget or schedule changes.
 
-    Everything else that the trunk derived from its budget stays: warm-up, ramp, peak, intervals.
+    Other values that the trunk derived from its budget do not change: warm-up, ramp, peak,
+    intervals.
     """
     total, kind = settings.total_tokens, settings.schedule
     if total is not None and total <= tokens:
         raise ConfigError(
-            f"{settings.where('total_tokens')}: {total} must be above the {tokens} tokens that "
-            f"--branch {settings.branch} has been trained on. Give a larger number, or branch "
-            f"from an earlier step."
+            f"{settings.where('total_tokens')}: {total} must exceed the {tokens} tokens that "
+            f"--branch {settings.branch} has been trained on. Give a larger number, or branch from "
+            "an earlier step."
         )
     if kind is None or total is None:
         return settings
@@ -199,7 +200,7 @@ def _with_schedule(
 
 
 def _without(settings: Settings, name: str) -> Settings:
-    """Return the settings as if one had not been given."""
+    """Return the settings as if this one had not been given."""
     origins = {key: where for key, where in settings.origins.items() if key != name}
     given, inherited = settings.explicit - {name}, settings.inherited - {name}
     settings = replace(settings, explicit=given, inherited=inherited, origins=origins)
@@ -209,21 +210,21 @@ def _without(settings: Settings, name: str) -> Settings:
 def _with_mixture(
     settings: Settings, trunk: Mapping[str, Any], checkpoint: Checkpoint, where: str
 ) -> Settings:
-    """Return the settings with other data, temperature or sequence length as a stage.
+    """Return the settings with changed data, temperature or sequence length as a mixture stage.
 
     The stage starts at the first mixing block after the branch point, because earlier blocks must
-    be as in the trunk. Each source continues where the trunk had got to in it. With another
-    sequence length all blocks are others, so the stage starts at the branch point.
+    equal the trunk's. Each source continues where the trunk stopped reading it. A new sequence
+    length changes all blocks, so the stage then starts at the branch point.
 
     Args:
-        where: names the branch in messages.
+        where: prefix for messages, which names the branch.
 
     Raises:
-        ConfigError: no windows of the new length are known to be unread.
+        ConfigError: it cannot be determined which windows of the new length are unread.
     """
     old, seq_len = block(trunk, "settings"), settings.seq_len
     progress, order = checkpoint.progress, checkpoint.manifest.get("order", {})
-    # The trunk has consumed or skipped the sequence numbers below this.
+    # The trunk has consumed or skipped all sequence numbers below this.
     fixed = used_sequences_end(progress.position, progress.skipped_windows)
     old_data, old_temperature = old.get("data") or [], old.get("mixture_temperature")
     has_weights = any(_path(spec) != spec for spec in settings.data)
@@ -236,16 +237,16 @@ def _with_mixture(
         settings = _without(settings, "later_seq_len")
     own_order = (settings.explicit - settings.inherited) & ORDER_SETTINGS
     is_same = list(settings.data) == old_data and settings.mixture_temperature == old_temperature
-    if is_longer:  # what earlier stages had consumed are windows of another length
+    if is_longer:  # consumption in earlier stages is counted in windows of the old length
         specs = (re.sub(r"@\d+", "", spec) for spec in settings.data_stage)
         settings = replace(settings, data_stage=tuple(specs))
     if (is_same and not is_longer) or own_order or not recorded or seq_len is None:
         return settings
     if is_longer and (why := _length_problem(settings, order, trunk)):
         raise ConfigError(
-            f"{settings.where('seq_len')}: {seq_len}, the sequences of {where} have "
-            f"{order['seq_len']} tokens: {why} Or give another --seed: all data in a new order, in "
-            f"which text that the trunk has read may come again."
+            f"{settings.where('seq_len')}: {seq_len}, but the sequences of {where} have "
+            f"{order['seq_len']} tokens: {why} Or give another --seed: this reorders all data, so "
+            "text that the trunk has read may be read again."
         )
     stages = stages_from_record(recorded)
     started = [stage for stage in stages if stage.start < max(1, fixed)][-1]
@@ -272,7 +273,7 @@ def _with_mixture(
     sources = open_sources(settings, []).training
     if len(sources) != len(paths):
         return settings  # reported when the data is checked
-    # One source has no blocks. Its sequences continue at any place.
+    # A single source has no mixing blocks, so it can continue anywhere.
     size = block_size(shares) if len(old_data) > 1 else 1
     start = started.start + -(-max(1, fixed - started.start) // size) * size
     consumed = [""] * len(sources)
@@ -302,14 +303,14 @@ def _length_problem(settings: Settings, order: Mapping[str, Any], trunk: Mapping
     """
     seq_len, before = settings.seq_len or 1, order["seq_len"]
     if BEST_FIT in (settings.packing, order["packing"]):
-        return "packed rows of another length are other rows. Keep the length."
+        return "packed rows of another length have different contents. Keep the length."
     if order["data_fingerprint"] != trunk.get("data_fingerprint"):
-        return "the data of the trunk have changed since that step. Branch from a later one."
+        return "the trunk's data has changed since that step. Branch from a later step."
     if seq_len % before:
-        return f"that is no divisor of {seq_len}. Choose {2 * before}, for example."
+        return f"this does not divide {seq_len}. Choose {2 * before}, for example."
     if order.get("group", 1) * before % seq_len:
         return (
-            f"it reads them in random order, so that little text of the new length is unread. "
+            "the trunk reads them in random order, so few windows of the new length are unread. "
             f"Branch from a run with --later_seq_len {seq_len}."
         )
     return ""
@@ -318,14 +319,14 @@ def _length_problem(settings: Settings, order: Mapping[str, Any], trunk: Mapping
 def _consumed(
     seq_len: int, order: Mapping[str, Any], end: int, sources: Sequence[Source]
 ) -> list[int]:
-    """Return the windows of a new length of which the trunk has read anything, of each source.
+    """Count the windows of a new length that the trunk has read, even in part, for each source.
 
-    They are the first ones of the new order. The last one of a source may be read in part only,
-    and in a mixing block that the trunk has begun, some may not be read at all.
+    They come first in the new order. The last window of a source may be read only in part, and some
+    windows in a mixing block that the trunk has begun may not be read at all.
 
     Args:
         order: `run_record.data_order` of the trunk's checkpoint.
-        end: the trunk has consumed or skipped the sequence numbers below this.
+        end: the trunk has consumed or skipped all sequence numbers below this.
     """
     before, weights = order["seq_len"], order["weights"]
     sizes = [num_windows(source.num_tokens, before) for source in sources[: len(weights)]]
@@ -336,28 +337,28 @@ def _consumed(
 
 
 def _path(spec: str) -> str:
-    """Return the path of a value of `--data`."""
+    """Return the path in a `--data` value."""
     try:
         return split_weight(spec)[0]
-    except ValueError:  # "=" is part of its name
+    except ValueError:  # "=" is part of the path
         return spec
 
 
 def _same_path(path: str) -> str:
-    """Return a path in the form that is the same for all its spellings."""
+    """Return the canonical form of a path."""
     return path if is_url(path) else str(Path(path).resolve())
 
 
 def _stage_start(spec: str, seq_len: int) -> int:
-    """Return the sequence number at which a value of `--data_stage` starts."""
+    """Return the sequence number at which the stage in a `--data_stage` value starts."""
     return -(-int(parse_number(spec.partition(":")[0])) // seq_len)
 
 
-# ---- Once there is a plan
+# ---- With the plan
 
 
 def differ(start: Start, plan: Plan, differences: Sequence[Difference], found: Findings) -> Start:
-    """Report how a branch differs from its trunk; return its start with these changes.
+    """Report how a branch differs from its trunk; return its start with the differences recorded.
 
     Args:
         differences: how the plan differs from the trunk's run.json.
@@ -385,18 +386,18 @@ def differ(start: Start, plan: Plan, differences: Sequence[Difference], found: F
 
 
 def _length_notices(start: Start, plan: Plan) -> list[str]:
-    """Return what a new sequence length does to the order of the data."""
+    """Return a notice on how a new sequence length affects the data order."""
     old, new = block(start.trunk or {}, "settings").get("seq_len"), plan.settings.seq_len
     if old == new:
         return []
-    about = "all data in a new order, in which text that the trunk has read may come again"
+    about = "all data is reordered, so text that the trunk has read may be read again"
     if any(stage.consumed for stage in plan.mixture.stages):
-        about = "those of which the trunk has read nothing; a source loses less than one"
+        about = "only sequences that the trunk has not read; each source loses less than one"
     return [f"--branch: sequences of {new} tokens instead of {old}: {about}"]
 
 
 def _rate_notices(start: Start, plan: Plan) -> list[str]:
-    """Return notices if the trunk had begun to decay, or the learning rate jumps."""
+    """Return notices if the trunk's decay had begun, or if the learning rate jumps."""
     trunk, tokens = start.trunk or {}, start.record["tokens"]
     values = block(trunk, "settings")
     kind, has = values.get("schedule"), values.get
@@ -410,8 +411,8 @@ def _rate_notices(start: Start, plan: Plan) -> list[str]:
     decay_start = max(curve.warmup_tokens, curve.total_tokens - curve.decay_tokens)
     if SCHEDULES[kind].uses_decay_tokens and tokens > decay_start:
         notices.append(
-            f"--branch: the decay of the trunk began at {decay_start:,} tokens, before the branch "
-            f"point at {tokens:,}"
+            f"--branch: the trunk's decay began at {decay_start:,} tokens, before the branch point "
+            f"at {tokens:,}"
         )
     before, after = curve(tokens), plan.learning_rate(tokens)
     if before != after:

@@ -1,9 +1,9 @@
-"""`check`: check a command line completely, and return its `Plan` or report every problem at once.
+"""`check`: check a command line, and return its `Plan` or report all problems at once.
 
-Each rank of pretrain.py calls it first, before there is a process group; `--check` does nothing
-else. It reads the settings, the configs, the manifests of the data and the state of the machine,
-and writes nothing. All ranks read the same files and get the same plan. A check whose inputs were
-refused by an earlier one is skipped.
+Each rank of pretrain.py calls `check` first, before the process group exists; `--check` does
+nothing else. `check` reads the settings, the configs, the data manifests and the state of the
+machine, and writes nothing. All ranks read the same files and get the same plan. If a check refuses
+a value, later checks that need it are skipped.
 """
 
 import os
@@ -51,7 +51,7 @@ REQUIRED = {
     "data": "token shards: --data PATH[=WEIGHT]",
     "model_config": "a model: --model_config config.json",
     "deepspeed_config": "a ZeRO profile: --deepspeed_config ds_configs/zero2.json",
-    "run_dir": "a directory of its own: --run_dir runs/first",
+    "run_dir": "its own directory: --run_dir runs/first",
 }
 SIZES = frozenset({"seq_len", "batch_tokens", "micro_batch_size", "total_tokens"})
 
@@ -108,13 +108,13 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
         where = settings.where("min_learning_rate")
         found.notices.append(f"{where}: has no effect with --schedule {settings.schedule}")
     missing = evaluate.input_problems(settings, given.sources.training, config, environment)
-    if existing.resumes:  # a missing package or account for evaluation must not stop a resume
+    if existing.resumes:  # a missing evaluation package or account must not prevent a resume
         found.notices += [f"the run resumes without: {line}" for line in missing]
     else:
         found.problems += missing
     if found.problems:
         raise ConfigError(with_origins(dict.fromkeys(found.problems), settings))
-    assert plan is not None, "there is a plan unless there are problems"
+    assert plan is not None, "without problems there is a plan"
     if (start := existing.start) is not None:
         source = start.checkpoint.directory if start.checkpoint is not None else None
         plan = replace(plan, branch=start.record, branch_from=source)
@@ -123,9 +123,9 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
 
 
 def _refused(problems: Sequence[str]) -> set[str]:
-    """Return the settings named in problems: refused values, or suggestions for mistyped flags.
+    """Return the settings that problems name: refused values, or suggestions for mistyped flags.
 
-    They are not reported as missing as well.
+    They are not also reported as missing.
     """
     return {
         name
@@ -137,19 +137,19 @@ def _refused(problems: Sequence[str]) -> set[str]:
 
 def _require(settings: Settings, refused: set[str], found: Findings) -> None:
     """Report required settings that are missing."""
-    if "branch" in refused:  # the settings are those of a run that cannot be read
+    if "branch" in refused:  # its settings come from a run that cannot be read
         return
     for name, what in REQUIRED.items():
         if name == "model_config" and settings.init_from:
             continue  # the source has a config
         if not getattr(settings, name) and name not in refused:
-            found.problems.append(f"command line: --{name}: missing, a run needs {what}.")
+            found.problems.append(f"command line: --{name}: missing; a run needs {what}.")
 
 
 def _resolve(
     settings: Settings, given: Inputs, host: Host, refused: set[str], found: Findings
 ) -> Settings:
-    """Return the settings with defaults filled in, unless a size they depend on was refused."""
+    """Return the settings with defaults filled in, unless a size needed for them was refused."""
     if refused & SIZES:
         found.problems += budget.schedule_problems(settings)
         return settings
@@ -228,7 +228,7 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     if not settings.document_mask or settings.attn_implementation != "auto":
         return settings
     if device != "cpu" and precision != "fp32":
-        return settings  # the ranks choose, who see the GPU
+        return settings  # left to the ranks, which see the GPU
     sdpa = causal_lm_class(config)._supports_sdpa
     return replace(settings, attn_implementation="sdpa" if sdpa else "eager")
 
@@ -241,7 +241,7 @@ def _plan(
     host: Host,
     mixture: Mixture,
 ) -> Plan:
-    """Return the plan of a run without problems."""
+    """Return the plan; there must be no problems."""
     sources, seq_len, packing = given.sources, settings.seq_len, settings.packing
     schedule = budget.batch_schedule(settings)
     profile = resolve_ds_config(given.profile, settings, model, world_size=host.world_size)
@@ -275,7 +275,7 @@ def _plan(
 
 
 def _token_bytes(plan: Plan, found: Findings) -> TokenBytes | None:
-    """Return the bytes of each token; without them a run measures no bits per byte."""
+    """Return the byte length of each token; without it a run reports no bits per byte."""
     vocab_size = max(source.vocab_size for source in [*plan.sources, *plan.val_sources])
     try:
         table = read_token_bytes(plan.sources[0].tokenizer_directory(), vocab_size)
@@ -292,8 +292,8 @@ def _profile_problems(plan: Plan) -> list[str]:
     if settings.profile is None or settings.profile[0] <= plan.total_steps:
         return []
     return [
-        f"{settings.where('profile')}: step {settings.profile[0]}, the run has {plan.total_steps} "
-        f"steps. Choose earlier ones."
+        f"{settings.where('profile')}: step {settings.profile[0]}, but the run has "
+        f"{plan.total_steps} steps. Choose earlier steps."
     ]
 
 

@@ -1,6 +1,6 @@
-"""Check that the run directory is writable, the disk large enough, and its run can be resumed.
+"""Check that the run directory is writable, the disk is large enough, and the run can be resumed.
 
-Compares the plan with run.json (`run_record`) and with the newest checkpoint (`topology`).
+Compares the plan with run.json (by `run_record`) and with the newest checkpoint (by `topology`).
 """
 
 import os
@@ -34,12 +34,12 @@ Changed = dict[str, tuple[Any, Any]]
 
 
 class ExistingRun(NamedTuple):
-    """The run in the run directory or its store, compared with the plan.
+    """Result of comparing the plan with the run in its directory or store.
 
     Attributes:
         resumes: whether there is a checkpoint to resume from.
         changed: {key: (old, new)} for values that affect the loss curve.
-        start: where a branch begins; None for other runs.
+        start: the start of a branch; None if the run is not a branch.
     """
 
     resumes: bool
@@ -48,7 +48,7 @@ class ExistingRun(NamedTuple):
 
 
 NO_RUN = ExistingRun(False, {})
-# Files that a run directory does not have, and the kind of directory that has them.
+# Files that never occur in a run directory, and the kind of directory that contains them.
 NOT_A_RUN = {
     "manifest.json": "directory of token shards",
     "config.json": "model directory",
@@ -59,7 +59,7 @@ NOT_A_RUN = {
 def check_directory(settings: Settings, found: Findings) -> Path:
     """Check that the run directory is writable and the store's URL is valid; return its path.
 
-    One rank of each host tries to write: on NFS that creates and removes a file.
+    Local rank 0 on each host tries to write; on NFS this creates and removes a file.
     """
     if settings.run_dir is None:  # already reported as missing
         return Path()
@@ -75,7 +75,7 @@ def check_directory(settings: Settings, found: Findings) -> Path:
 
 
 def _wrong_kinds(run_dir: Path) -> list[str]:
-    """Return a line for each entry that the run cannot write, since it is no file or directory."""
+    """Return a problem for each path that should be a regular file or directory but is not."""
     files = RunFiles(run_dir)
     written = [*files.record_files(OUTCOMES), files.evaluation_begun, files.report, files.lock]
     problems = []
@@ -93,7 +93,7 @@ def _wrong_kinds(run_dir: Path) -> list[str]:
 
 
 def _occupied(run_dir: Path) -> str | None:
-    """Return why a directory belongs to something other than a run, None if it does not."""
+    """Return what a directory is used for if not for a run; None otherwise."""
     for name, what in NOT_A_RUN.items():
         if (run_dir / name).is_file() and not RunFiles(run_dir).record.exists():
             return f"is a {what}: it has {name}. Choose another directory, for example runs/first."
@@ -101,9 +101,10 @@ def _occupied(run_dir: Path) -> str | None:
 
 
 def begun(settings: Settings, start: branch.Start | None) -> Begun | None:
-    """Return the precision of the run that is resumed or branched from, None for a new run.
+    """Return the precision of the run to resume or branch from; None for a new run.
 
-    Only files are read: a run that is restored from a store must begin with the same precision.
+    Only local files are read, so a run restored from a store must be started with the same
+    precision.
     """
     path = RunFiles(settings.run_dir or "").record
     try:
@@ -121,7 +122,7 @@ def begun(settings: Settings, start: branch.Start | None) -> Begun | None:
 def compare(
     plan: Plan, environment: Mapping[str, str], found: Findings, start: branch.Start | None = None
 ) -> ExistingRun:
-    """Compare a plan with the run in its directory or store, or the run that it branches from.
+    """Compare a plan with the run in its directory or store, or with the run that it branches from.
 
     Only rank 0 reads the store.
     """
@@ -149,11 +150,10 @@ def compare(
 
 
 def _check_disk(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
-    """Compare the size of the checkpoints with the free space; a notice if only some fit.
+    """Report a problem if no checkpoint fits on the disk, and a notice if only some fit.
 
     Args:
-        linked: the checkpoint that a branch begins from, if it must be copied to another file
-            system.
+        linked: the checkpoint that a branch starts from; copied if it is on another file system.
     """
     settings = plan.settings
     kept = settings.kept_bytes()
@@ -179,7 +179,7 @@ def _check_disk(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
 
 
 def _record_of(run_dir: Path, found: Findings) -> tuple[str, Mapping[str, Any] | None]:
-    """Return the path of run.json and its content, None if it is absent or unreadable."""
+    """Return the path of run.json and its content, which is None if absent or unreadable."""
     path = str(RunFiles(run_dir).record)
     try:
         return path, find_run_json(run_dir)
@@ -200,14 +200,14 @@ def _fixed_sequences(
         return MAX_SEQUENCES
     except CheckpointError:
         return MAX_SEQUENCES  # reported when the run starts; it may resume from an older one
-    if newest is None:  # a store may have checkpoints; if not, only the first mixture is fixed
+    if newest is None:  # a store may have checkpoints; else only the first mixture is fixed
         return MAX_SEQUENCES if settings.upload_to else 1
     progress = rollback.with_rollbacks(newest.progress, rollbacks)
     return skips.used_sequences_end(progress.position, progress.skipped_windows)
 
 
 def _check_checkpoint(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
-    """Report that the newest checkpoint will be resharded, or refuse if it cannot be."""
+    """Report that the newest checkpoint will be resharded, or that it cannot be."""
     try:
         newest = linked or directory.newest(plan.run_dir)
     except CheckpointError:
@@ -219,6 +219,6 @@ def _check_checkpoint(plan: Plan, found: Findings, linked: Checkpoint | None) ->
         where = str(newest.directory / MANIFEST)
         found.problems += topology.problems(newest.manifest, where, plan.profile)
         found.notices.append(
-            f"{newest.directory.name} was written for another topology, its states will be "
+            f"{newest.directory.name} was written for another topology; its states will be "
             f"resharded: {', '.join(changes)}"
         )

@@ -1,6 +1,6 @@
 """Detect the number of ranks and their device, and check this host: locks, memory, ports, trackers.
 
-Must not depend on the model or the data. `launch doctor` uses some of the checks too.
+Must not depend on the model or the data. `launch doctor` also uses some of these checks.
 """
 
 import errno
@@ -30,8 +30,8 @@ class Host(NamedTuple):
     """The ranks and devices of a run.
 
     Attributes:
-        device: this rank's, or that of `--hardware`; of kind `absent` if it is a GPU that is not
-            on this machine.
+        device: this rank's device, or the one that `--hardware` names; of kind `absent` for a GPU
+            that this machine does not have.
     """
 
     world_size: int
@@ -57,8 +57,8 @@ def detect(
     if settings.check and settings.world_size:
         if not device.is_gpu:
             found.notices.append(
-                "checked for ranks on the CPU of this machine; --hardware H100 checks for GPUs, "
-                "which need not be here"
+                "checked for ranks on this machine's CPU; --hardware H100 checks for GPUs, even on "
+                "a machine without them"
             )
         return Host(settings.world_size, device)
     options, variables = machine.launcher(argv)
@@ -90,9 +90,10 @@ def _named_device(name: str, found: Findings) -> Device:
 
 
 def _clear_build_locks(environment: Mapping[str, str], is_check: bool, found: Findings) -> None:
-    """Delete the locks of killed builds of DeepSpeed operators; report those of running builds.
+    """Delete locks left by killed builds of DeepSpeed operators; report locks of running builds.
 
-    The first rank of a host deletes them: no rank builds before all ranks have been checked.
+    Local rank 0 deletes them, which is safe because no rank builds before all ranks have been
+    checked.
     """
     stale, fresh = machine.build_locks(environment)
     if environment.get("LOCAL_RANK", "0") != "0":
@@ -104,31 +105,31 @@ def _clear_build_locks(environment: Mapping[str, str], is_check: bool, found: Fi
         except OSError as error:
             found.problems.append(
                 f"{lock}: left by a build that was killed, and cannot be deleted "
-                f"({error.strerror}): every rank would wait for it forever. Delete it."
+                f"({error.strerror}). Every rank would wait for it forever. Delete it."
             )
             continue
         done = "the run will delete it" if is_check else "deleted"
         found.notices.append(f"{lock}: left by a build that was killed: {done}")
     found.notices += [
-        f"{lock}: another process is building a DeepSpeed operator, and runs that use it wait. If "
-        f"there is no such process, delete the lock"
+        f"{lock}: another process is building a DeepSpeed operator, and runs that use the operator "
+        "wait. If there is no such process, delete the lock"
         for lock in fresh
     ]
 
 
 def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> None:
-    """Check the shared memory and cores of this rank, and on rank 0 the port to meet on."""
+    """Check this rank's shared memory and cores and, on rank 0, the rendezvous port."""
     cores, ranks_here = os.cpu_count() or 1, machine.ranks_of_host(environment)
     if (shared := shared_memory()) is not None:
         problem = shared_memory_problem(shared[0], ranks_here)
         found.notices += [problem] if problem else []
     if len(os.sched_getaffinity(0)) == 1 < cores // ranks_here:
         found.notices.append(
-            f"this rank may use 1 of the host's {cores} cores, for its loader workers too. Start "
+            f"this rank and its loader workers may use only 1 of the host's {cores} cores. Start "
             f"it with `srun --cpus-per-task {cores // ranks_here}` or `mpirun --bind-to none`"
         )
     port = environment.get("MASTER_PORT", "")
-    # With torchrun the port is in use: its agent holds the store.
+    # Under torchrun the port is already in use, because torchrun's agent runs the store.
     own = environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") != "True"
     if port.isdigit() and environment.get("RANK") == "0" and own:
         problem = port_problem(int(port))
@@ -138,19 +139,19 @@ def _check_shared_resources(environment: Mapping[str, str], found: Findings) -> 
 def check_trackers(settings: Settings, environment: Mapping[str, str], found: Findings) -> None:
     """Check that the accounts and packages of the run's trackers are available.
 
-    `settings` must be resolved, since the DeepSpeed JSON may ask for a tracker.
+    `settings` must be resolved, because the DeepSpeed JSON may enable a tracker.
     """
-    if settings.check and settings.world_size:  # the run will not be on this machine
+    if settings.check and settings.world_size:  # the run will be on another machine
         return
     for name in enabled_trackers(settings):
         found.problems += tracker_class(name).problems(name, settings, environment)
 
 
 def checkpoint_room(run_dir: str | Path, checkpoint_bytes: int, keep: int) -> tuple[int, int]:
-    """Return (free bytes, bytes for future checkpoints) of the disk of a run directory.
+    """Return (free bytes, bytes needed by future checkpoints) on a run directory's disk.
 
-    There is one checkpoint more than are kept, because the oldest is removed after the newest is
-    published. Checkpoints already on disk need no further space. Free bytes are -1 if not known.
+    At peak there is one checkpoint more than `keep`, because the oldest is removed after the newest
+    is published. Checkpoints already on disk need no more space. Free bytes are -1 if unknown.
     """
     free = machine.free_bytes(run_dir)
     existing = len(checkpoint_directories(RunFiles(run_dir).checkpoints))
@@ -159,7 +160,7 @@ def checkpoint_room(run_dir: str | Path, checkpoint_bytes: int, keep: int) -> tu
 
 
 def shared_memory() -> tuple[int, int] | None:
-    """Return (free, total) bytes of this host's or container's shared memory, None if absent."""
+    """Return (free, total) bytes of this host's or container's shared memory; None if absent."""
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
@@ -168,7 +169,7 @@ def shared_memory() -> tuple[int, int] | None:
 
 
 def shared_memory_problem(free: int, num_ranks: int) -> str | None:
-    """Return why the ranks of a host do not have enough shared memory, None if they do."""
+    """Return a problem if the shared memory is too small for a host's ranks, else None."""
     required = num_ranks * BYTES_PER_RANK
     if free >= required:
         return None
@@ -177,7 +178,7 @@ def shared_memory_problem(free: int, num_ranks: int) -> str | None:
 
 
 def port_problem(port: int) -> str | None:
-    """Return why rank 0 cannot listen on a port of this host, None if it can."""
+    """Return why rank 0 cannot listen on a port of this host; None if it can."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
         try:
@@ -195,7 +196,7 @@ def port_problem(port: int) -> str | None:
 
 
 def _listener(port: int) -> str | None:
-    """Return the process that listens on a port, if visible to this user: `process 4 (python)`."""
+    """Return the process that listens on a port, as `process 4 (python)`; None if not visible."""
     inodes = set()
     for table in ("tcp", "tcp6"):
         try:

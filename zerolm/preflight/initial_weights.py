@@ -1,7 +1,7 @@
-"""Finds the weights of `--init_from`, and checks them against the model config and the data.
+"""Find the weights of `--init_from`, and check them against the model config and the data.
 
-Reads configs, headers and tokenizers, but no values. A run that has a checkpoint no longer needs
-its source, which is then neither read nor checked.
+Reads configs, headers and tokenizers, but no weight values. A run that has a checkpoint no longer
+needs the source, which is then neither read nor checked.
 """
 
 import copy
@@ -42,9 +42,9 @@ class Opened:
 
     Attributes:
         entry: fields of `InitialSource`.
-        config: the source's.
-        tensors: None if the run resumes.
-        tokenizer: directory with its tokenizer; None if unknown.
+        config: the source's model config.
+        tensors: the source's weights; None if the run resumes.
+        tokenizer: directory of the source's tokenizer; None if unknown.
     """
 
     entry: InitialSource
@@ -54,7 +54,7 @@ class Opened:
 
 
 def open_source(settings: Settings, found: Findings) -> Opened | None:
-    """Return the source of `--init_from`; None if it was refused, with the reasons in `found`."""
+    """Open the source of `--init_from`; return None if refused, with the reasons in `found`."""
     name = settings.init_from
     assert name is not None
     try:
@@ -68,7 +68,7 @@ def open_source(settings: Settings, found: Findings) -> Opened | None:
             return _open_checkpoint(name, path)
         if path.is_dir():
             return _open_model(name, path, "", str(path))
-        above = path.parent != Path() and path.parent.is_dir()  # so it is no hub id
+        above = path.parent != Path() and path.parent.is_dir()  # so not a hub id
         if path.exists() or above or hub.split_id(name) is None:
             kind = "is a file" if path.exists() else "no such directory"
             raise ConfigError(
@@ -83,13 +83,13 @@ def open_source(settings: Settings, found: Findings) -> Opened | None:
 
 
 def _resumed_record(settings: Settings) -> Mapping[str, Any] | None:
-    """Return run.json of a run that has a checkpoint, or begins from one; None of any other."""
+    """Return run.json if the run has a checkpoint or branches from one, else None."""
     if settings.run_dir is None:
         return None
     try:
         if checkpoint_directories(RunFiles(settings.run_dir).checkpoints):
             record: Mapping[str, Any] | None = find_run_json(settings.run_dir)
-        elif settings.branch is not None:  # begins from the trunk's checkpoint
+        elif settings.branch is not None:  # starts from the trunk's checkpoint
             record = find_run_json(run_of(settings.branch)[0])
         else:
             stored = stored_record(settings, [])
@@ -106,7 +106,7 @@ def _recorded(record: Mapping[str, Any]) -> Opened:
 
 
 def config_of(values: Mapping[str, Any]) -> "PretrainedConfig":
-    """Return the config of an entry `model_config` of run.json or of a manifest."""
+    """Return the config in a `model_config` entry of run.json or a manifest."""
     from transformers import AutoConfig
 
     settings = dict(values)
@@ -114,7 +114,7 @@ def config_of(values: Mapping[str, Any]) -> "PretrainedConfig":
 
 
 def _open_checkpoint(name: str, path: Path) -> Opened:
-    """Open a run's checkpoint: its float32 master weights."""
+    """Open the float32 master weights in a run's checkpoint."""
     from zerolm.engine.zero_files import Weights
 
     checkpoint = checkpoints.locate(path)
@@ -147,7 +147,7 @@ def _open_checkpoint(name: str, path: Path) -> Opened:
 def _run_tokenizer(run_dir: Path) -> Path | None:
     try:
         return tokenizer_of(run_dir)[0]
-    except ConfigError:  # its shards were moved or damaged since
+    except ConfigError:  # its shards have been moved or damaged
         return None
 
 
@@ -178,7 +178,7 @@ def _open_model(name: str, path: Path, hub_id: str, exact: str) -> Opened:
 
 
 def _generation(path: Path) -> dict[str, Any]:
-    """Return what the files of a model directory say about generation, without versions."""
+    """Return the generation settings in a model directory's files, without versions."""
     file = path / "generation_config.json"
     values = read_json(file, "a generation config") if file.is_file() else {}
     config = read_json(path / "config.json", "a model config")
@@ -191,7 +191,7 @@ def _generation(path: Path) -> dict[str, Any]:
 
 
 def model_of(opened: Opened, given: Model | None, found: Findings) -> Model | None:
-    """Return the run's model, from `--model_config` or else from the source."""
+    """Return the run's model, from `--model_config` if given, else from the source."""
     where = opened.entry.source
     if given is None:
         if opened.tensors is not None and opened.entry.checkpoint is None:
@@ -214,7 +214,7 @@ def complete(
 ) -> tuple[Model, InitialSource | None]:
     """Check the source against the token shards; return the model and the initial weights.
 
-    Without `--model_config` the vocabulary grows to that of the shards.
+    Without `--model_config`, a vocabulary smaller than the shards' is enlarged to their size.
     """
     entry = opened.entry
     if opened.tensors is None:
@@ -239,15 +239,15 @@ def complete(
 
 
 def _tokenizer_problems(opened: Opened, sources: Sequence[Source], found: Findings) -> list[str]:
-    """Compare the tokenizers of the shards and of the source; return a line if they differ."""
+    """Compare the shards' tokenizer with the source's; return a problem if they differ."""
     from zerolm.pretrained.vocabulary import difference, vocabulary
 
     try:
         theirs = vocabulary(opened.tokenizer) if opened.tokenizer else None
         if theirs is None:
             found.notices.append(
-                f"--init_from {opened.entry.source}: has no tokenizer, so nothing shows that the "
-                f"ids of the token shards mean the same tokens"
+                f"--init_from {opened.entry.source}: has no tokenizer, so it cannot be checked "
+                "that the ids in the token shards mean the same tokens"
             )
             return []
         if not sources:
@@ -256,13 +256,13 @@ def _tokenizer_problems(opened: Opened, sources: Sequence[Source], found: Findin
         ours = vocabulary(first.tokenizer_directory())
         if ours is None:
             found.notices.append(
-                f"{first.directory}: has no copy of its tokenizer, which could be compared with "
-                f"that of --init_from {opened.entry.source}"
+                f"{first.directory}: has no copy of its tokenizer to compare with that of "
+                f"--init_from {opened.entry.source}"
             )
         elif text := difference(ours, theirs):
             return [
-                f"{first.directory}: its tokenizer is not that of --init_from "
-                f"{opened.entry.source}: {text}. Tokenize the text with that tokenizer."
+                f"{first.directory}: its tokenizer differs from that of --init_from "
+                f"{opened.entry.source}: {text}. Tokenize the text with the latter."
             ]
         return []
     except ConfigError as error:
@@ -270,25 +270,25 @@ def _tokenizer_problems(opened: Opened, sources: Sequence[Source], found: Findin
 
 
 def optimizer_problems(plan: Plan) -> list[str]:
-    """Return why a run cannot start with the optimizer states of its source, if it is to."""
+    """Return why `--init_optimizer` cannot load the source's optimizer states."""
     settings, initial = plan.settings, plan.initial
     if not settings.init_optimizer or (initial is not None and initial.weights is None):
         return []
     where = settings.where("init_optimizer")
     if initial is None or initial.checkpoint is None:
         return [
-            f"{where}: needs --init_from RUN[@STEP], a run of this project: only its checkpoints "
-            f"have states of an optimizer. Remove the flag, or name a run."
+            f"{where}: needs --init_from RUN[@STEP], a zerolm run, because only its checkpoints "
+            "contain optimizer states. Remove the flag, or name a run."
         ]
     if plan.profile.scheduler:
         return [
-            f"{where}: the scheduler of {plan.profile.name} would resume at the source's step. "
-            f"Remove the block from the file, and use --schedule."
+            f"{where}: the scheduler in {plan.profile.name} would resume at the source's step. "
+            "Remove this block from the file, and use --schedule."
         ]
     checkpoint = checkpoints.read(initial.checkpoint)
     path = checkpoint.directory / MANIFEST
     record = read_run_json(checkpoint.directory.parents[1])
-    begins = ("settings.init", "initial_weights")  # these are of the source's own beginning
+    begins = ("settings.init", "initial_weights")  # these describe how the source itself started
     problems = [
         f"{where}: {path}: {one} ({one.where}): {one.obstacle}. Use the old value, or remove "
         f"--init_optimizer."

@@ -1,6 +1,7 @@
-"""Read a run's inputs: model config, DeepSpeed JSON, token shards. Checks each by itself.
-
+"""Read a run's inputs (model config, DeepSpeed JSON, token shards), and check each separately.
 `zerolm.preflight.check` and `zerolm.plan.resolve` check whether they fit together.
+
+
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from zerolm.pretrained.initial_source import InitialSource
 from zerolm.run_dir.files import RunFiles
 from zerolm.shards import cache_budget
 
-DEEPSPEED_KEYS = {  # some of which every DeepSpeed JSON has, and no model config
+DEEPSPEED_KEYS = {  # every DeepSpeed JSON has some of these, a model config has none
     "bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
     "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization",
 }  # fmt: skip
@@ -38,12 +39,12 @@ BUCKET_KEYS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run besides its settings.
+    """The inputs of a run, apart from its settings.
 
     Attributes:
-        model: None if it could not be read.
-        initial: existing weights to start from; None if there are none, or they were refused.
-        profile: the DeepSpeed JSON as written; empty if it could not be read.
+        model: the model; None if its config could not be read.
+        initial: existing weights to start from; None if not requested, or refused.
+        profile: the unresolved DeepSpeed JSON; empty if it could not be read.
         sources: the sources that could be opened.
         all_sources: whether all sources were opened without a problem.
     """
@@ -84,9 +85,9 @@ def read(
 
 
 def exchanged_problems(settings: Settings) -> list[str]:
-    """Return a line if the model config is a DeepSpeed JSON, or the DeepSpeed JSON a model config.
+    """Return a problem if the model config is a DeepSpeed JSON or vice versa.
 
-    Each has dozens of keys that would be reported as unknown in the other's place.
+    Otherwise dozens of keys would be reported as unknown.
     """
     model, profile = settings.model_config, settings.deepspeed_config
     is_profile = bool(DEEPSPEED_KEYS & _keys(model)) and "model_type" not in _keys(model)
@@ -94,8 +95,8 @@ def exchanged_problems(settings: Settings) -> list[str]:
     where = {name: settings.where(name) for name in ("model_config", "deepspeed_config")}
     if is_profile and is_model:
         return [
-            f"{where['model_config']}: {model} is a DeepSpeed JSON, and {profile} of "
-            f"--deepspeed_config is a model config. Exchange the two."
+            f"{where['model_config']}: {model} is a DeepSpeed JSON, and --deepspeed_config "
+            f"{profile} is a model config. Swap the two."
         ]
     if is_profile:
         return [
@@ -111,7 +112,7 @@ def exchanged_problems(settings: Settings) -> list[str]:
 
 
 def _keys(path: str | None) -> set[str]:
-    """Return the keys of a JSON file, none if it cannot be read, which is reported later."""
+    """Return the keys of a JSON file; none if it cannot be read, which is reported later."""
     with contextlib.suppress(ConfigError):
         return set(read_json(find_config(path), "")) if path else set()
     return set()
@@ -156,9 +157,8 @@ def _read_profile(
     found.problems += rule_problems(profile, on_gpu=on_gpu, world_size=world_size)
     if profile.compute_precision == "bf16" and not host.device.supports_bf16:
         found.problems.append(
-            f"{path}: bf16: enabled, but {host.device.name} does not support it"
-            f"{_began_on(begun)}. Use fp16 (--precision fp16 if the file says auto), or a newer "
-            f"device."
+            f"{path}: bf16: enabled, but {host.device.name} does not support it{_began_on(begun)}. "
+            "Use fp16 (--precision fp16 if the file sets auto), or a newer device."
         )
     profile = with_shard_groups(profile, settings, world_size, found.problems)
     found.notices += rule_notices(profile, on_gpu=on_gpu, world_size=world_size)
@@ -174,7 +174,7 @@ def _read_profile(
 def _began_on(begun: Begun | None) -> str:
     if begun is None or begun.precision != "bf16":
         return ""
-    return f", and the run of {begun.path} began in it on {begun.device or 'another device'}"
+    return f", and the run in {begun.path} began in bf16 on {begun.device or 'another device'}"
 
 
 def _prepare_caches(sources: Sources, settings: Settings, found: Findings) -> None:
@@ -182,15 +182,15 @@ def _prepare_caches(sources: Sources, settings: Settings, found: Findings) -> No
     every = [*sources.training, *sources.validation]
     found.problems += cache_budget.allocate(settings, every)
     found.notices += [
-        f"{source.directory} has no block checksums: training checks the sizes of its files, but "
-        f"not their content. Shards written by this release have them"
+        f"{source.directory} has no block checksums, so training checks the sizes of its files but "
+        "not their content. Shards written by this release have block checksums"
         for source in every
         if not source.has_checksums
     ]
 
 
 def _output_problems(profile: Profile, settings: Settings) -> list[str]:
-    """Refuse a file outside the run that DeepSpeed would overwrite: a JSON may come from anyone."""
+    """Refuse an untrusted JSON that would let DeepSpeed overwrite a file outside the run."""
     path = profile.block("flops_profiler").get("output_file")
     if not path or settings.run_dir is None:
         return []

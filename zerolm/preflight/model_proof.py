@@ -1,9 +1,9 @@
-"""Proves on a small copy of a model what a causal language model must be.
+"""Check on a small copy of a model that it works as a causal language model.
 
-No position sees a later token, each sees its own and the one before it, and every parameter gets a
-gradient, which is finite, in the first steps. A legal config.json can break any of these while the
-run looks normal. Copies are computed in float32 on the CPU, so `--check` needs no GPU. What is
-wrong is named with the keys whose other value would be right (`remedies`).
+No position may attend to a later token, each must depend on its own and the previous token, and
+every parameter must get a finite gradient in the first steps. A valid config.json can break any of
+these while the run looks normal. Copies are computed in float32 on the CPU, so `--check` needs no
+GPU. Messages name the keys that would fix the problem, and their values (`remedies`).
 """
 
 import json
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
     from zerolm.preflight.observed_model import Sight
 
-    Sights = dict[str, list[Sight]]  # of each kernel
+    Sights = dict[str, list[Sight]]  # kernel: one per batch
 
 RECORD_KEY = "model_proof"  # in run.json
 TOKENS = 24  # in a row
-LONGER = 128  # for parts that serve distant tokens only, such as compressed keys
-LONGEST = 512  # for families that can only be computed at the length of the run
-# A change of a logit counts from this fraction of their standard deviation on. Of 181 families with
-# large weights (transformers 5.23, torch 2.13, 2026-11-26) 179 had 0 at earlier positions; at the
-# next one all had at least 1e-3 somewhere.
+LONGER = 128  # for parts used only at long distances, such as compressed keys
+LONGEST = 512  # for families that can only be computed at the run's sequence length
+# Smallest change of a logit that counts, relative to the logits' standard deviation. Of 181
+# families with large weights (transformers 5.23, torch 2.13, 2026-11-26), 179 had no change at
+# earlier positions; at the next position all had at least 1e-3 somewhere.
 SEEN = 1e-4
-# Of |gradient| * |parameter|, the change of the loss by a relative change of the parameter: with
-# large weights at least 2e-4, and at most 6e-8 where a gradient is rounding.
+# Threshold for |gradient| * |parameter|, the effect of a relative parameter change on the loss.
+# With large weights it is at least 2e-4; a gradient of mere rounding errors gives at most 6e-8.
 NO_GRADIENT = 1e-6
-HIGH_LOSS = 3.0  # times log(vocabulary), the loss of equal probabilities
+HIGH_LOSS = 3.0  # times log(vocabulary), the loss of uniform predictions
 OTHERWISE = "Correct the config.json, or use another model_type"
-# Errors of kernels of other packages for tensors on a CPU; they say nothing about the model.
+# Errors that other packages' kernels raise for CPU tensors; they are not the model's fault.
 NEEDS_DEVICE = re.compile(r"is_cuda|triton|cpu tensor|cuda|hip\b|nvidia|device type", re.IGNORECASE)
 SHAPES = re.compile("broadcast|must match|cannot be multiplied|invalid for input of size")
 NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -57,12 +57,12 @@ NUMBER = re.compile(r"\.\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a model.
+    """A problem found in a model.
 
     Attributes:
-        text: a clause.
+        text: a clause that describes it.
         refuses: whether the run is refused; otherwise it is a notice.
-        keys: values of the config, each of which alone would be right.
+        keys: changes of config values, each of which alone would fix the problem.
     """
 
     text: str
@@ -70,7 +70,7 @@ class Finding:
     keys: tuple[Remedy, ...] = ()
 
     def line(self, path: str) -> str:
-        """Return the finding as a line: file, key, value, rule, fix."""
+        """Return the message: file, key, value, rule, fix."""
         if not self.keys:
             return f"{path}: {self.text}" + f". {OTHERWISE}." * self.refuses
         first, *others = self.keys
@@ -80,23 +80,23 @@ class Finding:
 
 
 class _NotComputableError(Exception):
-    """The model cannot be computed; its cause says why."""
+    """The model cannot be computed; `__cause__` is the error."""
 
 
 def check(model: Model, seq_len: int | None, found: Findings) -> None:
-    """Prove a model on a small copy; add what is wrong to `found`."""
+    """Check a model on a small copy; add what is wrong to `found`."""
     for finding in _prove(ConfigKey.of(model.config), min(seq_len or TOKENS, LONGEST)):
         lines = found.problems if finding.refuses else found.notices
         lines.append(finding.line(model.path))
 
 
 def proven_with() -> dict[str, str | None]:
-    """Return the versions that a proof depends on, for run.json."""
+    """Return the package versions that the check depends on, for run.json."""
     return {package: installed_version(package) for package in ("torch", "transformers")}
 
 
 def was_proven(model: Model, run_dir: str | None) -> bool:
-    """Return whether the run that is resumed has started with this config and these versions."""
+    """Return whether the run to resume has passed the check with this config and these versions."""
     try:
         record = (find_run_json(run_dir) if run_dir else None) or {}
     except RecordError:
@@ -119,17 +119,17 @@ def _prove(key: ConfigKey, seq_len: int) -> tuple[Finding, ...]:
         except _NotComputableError as error:
             keys = remedies(key.config, is_computable)
             return (Finding(f"the model cannot be computed ({error})", keys=keys),)
-        except Exception as error:  # of any class: transformers' do not validate all values
+        except Exception as error:  # any class: transformers does not validate all values
             why = f"a small copy of it cannot be computed ({_cause(error)})"
             return (Finding(f"the model is not proven to be causal: {why}", refuses=False),)
 
 
 def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["PretrainedConfig", int]:
-    """Return the config of a small copy that can be computed, and for how many tokens.
+    """Return the config of a small copy that can be computed, and the number of tokens that works.
 
     Raises:
         _NotComputableError: the model itself cannot be computed.
-        Exception: what went wrong with the small copies.
+        Exception: the first error of the small copies.
     """
     from zerolm.preflight import observed_model
 
@@ -159,13 +159,13 @@ def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["Pretrai
 
 
 def _cause(error: Exception) -> str:
-    """Return what the code of transformers has raised."""
+    """Return the error that the transformers code raised, as text."""
     inner = error.__cause__
     return reason(inner if isinstance(error, ConfigError) and inner is not None else error)
 
 
 def _compute(config: "PretrainedConfig", tokens: int) -> None:
-    """Compute a gradient with each kernel; any error is that of the model."""
+    """Compute a gradient with each kernel; errors of the model's code propagate."""
     from zerolm.preflight.observed_model import build, sensitivities
 
     for kernel in kernels(config):
@@ -181,17 +181,17 @@ def _is_computable(config: "PretrainedConfig", tokens: int) -> bool:
 
 
 def kernels(config: "PretrainedConfig") -> list[str]:
-    """Return the attention kernels that every device has, first the one that `auto` takes."""
+    """Return the attention kernels that every device supports, the choice of `auto` first."""
     return [*["sdpa"] * bool(causal_lm_class(config)._supports_sdpa), "eager"]
 
 
 def _shape_error(
     config: "PretrainedConfig", tokens: int, known: Exception | None = None
 ) -> Exception | None:
-    """Return what goes wrong in layers of full size, computed without values; None: nothing.
+    """Return the error of full-size layers computed on fake tensors, or None.
 
     Args:
-        known: what went wrong in a small copy.
+        known: the error of a small copy.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -205,13 +205,13 @@ def _shape_error(
                 small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             )
             model.train()(input_ids=torch.zeros((1, tokens), dtype=torch.long), use_cache=False)
-    except Exception as error:  # others are about values, or kernels for which there are none
+    except Exception as error:  # others concern values, which fake tensors lack
         return error if str(error) == str(known) or SHAPES.search(str(error)) else None
     return None
 
 
 def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
-    """Yield what is wrong with a small model that can be computed."""
+    """Yield the problems of a small model that can be computed."""
     from zerolm.preflight.observed_model import beginning, build
 
     sights = _sights(config, tokens)
@@ -221,7 +221,7 @@ def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
         return
     if gaps := _gaps(sights):
         keys = remedies(config, lambda changed: not _gaps(_sights(changed, tokens)))
-        text = f"{gaps} of {tokens - 1} positions do not see the token before them"
+        text = f"{gaps} of {tokens - 1} positions do not see the previous token"
         yield Finding(text, refuses=False, keys=keys)
     kernel = kernels(config)[0]
     start = beginning(build(config, kernel), tokens)
@@ -241,7 +241,8 @@ def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
             return len(revived) >= len(dead) / 2
 
         def is_by_config(name: str) -> bool:
-            # Families have parts without use in text, and biases of keys, which softmax cancels.
+            # Some families have parts that text does not use, and key biases, which softmax
+            # cancels.
             return is_routed_expert(name) or not (name.endswith("bias") or name in gradients.unused)
 
         used = gradients.names - gradients.unused
@@ -265,7 +266,7 @@ def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
 
 
 def _sights(config: "PretrainedConfig", tokens: int) -> "Sights":
-    """Return what a model with large weights sees in two batches, for each attention kernel."""
+    """Measure which tokens a model with large weights sees, in two batches per attention kernel."""
     from zerolm.preflight.observed_model import build_with_large_weights, sight
 
     models = {kernel: build_with_large_weights(config, kernel) for kernel in kernels(config)}
@@ -275,11 +276,11 @@ def _sights(config: "PretrainedConfig", tokens: int) -> "Sights":
 
 
 def _blindness(sights: "Sights") -> list[str]:
-    """Return how a model is not causal, with the kernels by which."""
+    """Return how a model violates causality, with the attention kernels that show it."""
     texts: dict[str, list[str]] = {}
     for kernel, seen in sights.items():
         text, *others = map(_fault, seen)
-        if text and all(others):  # in one batch a choice of experts may be on the edge
+        if text and all(others):  # in a single batch, expert choices may flip at a tie
             texts.setdefault(text, []).append(kernel)
     return [f"with {' and '.join(used)} {text}" for text, used in texts.items()]
 
@@ -292,12 +293,12 @@ def _fault(seen: "Sight") -> str:
     if max(seen.own) <= SEEN:
         return "no position sees its own token"
     if seen.previous and max(seen.previous) <= SEEN:
-        return "no position sees the token before it"
+        return "no position sees the previous token"
     return ""
 
 
 def _gaps(sights: "Sights") -> int:
-    """Return the number of positions that do not see the token before them."""
+    """Return the number of positions that do not see the previous token."""
     return max(
         sum(max(changes) <= SEEN for changes in zip(*(one.previous for one in seen), strict=True))
         for seen in sights.values()
@@ -315,7 +316,7 @@ def _loss_findings(config: "PretrainedConfig", tokens: int, loss: float) -> Iter
             lambda changed: beginning(build(changed, kernel), tokens).loss <= HIGH_LOSS * equal,
         )
         text = (
-            f"the first loss of a small copy is {loss:.3g}, where equal probabilities have "
+            f"the first loss of a small copy is {loss:.3g}, but uniform predictions give "
             f"{equal:.3g}: the initial weights or a multiplier are too large"
         )
         yield Finding(text, refuses=False, keys=keys)
@@ -323,11 +324,11 @@ def _loss_findings(config: "PretrainedConfig", tokens: int, loss: float) -> Iter
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Names of a model's trained parameters: all, and those without a gradient for any values.
+    """Names of a model's trained parameters, and which of them never get a gradient.
 
     Attributes:
-        dead: the loss is computed with them.
-        unused: it is not.
+        dead: parameters used in the loss, but with no gradient.
+        unused: parameters not used in the loss.
     """
 
     names: frozenset[str]
@@ -341,12 +342,12 @@ def _gradients(config: "PretrainedConfig", tokens: int) -> _Gradients:
     model = build_with_large_weights(config, kernels(config)[0])
     longer = min(LONGER, max_positions(config) or LONGER)
     largest: dict[str, float | None] = sensitivities(model, tokens, seed=0)
-    for seed, length in ((1, tokens), (2, longer)):  # experts that no token has chosen; distance
+    for seed, length in ((1, tokens), (2, longer)):  # for experts not chosen, for distance
         if all(value is not None and value >= NO_GRADIENT for value in largest.values()):
             break
         try:
             found = sensitivities(model, length, seed)
-        except Exception:  # a family with one length only
+        except Exception:  # a family that supports only one length
             continue
         for name, value in found.items():
             largest[name] = max(filter(None, (value, largest[name])), default=value)
@@ -356,7 +357,7 @@ def _gradients(config: "PretrainedConfig", tokens: int) -> _Gradients:
 
 
 def _listed(chosen: frozenset[str], names: frozenset[str]) -> str:
-    """List names; * stands for the number of any layer, where that holds for all layers."""
+    """List names; * replaces the layer number if all layers are listed."""
     total = Counter(NUMBER.sub(".*", name) for name in names)
     count = Counter(NUMBER.sub(".*", name) for name in chosen)
     short = [

@@ -1,6 +1,6 @@
 """Check settings against the model: positions, initial values, attention, compilation.
 
-Uses the model's config and class; must not build weights.
+Must use only the model's config and class, and build no weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def attention_problems(settings: Settings, device: str, precision: str | None = None) -> list[str]:
-    """Check the attention kernel against the device, and the precision if it is known."""
+    """Check the attention kernel against the device and, if known, the precision."""
     attention = settings.attn_implementation
     where = settings.where("attn_implementation")
     if attention == VARLEN or attention.startswith("flash"):
@@ -41,7 +41,7 @@ def attention_problems(settings: Settings, device: str, precision: str | None = 
 
 
 def matmul_problems(settings: Settings, precision: str, device: str) -> list[str]:
-    """Refuse TF32 where the precision of matrix products or the device gives it no effect."""
+    """Refuse TF32 if the device or the precision of matrix products makes it ineffective."""
     if settings.float32_matmul == HIGHEST:
         return []
     where = f"{settings.where('float32_matmul')}: {settings.float32_matmul}"
@@ -53,8 +53,8 @@ def matmul_problems(settings: Settings, precision: str, device: str) -> list[str
     return [f"{where} needs a GPU. Remove the flag."] if device == "cpu" else []
 
 
-# Families whose code multiplies float32 values by weights of the run's precision, which torch
-# refuses: in transformers 5.17 to 5.23, found by tests/model_families.
+# Families whose code multiplies float32 values by weights in the run's precision, which is an error
+# in torch (transformers 5.17 to 5.23; found by tests/model_families).
 FLOAT32_ONLY = frozenset({"inkling2_text", "reformer", "xlstm"})
 
 
@@ -64,8 +64,8 @@ def precision_problems(settings: Settings, config: "PretrainedConfig", precision
         return []
     return [
         f"{settings.deepspeed_config}: {precision}, but the code of {config.model_type} works in "
-        f"fp32 only ({settings.model_config}). Give --precision fp32, and no bf16 or fp16 in the "
-        f"file."
+        f"fp32 only ({settings.model_config}). Give --precision fp32, and enable neither bf16 nor "
+        "fp16 in the file."
     ]
 
 
@@ -137,9 +137,9 @@ def _initialization_problems(settings: Settings, config: "PretrainedConfig") -> 
 def padding_notices(
     settings: Settings, config: "PretrainedConfig", sources: Sequence[Source]
 ) -> list[str]:
-    """Report that the padding token's row is trained, which transformers keeps at zero.
+    """Report that the padding token's embedding is trained, although transformers keeps it at zero.
 
-    The sources' tokenizer names the token.
+    The token's text is read from the sources' tokenizer.
     """
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)
@@ -150,7 +150,7 @@ def padding_notices(
         return []
     tokens: Mapping[str, int] = {}
     with suppress(ConfigError):  # reported where the tokenizer is needed
-        for source in sources[:1]:  # all have the same
+        for source in sources[:1]:  # all have the same tokenizer
             tokens = vocabulary(source.tokenizer_directory()) or {}
     token = next((repr(token) for token, number in tokens.items() if number == padding), "")
     is_default = getattr(type(text), "pad_token_id", None) == padding
@@ -158,22 +158,22 @@ def padding_notices(
     begins = "starts with the weights of --init_from" if settings.init_from else "is initialized"
     notice = (
         f"{settings.model_config}: pad_token_id: {padding}{origin}{token and f', {token}'}: "
-        f"pretraining has no padding, so the row of this token {begins} and is trained like all "
-        f"others"
+        f"pretraining has no padding, so this token's embedding {begins} and is trained like all "
+        "others"
     )
     if has_padding_position(config):
-        notice += "; the model gives it no position of its own where it occurs in a text"
+        notice += "; where the token occurs in text, the model gives it no position of its own"
     return [notice]
 
 
 def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Report dropout: allowed, but its random masks depend on the number of ranks."""
+    """Report dropout: it is allowed, but its random masks depend on the number of ranks."""
     return [
         f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the loss "
         f"curve depends on the world size; 0 is usual for pretraining"
         for key, value in config.get_text_config().to_dict().items()
         if ("dropout" in key or key.endswith("pdrop"))
-        and not key.startswith(("classifier", "summary"))  # heads that a causal LM does not have
+        and not key.startswith(("classifier", "summary"))  # heads that a causal LM lacks
         and isinstance(value, (int, float))
         and value > 0
     ]

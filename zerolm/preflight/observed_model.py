@@ -1,7 +1,7 @@
-"""What a small model does: which tokens its logits depend on, and which parameters learn.
+"""Observe a small model: which tokens its logits depend on, and which parameters learn.
 
-Everything is computed in float32 on the CPU, with a state of torch's generator of its own.
-`model_proof` judges the results. Must not know the settings of a run.
+Everything is computed in float32 on the CPU, with a separate state of torch's random generator.
+`model_proof` judges the results. Must not depend on the settings of a run.
 """
 
 import copy
@@ -22,18 +22,20 @@ if TYPE_CHECKING:
 FEW_ROWS = 4
 MANY_ROWS = 32
 STEPS = 3
-RATE = 1e-3  # of AdamW in these steps
-EXPORTING = "is_torchdynamo_exporting"  # transformers asks it whether to use torch's operators
+RATE = 1e-3  # AdamW's learning rate in these steps
+EXPORTING = (
+    "is_torchdynamo_exporting"  # transformers calls this to decide whether to use torch's operators
+)
 
 
 @dataclass(frozen=True)
 class Sight:
-    """How much logits change with one token, as fractions of the logits' standard deviation.
+    """How much the logits change when one token changes, relative to their standard deviation.
 
     Attributes:
         future: the largest change at positions before the token; NaN if a logit is not finite.
-        own, previous: the change at the position of the token, and at the next one, for each place
-            in the row.
+        own, previous: the changes at the token's position and at the next one, for each place in
+            the row that was changed.
     """
 
     future: float
@@ -46,9 +48,9 @@ class Beginning:
     """The first steps with the initial weights of a run.
 
     Attributes:
-        loss: of the first step.
-        broken: the first thing that was not finite, or an empty text.
-        silent: parameters without a gradient in every step.
+        loss: loss of the first step.
+        broken: describes the first loss or gradient that was not finite; empty if all were.
+        silent: parameters whose gradient was zero or missing in every step.
     """
 
     loss: float
@@ -57,7 +59,7 @@ class Beginning:
 
 
 def build(config: "PretrainedConfig", kernel: str) -> Any:
-    """Build a model as a run does, with the initial weights of seed 0, on this rank alone."""
+    """Build a model as a run does, with the initial weights of seed 0, on this rank only."""
     return build_model(
         config,
         seed=0,
@@ -71,7 +73,7 @@ def build(config: "PretrainedConfig", kernel: str) -> Any:
 
 
 def without_noise(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Return the config without dropout, and with the usual size of initial weights."""
+    """Return the config without dropout, and with the usual scale of initial weights."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for key, value in vars(text).items():
@@ -83,7 +85,7 @@ def without_noise(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def build_with_large_weights(config: "PretrainedConfig", kernel: str) -> Any:
-    """Build a model in which each part has an effect of about 1, so that rounding is far below."""
+    """Build a model in which each part has an effect of about 1, far above rounding errors."""
     model = build(without_noise(config), kernel)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -118,7 +120,7 @@ def sight(model: Any, tokens: int, seed: int) -> Sight:
 def sensitivities(model: Any, tokens: int, seed: int) -> dict[str, float | None]:
     """Return |gradient| * |parameter| of each trained parameter; None if the loss does not use it.
 
-    It is the change of the loss by a relative change of the parameter.
+    This is the effect of a relative change of the parameter on the loss.
     """
     model.zero_grad()
     _loss(model, tokens, seed).backward()
@@ -159,7 +161,7 @@ def _loss(model: Any, tokens: int, seed: int) -> torch.Tensor:
 
 
 def _logits(model: Any, ids: torch.Tensor, seed: int) -> torch.Tensor:
-    # The same dropout and sampled experts in each call; generators of GPUs stay as they are.
+    # The same dropout and sampled experts in each call; GPU generators are not touched.
     torch.default_generator.manual_seed(seed)
     logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
@@ -181,10 +183,12 @@ def _vocabulary(model: Any) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Use one thread and torch's own operators, keep torch's generator, and silence transformers.
+    """Use one thread and torch's own operators, preserve torch's random state, silence
+    transformers.
 
-    transformers calls the kernels of causal-conv1d, flash-linear-attention and mamba-ssm, where
-    these are installed, for tensors on a CPU too, which they refuse; not while a model is exported.
+    Where causal-conv1d, flash-linear-attention and mamba-ssm are installed, transformers calls
+    their kernels even for CPU tensors, which the kernels reject. It does not call them while a
+    model is exported.
     """
     import warnings
 
@@ -192,7 +196,7 @@ def quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     level, threads = logging.get_verbosity(), torch.get_num_threads()
-    fake_tensors = getLogger("torch._subclasses.fake_tensor")  # prints a trace of what it raises
+    fake_tensors = getLogger("torch._subclasses.fake_tensor")  # prints a traceback of each error
     known, exporting = fake_tensors.level, getattr(hub_kernels, EXPORTING, None)
     logging.set_verbosity_error()
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
-"""Notices about values that are valid, but make no sense for the model or the data.
+"""Give notices of values that are valid but implausible for the model or the data.
 
-None stops a run: a test of a few steps may have a tiny source and any learning rate.
+They never stop a run, because a test of a few steps may use a tiny source and any learning rate.
 """
 
 from zerolm.config import defaults
@@ -10,15 +10,15 @@ from zerolm.optim.schedule import SCHEDULES
 from zerolm.plan.plan import Plan
 from zerolm.preflight.summary import epochs_of
 
-MANY_EPOCHS = 10  # Muennighoff et al. 2023 (arXiv 2305.16264): repeats add little from 16 on
-HIGH_RATE, LOW_RATE = 10, 1 / 1000  # of the default learning rate
-UNUSED_ROWS = 0.5  # of a vocabulary
-LONG_WARMUP = 0.5  # of the tokens of a run
-FEW_STEPS = 5  # of a run whose tokens may have been meant as steps
+MANY_EPOCHS = 10  # Muennighoff et al. 2023 (arXiv 2305.16264): little gain beyond 16
+HIGH_RATE, LOW_RATE = 10, 1 / 1000  # relative to the default learning rate
+UNUSED_ROWS = 0.5  # share of the vocabulary
+LONG_WARMUP = 0.5  # share of the run's tokens
+FEW_STEPS = 5  # with fewer, --total_tokens may have been meant as steps
 
 
 def notices(plan: Plan) -> list[str]:
-    """Return a line for each such value."""
+    """Return a notice for each implausible value."""
     return [
         *_length_notices(plan),
         *_rate_notices(plan),
@@ -56,7 +56,8 @@ def _rate_notices(plan: Plan) -> list[str]:
     if (settings.warmup_tokens or 0) > LONG_WARMUP * settings.total_tokens:
         found.append(
             f"{settings.where('warmup_tokens')}: {settings.warmup_tokens:,} of "
-            f"{settings.total_tokens:,} tokens, so most of the run is below its learning rate"
+            f"{settings.total_tokens:,} tokens, so most of the run trains below the peak learning "
+            "rate"
         )
     return found
 
@@ -75,8 +76,8 @@ def _vocabulary_notices(plan: Plan) -> list[str]:
 def _epoch_notices(plan: Plan) -> list[str]:
     return [
         f"{plan.settings.where('total_tokens')}: {plan.settings.total_tokens:,} tokens read source "
-        f"{name} {times(epochs)} times; more than about {MANY_EPOCHS} times teaches little new. "
-        f"Add data, train on fewer tokens, or set --max_epochs"
+        f"{name} {times(epochs)} times; beyond about {MANY_EPOCHS} times the model learns little "
+        "new. Add data, train on fewer tokens, or set --max_epochs"
         for name, epochs, cap in zip(
             plan.source_names, epochs_of(plan), plan.mixture.caps, strict=True
         )

@@ -1,6 +1,6 @@
-"""Finds the keys of a model config whose other value would end a fault, by trying them.
+"""Find the keys of a model config that would fix a fault, by trying other values.
 
-A fault is any test of a config; which keys can cause it is not known here.
+A fault is defined by any test of a config; this module knows nothing about its causes.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 MAX_CANDIDATES = 24  # each may take a second
 MAX_KEYS = 2
 SIZES = frozenset({*AT_MOST, *DEPTHS, *GROUPED_HEADS, "tie_word_embeddings", "use_cache", "dtype"})
-SMALL = 4  # a count up to which one more is tried
+SMALL = 4  # for smaller counts, one more is tried
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """A key of a config, dotted in a nested object, with its value and one that is right."""
+    """A config key, dotted if nested, with its value and a value that fixes the fault."""
 
     key: str
     value: Any
@@ -32,12 +32,13 @@ class Remedy:
 def remedies(
     config: "PretrainedConfig", is_right: Callable[["PretrainedConfig"], bool]
 ) -> tuple[Remedy, ...]:
-    """Return keys each of which alone ends a fault, of a limited number of candidates.
+    """Return keys that each fix a fault alone, from a limited number of candidates.
 
-    The same on every rank, whatever its speed.
+    The result is the same on every rank, however fast the rank is.
 
     Args:
-        is_right: whether a changed config does not have the fault; any error means that it has.
+        is_right: returns whether a changed config is free of the fault; an error counts as the
+            fault.
     """
     found: list[Remedy] = []
     for remedy in islice(_candidates(config), MAX_CANDIDATES):
@@ -57,13 +58,13 @@ def remedies(
                 setattr(part, last, remedy.right)
             if is_right(changed):
                 found.append(remedy)
-        except Exception:  # of any class: other values may be impossible
+        except Exception:  # any class: other values may be invalid
             continue
     return tuple(found)
 
 
 def _candidates(config: "PretrainedConfig") -> Iterator[Remedy]:
-    """Yield other values of keys, first of those that differ from the default of their class."""
+    """Yield other values for keys, first for keys that differ from their class's default."""
     text = config.get_text_config()
     later: list[Remedy] = []
     for key, value, default in _values("", text, _default(text)):
@@ -82,12 +83,12 @@ def _candidates(config: "PretrainedConfig") -> Iterator[Remedy]:
 def _default(part: "PretrainedConfig") -> Any:
     try:
         return type(part)()
-    except Exception:  # a class that needs values
+    except Exception:  # a class with required arguments
         return {}
 
 
 def _values(prefix: str, part: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield key, value and default of all numbers and switches."""
+    """Yield the key, value and default of every number and switch."""
     from transformers import PretrainedConfig
 
     items, defaults = (each if isinstance(each, dict) else vars(each) for each in (part, default))

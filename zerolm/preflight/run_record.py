@@ -1,9 +1,10 @@
-"""Compare the run.json of a run with the plan of a command that would resume it.
+"""Compare a run's run.json with the plan of a command that would resume the run.
 
 Values that affect the loss curve must not change, unless --accept_changes is given and the states
-in checkpoints remain valid; `carry_over` then returns the position in the data. Values that only
-affect memory and speed may change: micro-batch, workers, intervals, ZeRO profile. With a router
-loss of micro-batches their size and the world size affect the curve too. Must not read files.
+in checkpoints remain valid; `carry_over` then returns the position in the data. Values that affect
+only memory and speed may change: micro-batch, workers, intervals, ZeRO profile. If the router loss
+is computed per micro-batch, micro-batch size and world size also affect the curve. Must not read
+files.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +31,11 @@ from zerolm.plan.plan import Plan
 from zerolm.run_dir.records import OLD_VALUE
 
 MIXTURE_SETTINGS = ("data_stage", "max_epochs", "mixture_temperature", "over_max_epochs")
-# Values of settings that did not exist when an old run started.
+# Defaults for settings that an old run's run.json lacks.
 LEGACY_DEFAULTS = {
     name: STATIC_DEFAULTS[name] for name in CURVE_SETTINGS if STATIC_DEFAULTS[name] is not None
 }
-# Keys that transformers writes and that do not affect training.
+# Keys written by transformers that do not affect training.
 IRRELEVANT_MODEL_KEYS = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
 )
@@ -50,21 +51,21 @@ IRRELEVANT_OPTIMIZER_KEYS = frozenset(
         "bias_correction",
     }
 )
-# Values of the DeepSpeed JSON that affect the curve, besides precision and optimizer parameters.
+# DeepSpeed JSON values that affect the curve, apart from precision and optimizer parameters.
 DS_VALUES: dict[str, Callable[[Profile], Any]] = {
     "gradient_clipping": lambda profile: profile.json.get("gradient_clipping"),
     "data_types.grad_accum_dtype": lambda profile: profile.grad_accum_dtype,
     "optimizer.type": lambda profile: profile.block("optimizer").get("type"),
     "scheduler": lambda profile: profile.json.get("scheduler"),
 }
-# {prefix of the key: reason} of values that cannot change even with --accept_changes.
+# {key prefix: reason} for values that cannot change even with --accept_changes.
 UNCHANGEABLE = {
     **{f"settings.{name}": why for name in FLAGS if (why := FLAGS[name]["unchangeable"])},
-    "initial_weights.": "the run began with the old weights",
+    "initial_weights.": "the run started from the old weights",
     "model_config.": "the checkpoints hold the weights of the old model",
-    "ds_config precision": "the optimizer's states were saved for weights of that precision",
-    "ds_config.optimizer.type": "another optimizer has other states",
-    "ds_config.optimizer.params.amsgrad": "one of the optimizer's states would be missing",
+    "ds_config precision": "the optimizer states were saved for weights in the old precision",
+    "ds_config.optimizer.type": "another optimizer has different states",
+    "ds_config.optimizer.params.amsgrad": "an optimizer state would be missing",
     "ds_config.optimizer.params.fp32_optimizer_states": "the states were saved in that precision",
     "ds_config.scheduler": "its saved position is not valid for another schedule",
 }
@@ -72,10 +73,10 @@ UNCHANGEABLE = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A value that affects the loss curve and has changed.
+    """A changed value that affects the loss curve.
 
     Attributes:
-        where: place where the new value was given.
+        where: flag or file that set the new value.
     """
 
     key: str
@@ -85,7 +86,7 @@ class Difference:
 
     @property
     def obstacle(self) -> str:
-        """Why the run cannot resume with the new value; empty if it can."""
+        """The reason why the run cannot resume with the new value; empty if it can."""
         return next((why for start, why in UNCHANGEABLE.items() if self.key.startswith(start)), "")
 
     def __str__(self) -> str:
@@ -97,9 +98,10 @@ class Difference:
 
 
 def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[str]:
-    """Return a line for each difference that prevents a resume, with or without --accept_changes.
+    """Return a problem for each difference that prevents a resume, with or without
+    --accept_changes.
 
-    `path` names run.json.
+    `path` is the path of run.json.
     """
     lines = []
     for one in found:
@@ -112,13 +114,13 @@ def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[
         elif not accepted:
             lines.append(
                 f"{line}. {OLD_VALUE}, or choose another --run_dir, or add --accept_changes to "
-                f"resume with the new one."
+                "resume with the new value."
             )
     return lines
 
 
 def data_order(plan: Plan) -> dict[str, Any]:
-    """Return what the data order depends on, for a checkpoint's manifest."""
+    """Return the values that determine the data order, for a checkpoint's manifest."""
     order = {
         "seq_len": plan.settings.seq_len,
         "packing": plan.settings.packing,
@@ -133,7 +135,7 @@ def data_order(plan: Plan) -> dict[str, Any]:
 
 
 def _stages_of(order: Mapping[str, Any]) -> list[Stage]:
-    """Return the mixture stages of a result of `data_order`."""
+    """Return the mixture stages in a result of `data_order`."""
     return stages_from_record([[0, order["weights"]], *order.get("stages", [])])
 
 
@@ -141,11 +143,11 @@ def carry_over(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any
     """Return a checkpoint's progress, converted to the data order of this run.
 
     The position in tokens stays the same; with another `seq_len` it is rounded up to a complete
-    sequence. In another order sequence numbers refer to other text, so skipped windows and the
-    history of losses are dropped. Stages that have not started yet may differ.
+    sequence. In a different order, sequence numbers refer to different text, so skipped windows and
+    the loss history are dropped. Stages that have not started yet may differ.
 
     Args:
-        old, new: `data_order` of the checkpoint, and of this run.
+        old, new: `data_order` of the checkpoint and of this run.
     """
     old, new = {**LEGACY_DEFAULTS, **old}, {**LEGACY_DEFAULTS, **new}
     fixed = used_sequences_end(progress.position, progress.skipped_windows)
@@ -158,11 +160,11 @@ def carry_over(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any
 
 
 def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> list[Difference]:
-    """Return the values that affect the loss curve and have changed.
+    """Return the changed values that affect the loss curve.
 
     Args:
         record: content of the run's run.json.
-        fixed_sequences: the run has consumed or skipped the sequence numbers below this.
+        fixed_sequences: the run has consumed or skipped all sequence numbers below this.
     """
     settings, old_settings = plan.settings, block(record, "settings")
     pairs: list[tuple[str, Any, Any, str]] = []
@@ -170,13 +172,13 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
         schedule = SCHEDULES.get(settings.schedule or "")
         same = settings.schedule == old_settings.get("schedule")
         if name == "total_tokens" and same and schedule and not schedule.needs_total:
-            continue  # the learning rate does not depend on it, so the run may be extended
+            continue  # the schedule does not depend on it, so the run may be extended
         if name == "min_learning_rate" and schedule and not schedule.uses_minimum:
             continue
         old, new = old_settings.get(name, LEGACY_DEFAULTS.get(name)), getattr(settings, name)
         where = settings.where(name)
         if name == "init_from" and _same_weights(record, plan):
-            continue  # under another name
+            continue  # the same weights under another name
         if name == "total_tokens":
             where += f"; a {settings.schedule} schedule depends on it, {EXTENDABLE} does not"
         pairs.append((f"settings.{name}", old, new, where))
@@ -190,7 +192,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
     if pairs[-1][1] == pairs[-1][2] and settings.seq_len == old_settings.get("seq_len"):
         pairs.append(_stage_pair(record, settings, plan.mixture.stages, fixed_sequences))
     old_print = record.get("data_fingerprint")
-    where = "--data has other tokens, or a manifest.json of it has changed"
+    where = "--data has different tokens, or one of its manifest.json files has changed"
     pairs.append(("data_fingerprint", old_print, plan.data_fingerprint, where))
     if router_loss_coefficient(plan.model.config) and not settings.global_router_loss:
         old, new = old_settings.get("micro_batch_size"), settings.micro_batch_size
@@ -199,7 +201,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
             ("world_size", record.get("world_size"), plan.world_size, "output_router_logits")
         )
     pairs += _model_pairs(block(record, "model_config"), plan.model.config.to_diff_dict())
-    where = f"--deepspeed_config; the run began on {record.get('device', 'an unknown device')}, "
+    where = f"--deepspeed_config; the run started on {record.get('device', 'an unknown device')}, "
     where += f"this is {plan.device_name}"
     old_profile = Profile.parse(block(record, "ds_config"))
     pairs.append(_precision_pair(old_profile, plan.profile, where))
@@ -217,7 +219,7 @@ def _same_weights(record: Mapping[str, Any], plan: Plan) -> bool:
 def _stage_pair(
     record: Mapping[str, Any], settings: Resolved, new: Sequence[Stage], fixed_sequences: int
 ) -> tuple[str, Any, Any, str]:
-    """Compare the stages that have started. Without recorded stages (old runs) there is one."""
+    """Compare the stages that have started. Old runs recorded no stages; they had one."""
     recorded = block(record, "mixture").get("stages")
     old = stages_from_record(recorded) if recorded else list(new[:1])
     where = next(
@@ -230,7 +232,7 @@ def _stage_pair(
 
 
 def _weights(sources: Any) -> list[float | None]:
-    """Return the weights, normalized to 1; all None if they depend on the sizes of the sources."""
+    """Return the weights, normalized to sum to 1; all None if they depend on the sources' sizes."""
     weights = []
     for source in sources:
         try:

@@ -1,7 +1,7 @@
-"""The config of a small copy of a model: few layers, narrow, and in all else the same.
+"""Make the config of a small copy of a model: few, narrow layers, otherwise the same.
 
-`model_proof` computes it. It keeps what decides the meaning of a model: kinds of layers and their
-order, masks, windows, positions, multipliers, and the experts of a token. Must not build a model.
+`model_proof` runs the copy. The copy preserves what defines the model: kinds of layers and their
+order, masks, windows, positions, multipliers, and experts per token. Must not build a model.
 """
 
 import copy
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-# {size: keys of transformers' configs that get at most it}
+# {size: keys of transformers configs whose values are reduced to at most this size}
 WIDTHS = {
     4096: """
         max_position_embeddings n_positions n_ctx max_seq_len context_length
@@ -69,7 +69,7 @@ WIDTHS = {
     """,
 }  # fmt: skip
 AT_MOST = {key: size for size, keys in WIDTHS.items() for key in keys.split()}
-GROUPED_HEADS = {  # {key of key-value heads: key of the heads that share them}
+GROUPED_HEADS = {  # {key for key-value heads: key for the heads that share them}
     "num_key_value_heads": "num_attention_heads",
     "num_kv_heads": "num_attention_heads",
     "kv_n_heads": "num_attention_heads",
@@ -80,17 +80,17 @@ DEPTHS = (
     *("decoder_layers", "num_decoder_layers"),
 )
 GROUPS_OF_EXPERTS = ("n_group", "num_expert_group")
-FEW_VALUES = 2_000_000  # a copy of at most this many parameters keeps its widths
-MANY_LAYERS = 100  # most layers of a copy that has all of them
+FEW_VALUES = 2_000_000  # a copy with at most this many parameters keeps its widths
+MANY_LAYERS = 100  # maximum number of layers for a copy with all layers
 IN_A_LAYER = re.compile(r"(.*?\.)(\d+)\.(.*)")
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A config of few values.
+    """A config with few parameters.
 
     Attributes:
-        same_widths: its layers have the sizes of the model's.
+        same_widths: whether its layers are as wide as the model's.
     """
 
     config: "PretrainedConfig"
@@ -98,7 +98,7 @@ class Copy:
 
 
 def shallow_config(config: "PretrainedConfig", shapes: Shapes) -> "PretrainedConfig":
-    """Return the config with the first layers only, up to the first of each kind."""
+    """Return the config with only the first layers, until every kind of layer has occurred."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     layers = _layers(shapes)
@@ -123,18 +123,18 @@ def shallow_config(config: "PretrainedConfig", shapes: Shapes) -> "PretrainedCon
 
 
 def small_copies(config: "PretrainedConfig", shapes: Shapes) -> Iterator[Copy]:
-    """Yield configs for copies, the best one first."""
+    """Yield configs of small copies, the best one first."""
     small = shallow_config(config, shapes)
     if num_values(config, small, shapes) <= FEW_VALUES:
         yield Copy(small, same_widths=True)
         return
     yield Copy(_narrow(small), same_widths=False)
-    if len(_layers(shapes)) <= MANY_LAYERS:  # kinds of layers that depend on their number
+    if len(_layers(shapes)) <= MANY_LAYERS:  # the kind of a layer may depend on its number
         yield Copy(_narrow(copy.deepcopy(config)), same_widths=False)
 
 
 def num_values(config: "PretrainedConfig", small: "PretrainedConfig", shapes: Shapes) -> int:
-    """Return about how many parameters a `shallow_config` has."""
+    """Return the approximate number of parameters of a `shallow_config`."""
     layers, depth = len(_layers(shapes)), getattr(small.get_text_config(), "num_hidden_layers", 0)
     total = 0
     for name, shape in shapes.items():
@@ -145,7 +145,7 @@ def num_values(config: "PretrainedConfig", small: "PretrainedConfig", shapes: Sh
 
 
 def _layers(shapes: Shapes) -> list[frozenset[tuple[str, tuple[int, ...]]]]:
-    """Return names and shapes of the parameters of each layer, in the longest list of layers."""
+    """Return the names and shapes of the parameters in each layer of the longest layer list."""
     stacks: dict[str, dict[int, set[tuple[str, tuple[int, ...]]]]] = {}
     for name, shape in shapes.items():
         if inside := IN_A_LAYER.match(name):
@@ -156,7 +156,7 @@ def _layers(shapes: Shapes) -> list[frozenset[tuple[str, tuple[int, ...]]]]:
 
 
 def _narrow(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Reduce widths, heads and experts of a config in place; return it."""
+    """Reduce the widths, heads and experts of a config in place; return the config."""
     text = config.get_text_config()
     _keep_padding(config)
     range_before = getattr(text, "initializer_range", None)
@@ -203,15 +203,15 @@ def _reduce(part: "PretrainedConfig", experts_per_token: int) -> None:
 
 
 def _reduce_dependent(part: "PretrainedConfig", given: Mapping[str, Any]) -> None:
-    """Change the sizes that follow from those which have been reduced."""
+    """Update the sizes that depend on reduced sizes."""
     now = vars(part)
     rotary = given.get("qk_rope_head_dim")
-    if rotary and given.get("head_dim") == rotary:  # the same in multi-head latent attention
+    if rotary and given.get("head_dim") == rotary:  # they are equal in multi-head latent attention
         _set(part, "head_dim", now["qk_rope_head_dim"])
     if {"expand", "num_heads", "head_dim", "hidden_size"} <= given.keys():  # Mamba-2
         _set(part, "num_heads", int(now["expand"] * now["hidden_size"]) // now["head_dim"])
     rope, before = now.get("rope_parameters"), _head_dim(given)
-    for key in ("short_factor", "long_factor"):  # of longrope, one for each pair of dimensions
+    for key in ("short_factor", "long_factor"):  # longrope: one factor for each pair of dimensions
         if isinstance(rope, dict) and before and isinstance(rope.get(key), list):
             rope[key] = rope[key][: max(1, len(rope[key]) * _head_dim(now) // before)]
 
@@ -227,5 +227,7 @@ def _is_count(value: Any) -> TypeGuard[int]:
 
 
 def _set(part: "PretrainedConfig", key: str, value: Sequence[Any] | Any) -> None:
-    with suppress(AttributeError, TypeError, ValueError):  # a property, or a value with a rule
+    with suppress(
+        AttributeError, TypeError, ValueError
+    ):  # a read-only property, or a validated value
         setattr(part, key, value)

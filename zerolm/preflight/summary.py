@@ -21,7 +21,9 @@ def figures(plan: Plan) -> dict[str, str]:
     chunk = settings.loss_chunk_tokens
     second = ""
     if states.secondary:
-        second = f" ({shown_bytes(states.secondary)} of them hpZ's second weights)"
+        second = (
+            f" (including {shown_bytes(states.secondary)} for hpZ's second copy of the weights)"
+        )
     activations = memory.activation_bytes(
         config_of_rank(model.config, plan.layout),
         settings.seq_len // plan.layout.sequence,

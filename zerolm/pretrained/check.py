@@ -1,6 +1,6 @@
-"""Checks at the start of a run that the loaded weights are finite, and arrived as they were read.
+"""Check at the start of a run that loaded weights are finite and equal to the values read.
 
-The statistics that `check_initialization` compares say nothing about trained weights.
+The statistics that `check_initialization` compares are meaningless for trained weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ from zerolm.pretrained.loaded_weights import LoadedWeights
 
 
 class Sums:
-    """Checksums of the values that this rank has read, by name and dtype of the model.
+    """Wrapper of `LoadedWeights` that records checksums of the values that this rank has read.
 
-    Wraps `LoadedWeights` in `build_model`.
+    `build_model` takes it as initial values.
     """
 
     def __init__(self, weights: LoadedWeights):
@@ -37,15 +37,15 @@ class Sums:
             yield values
 
     def is_rounded_to(self, dtype: torch.dtype) -> bool:
-        """Return whether some weights have more digits than a dtype."""
+        """Return whether conversion to a dtype rounds some weights."""
         return dtype.itemsize < max(getattr(torch, name).itemsize for name in self.weights.dtypes)
 
 
 def verified(source: InitialSource | None) -> Sums | None:
-    """Check the files of a source; return the values to start from, if any. All ranks call this.
+    """Check a source's files; return the values to start from, if any. Every rank must call this.
 
     Raises:
-        ConfigError: on every rank: a file of a checkpoint is damaged.
+        ConfigError: a checkpoint file is damaged; raised on every rank.
     """
     if source is None or source.weights is None:
         return None
@@ -58,14 +58,14 @@ def verified(source: InitialSource | None) -> Sums | None:
 
 
 def check_loaded(model: nn.Module, sums: Sums) -> InitializationReport:
-    """Compare every parameter with the values that a rank has read. Every rank must call this.
+    """Compare every parameter with the values that were read. Every rank must call this.
 
-    All ranks get the same report. Partitioned parameters are gathered one at a time.
+    All ranks return the same report. Partitioned parameters are gathered one at a time.
     """
     read = {name: entry for share in gather_objects(sums.read) for name, entry in share.items()}
     problems, num_values = [], 0
     parameters = list(model.named_parameters())
-    read_names = {  # tied weights may have been read under their other name
+    read_names = {  # tied weights may have been read under the other name
         id(parameter): name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name in read

@@ -1,4 +1,4 @@
-"""Fetches a model of the Hugging Face hub into the cache of the hub's own client."""
+"""Fetch a model from the Hugging Face hub into the cache of the hub client."""
 
 import re
 from pathlib import Path
@@ -18,9 +18,9 @@ def split_id(name: str) -> tuple[str, str | None] | None:
 
 
 def fetch(name: str) -> tuple[Path, str, str]:
-    """Return the directory of a model in the cache, its hub id, and its exact name, ID@COMMIT.
+    """Return a model's directory in the cache, its hub id, and its exact name, ID@COMMIT.
 
-    Files in the cache are not fetched again; without a network all must be there.
+    Cached files are not fetched again; without a network all files must be cached.
 
     Raises:
         ConfigError: the model is not in the cache and cannot be fetched.
@@ -40,11 +40,11 @@ def fetch(name: str) -> tuple[Path, str, str]:
                 local_files_only=absent is not None,
             )
         )  # fmt: skip
-    except Exception as error:  # network, hub or cache; of many classes
+    except Exception as error:  # errors of the network, hub or cache, of many classes
         raise ConfigError(
-            f"--init_from {name}: no such directory, nor a model that the Hugging Face client can "
-            f"fetch or has in its cache ({absent or reason(error)}). Give a model directory, "
-            f"RUN[@STEP], or a hub id; without a network, run `hf download {hub_id}` where there "
-            f"is one."
+            f"--init_from {name}: neither a directory nor a model that the Hugging Face client can "
+            f"fetch or find in its cache ({absent or reason(error)}). Give a model directory, "
+            f"RUN[@STEP], or a hub id; without a network, run `hf download {hub_id}` on a machine "
+            "with one."
         ) from None
     return path, hub_id, f"{hub_id}@{path.name}"

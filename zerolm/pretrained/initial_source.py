@@ -1,4 +1,4 @@
-"""`InitialSource`: the existing weights that a run starts from, as the plan knows them."""
+"""`InitialSource`: the plan's description of the existing weights that a run starts from."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InitialSource:
-    """The source of `--init_from`.
+    """The source that `--init_from` names.
 
     Attributes:
-        given: the name that the user gave.
-        source: the exact name: a run with its step, a hub id with its commit, or a directory.
-        hub_id: "" unless the source is a model of the hub.
-        digest: hex SHA-256 that identifies the weights, see docs/initialization.md.
-        about: tokens, files and dtype of the weights, for the user.
-        weights: initial values; None if the run resumes and reads none.
-        checkpoint: directory of the checkpoint; None for a model directory.
-        generation: special ids of its config, and the content of its generation_config.json.
-        parametrization: settings of the source's own, if it was a run with another than standard.
-        verify: rank, number of ranks -> a line for each damaged file in the rank's share.
+        given: the name as given by the user.
+        source: the exact name: RUN@STEP, hub id with commit, or directory.
+        hub_id: hub id of the model; "" if the source is not from the hub.
+        digest: hex SHA-256 that identifies the weights (see docs/initialization.md).
+        about: the weights' tokens, files and dtype, to be shown to the user.
+        weights: the initial values; None if the run resumes and does not read them.
+        checkpoint: checkpoint directory; None for a model directory.
+        generation: special token ids from the config, and the content of generation_config.json.
+        parametrization: the source's parametrization settings; empty if standard.
+        verify: (rank, number of ranks) -> problems: one for each damaged file in the rank's share.
     """
 
     given: str
@@ -39,20 +39,20 @@ class InitialSource:
     verify: Callable[[int, int], list[str]] = lambda rank, world_size: []
 
     def exact(self, name: str | None) -> str | None:
-        """Return the exact name for any name of this source; other names are unchanged."""
+        """Return the exact name if `name` refers to this source; else `name` unchanged."""
         return self.source if name in (self.given, self.source) else name
 
     def record(self) -> dict[str, Any]:
-        """Return the entry `initial_weights` of run.json."""
+        """Return the `initial_weights` entry for run.json."""
         return {key: getattr(self, key) for key in RECORDED}
 
     @classmethod
     def recorded(cls, entry: Mapping[str, Any]) -> "InitialSource":
-        """Return the source of a run that resumes, from its run.json."""
+        """Return the source recorded in run.json, for a run that resumes."""
         return cls(**{key: entry[key] for key in RECORDED if key in entry})
 
     def describe(self, vocab_size: int) -> str:
-        """Return the source's line in the plan of a run with this vocabulary size."""
+        """Return the source's line in the summary of a run with this vocabulary size."""
         line = f"from {self.source}: {self.about}"
         if self.weights is None:
             return f"{line}; not read: the run resumes from its checkpoint"

@@ -1,9 +1,9 @@
 """`LoadedWeights`: existing weights as initial values, with the interface of `InitialWeights`.
 
-Published names and shapes may differ from those of the model's code (Mixtral: one matrix per
-expert). Transformers converts complete models; here its conversion runs for a few parameters at a
-time. A first conversion of meta tensors finds, from headers only, what does not fit. Must not know
-where weights come from: it reads them by name from `Tensors`.
+Published names and shapes may differ from the model code's (Mixtral: one matrix per expert).
+Transformers converts complete models; this module runs its conversion for a few parameters at a
+time. A first conversion of meta tensors detects mismatches from the headers alone. Must not depend
+on where the weights come from: reads them by name from `Tensors`.
 """
 
 import contextlib
@@ -25,27 +25,27 @@ from zerolm.pretrained.safetensors_files import DTYPES, Tensors
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-MAPPED_BYTES = 1 << 26  # values that are read before their files are released
+MAPPED_BYTES = 1 << 26  # release files after reading this many bytes
 SHOWN = 5  # names in a message
 CHUNK_ROWS = 4096
 
 
 class LoadedWeights:
-    """The initial values of every parameter and persistent buffer, read from existing weights.
+    """Initial values of every parameter and persistent buffer, read from existing weights.
 
     Args:
-        config: the run's, which may have a larger vocabulary than the source.
-        where: names the weights in messages.
-        seed: seed of the additional rows of a larger vocabulary.
+        config: the run's model config, whose vocabulary may be larger than the source's.
+        where: name of the weights in messages.
+        seed: random seed for the additional rows of a larger vocabulary.
 
     Attributes:
-        units: lists of names that are read together, independent of each other. A tied weight
-            appears only under the name of its source.
-        extended: parameters that get more rows.
-        dtypes: torch's names of the dtypes of the source's parameters.
+        units: lists of parameter names that are read together, each independent of the others. A
+            tied weight appears only under the name of the weight that it is tied to.
+        extended: parameters that get additional rows.
+        dtypes: dtypes of the source's parameters, by their torch names.
 
     Raises:
-        ConfigError: weights are missing, unexpected, or of another shape or dtype.
+        ConfigError: weights are missing or unexpected, or have a wrong shape or dtype.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class LoadedWeights:
         self._fresh = InitialWeights(config, seed) if self.extended else None
 
     def scale_new_rows(self, factors: Mapping[str, float]) -> None:
-        """Multiply the values drawn for new rows by factors of their parameters."""
+        """Multiply the random values of new rows by their parameters' factors."""
         if self._fresh is not None:
             self._fresh.factors = factors
 
     def _group(
         self, state: Mapping[str, torch.Tensor], ignored: set[str]
     ) -> "dict[tuple[str, ...], list[str]]":
-        """Return {names of a unit: the published names that it is made of}."""
+        """Return {names in a unit: the published names that the unit is made from}."""
         groups: dict[str, list[str]] = {}
         converted = set()
         expected = self._model.state_dict()
@@ -115,7 +115,7 @@ class LoadedWeights:
         return units
 
     def _require_equal(self, names: list[str], others: list[str]) -> None:
-        """Check that two tied weights, which are both in the files, are equal."""
+        """Check that two tied weights that are both stored in the files are equal."""
         for name, other in zip(names, others, strict=True):
             first, second = self._tensors[name], self._tensors[other]
             parts = zip(first.split(CHUNK_ROWS), second.split(CHUNK_ROWS), strict=True)
@@ -129,7 +129,7 @@ class LoadedWeights:
                 )
 
     def compute(self, unit: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return {name: values} of `units[unit]` on the CPU: parameters in `dtype`."""
+        """Return {name: values} for `units[unit]` on the CPU, with parameters in `dtype`."""
         names = self.units[unit]
         published = {name: self._tensors[name] for name in self._published[names]}
         values = _convert(self._model, published, self._mapping)
@@ -152,7 +152,7 @@ class LoadedWeights:
         return leaf in self._model.get_submodule(path)._parameters
 
     def _extend(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the values, followed by the rows that a new model would have there."""
+        """Return the values, followed by the rows with which a new model would be initialized."""
         assert self._fresh is not None
         units = self._fresh.units
         number = next(number for number, names in enumerate(units) if name in names)
@@ -170,9 +170,9 @@ def _conversion(model: "PreTrainedModel") -> list[Any]:
 def _target(
     model: "PreTrainedModel", mapping: list[Any], name: str, expected: dict[str, torch.Tensor]
 ) -> tuple[str, bool]:
-    """Return the (first) name in the model's state dict `expected`, and whether values change.
+    """Return the (first) name in the state dict `expected`, and whether values are converted.
 
-    Source: `convert_and_load_state_dict_in_model` of transformers.
+    Source: `convert_and_load_state_dict_in_model` in transformers.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -201,7 +201,7 @@ def _dtype_problems(listed: Mapping[str, Tensor], where: str) -> list[str]:
 def _check(
     config: "PretrainedConfig", state: dict[str, torch.Tensor], mapping: list[Any], where: str
 ) -> set[str]:
-    """Convert meta tensors, and return the names that are ignored, as transformers does."""
+    """Check the conversion on meta tensors; return the names to ignore, as transformers does."""
     model = meta_model(config)
     info = _run_conversion(model, state, mapping)
     unexpected = set(info.unexpected_keys)
@@ -245,7 +245,7 @@ def _shown(names: Any) -> str:
 def _convert(
     model: "PreTrainedModel", published: dict[str, torch.Tensor], mapping: list[Any]
 ) -> dict[str, torch.Tensor]:
-    """Return {name in the model: values} in float32, buffers in their dtype; restores the model."""
+    """Return {name in the model: values}, parameters in float32; leave the model unchanged."""
     before = _tensors_of(model)
     try:
         info = _run_conversion(model, published, mapping)
@@ -262,7 +262,7 @@ def _convert(
 
 
 def _tensors_of(model: nn.Module) -> "dict[str, tuple[dict[str, Any], str, Any]]":
-    """Return {name: (dictionary of its module, its key there, parameter or buffer)}."""
+    """Return {name: (dictionary in its module, key in the dictionary, parameter or buffer)}."""
     found = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -276,7 +276,7 @@ def _tensors_of(model: nn.Module) -> "dict[str, tuple[dict[str, Any], str, Any]]
 def _run_conversion(
     model: "PreTrainedModel", state: dict[str, torch.Tensor], mapping: list[Any]
 ) -> Any:
-    """Set parameters of a model on the meta device to weights, and return what did not fit."""
+    """Load weights into a model on the meta device, and return the mismatches."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -285,14 +285,14 @@ def _run_conversion(
         dtype=torch.float32, weight_mapping=mapping, device_map={"": "meta" if on_meta else "cpu"}
     )
     with _quiet():
-        # None for tp_plan in early releases of transformers 5, for disk_offload_index since.
+        # None is tp_plan in early transformers 5 releases, and disk_offload_index in later ones.
         info, _ = convert_and_load_state_dict_in_model(model, state, load, None)
     return info
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a progress bar for every conversion, and without threads, which use more memory."""
+    """Turn off the progress bar of every conversion, and threads, which use more memory."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,7 +1,7 @@
-"""Copies float32 weights into the optimizer's master weights after `deepspeed.initialize`.
+"""Copy float32 weights into the optimizer's master weights after `deepspeed.initialize`.
 
-DeepSpeed makes the masters of a bf16 or fp16 model from its rounded weights. Without this a run
-would begin a rounding away from a float32 source.
+DeepSpeed creates the master weights of a bf16 or fp16 model from its rounded weights. Without this
+copy, a run would start from rounded values of a float32 source.
 """
 
 import torch
@@ -16,8 +16,8 @@ from zerolm.pretrained.loaded_weights import LoadedWeights
 def set_masters(engine: Engine, weights: LoadedWeights) -> None:
     """Set the master weights to the source's values. Every rank must call this.
 
-    Each rank reads a share of the parameters and sends them to the others, one at a time. Not for
-    tensor parallelism, where a rank has slices of the matrices.
+    Each rank reads a share of the parameters and sends them to the others, one at a time. Does not
+    support tensor parallelism, where each rank holds slices of the matrices.
     """
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -28,7 +28,7 @@ def set_masters(engine: Engine, weights: LoadedWeights) -> None:
             for name in names:
                 parameter = parameters.get(name)
                 if parameter is None or not parameter.requires_grad:
-                    continue  # a buffer, which has no master
+                    continue  # a buffer or frozen parameter, which has no master weights
                 if rank == reader:
                     value = values[name].to(engine.device)
                 else:

@@ -1,7 +1,7 @@
-"""`SafetensorsFiles`: the weights of a Hugging Face model directory, read one tensor at a time.
+"""`SafetensorsFiles`: the weights in a Hugging Face model directory, read one tensor at a time.
 
-Names, shapes and dtypes come from the headers of the files. The values of a file are mapped, and
-leave memory with `release`. Must not know models: names are those of the files.
+Names, shapes and dtypes come from the file headers. Values are memory-mapped until `release` frees
+them. Must not depend on model code: names are those in the files.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from zerolm.common.values import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PLAIN_NAME = re.compile(r"[\w.-]+\.safetensors")
-# `digest` reads a file up to this size completely, and samples of a larger one.
+# `digest` reads files up to this size completely, and only samples of larger files.
 COMPLETE_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 26, 16, 1 << 16
 CONVERT = (
     "Convert them on a machine where you trust them: AutoModelForCausalLM.from_pretrained(...)."
@@ -27,10 +27,11 @@ CONVERT = (
 
 
 class Tensors(Protocol):
-    """Weights on disk, as `LoadedWeights` needs them.
+    """Interface for weights on disk, used by `LoadedWeights`.
 
     Attributes:
-        converts: whether names and shapes are those of published files, not of the model's code.
+        converts: whether names and shapes must be converted, because they are those of published
+            files rather than of the model code.
     """
 
     converts: bool
@@ -43,14 +44,14 @@ class Tensors(Protocol):
     def __getitem__(self, name: str) -> torch.Tensor: ...
 
     def release(self) -> None:
-        """Let the values that were read leave memory."""
+        """Free the memory of the values that were read."""
 
 
 class SafetensorsFiles:
     """The weights of a model directory: `model.safetensors`, or several files with an index.
 
     Raises:
-        ConfigError: files are missing, damaged or of another kind; all are listed.
+        ConfigError: files are missing, damaged or of another format; lists all of them.
     """
 
     converts = True
@@ -107,10 +108,11 @@ class SafetensorsFiles:
         self._open.clear()
 
     def digest(self) -> str:
-        """Return a hex SHA-256 of the files. Over 64 MiB, a file's header and 1 MiB of samples
-        count.
+        """Return a hex SHA-256 of the files; of files over 64 MiB, only the header and samples. 1
+        MiB of samples suffices, because weights of another training step differ in nearly all
+        values.
 
-        Weights of another training step differ in nearly all values.
+
         """
         digest = hashlib.sha256()
         for path in self.files:
@@ -130,12 +132,12 @@ class SafetensorsFiles:
         return digest.hexdigest()
 
 
-# safetensors' names of the dtypes that weights may have.
+# {safetensors name: torch name} of the dtypes that weights may have.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the weight files of a directory, and {name: file} of its index, {} without one."""
+    """Return the weight files in a directory, and {name: file} from its index, if any."""
     if (directory / INDEX).is_file():
         index = read_json(directory / INDEX, "the index of a model's safetensors files")
         indexed = index.get("weight_map")
@@ -150,8 +152,8 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
         return [directory / WEIGHTS], {}
     if (directory / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{directory}: holds an adapter (adapter_config.json), not a model. Merge it into its "
-            f"base model, and give that."
+            f"{directory}: contains an adapter (adapter_config.json), not a model. Merge it into "
+            "its base model, and give the merged model."
         )
     if pickles := sorted(path.name for path in directory.glob("pytorch_model*.bin")):
         raise ConfigError(
@@ -159,8 +161,8 @@ def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
             f"never read. {CONVERT}"
         )
     raise ConfigError(
-        f"{directory}: has neither {WEIGHTS} nor {INDEX}. Give a directory that save_pretrained or "
-        f"zerolm export has written."
+        f"{directory}: contains neither {WEIGHTS} nor {INDEX}. Give a directory written by "
+        "save_pretrained or zerolm export."
     )
 
 

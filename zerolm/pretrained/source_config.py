@@ -1,8 +1,8 @@
-"""Compares a model config with that of existing weights: may a run with it start from them?
+"""Compare a run's model config with the config of the existing weights that it starts from.
 
-A value that changes the model's function is the source's, or the weights would mean something else.
-Choices of training may differ, the vocabulary may grow, and rotary positions may be others: a stage
-of longer sequences trains the weights for them.
+Values that define the function of the model must be equal, or the weights would compute something
+else. Training choices may differ, and the vocabulary may grow. Rotary positions may also change:
+training on longer sequences adapts the weights to them.
 """
 
 import copy
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 VOCABULARY = "vocab_size"
-# Keys that change neither weights nor the function of a causal language model in training.
+# Keys that affect neither the weights nor the function of a causal language model in training.
 WITHOUT_EFFECT = frozenset(
     {
         "transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype",
@@ -29,9 +29,9 @@ WITHOUT_EFFECT = frozenset(
         "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_ctx",
     }
 )  # fmt: skip
-# Older keys, whose values `rope_parameters` has too. Its own `type` is an older `rope_type`.
+# Older keys, whose values `rope_parameters` also contains. Its `type` is an older `rope_type`.
 REPEATED = frozenset({"original_max_position_embeddings", "partial_rotary_factor"})
-# Choices of training: regularisation, losses of routers, and the distribution of new rows.
+# Training choices: regularisation, router losses, and the distribution of new rows.
 TRAINING_CHOICES = frozenset(
     {
         "output_router_logits", "router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef",
@@ -40,18 +40,18 @@ TRAINING_CHOICES = frozenset(
     }
 )  # fmt: skip
 ROPE = "rope_parameters"
-# Keys of rotary positions, and what another value does; those of `rope_type` by the new kind.
+# {rotary key, or new `rope_type`: effect of changing the value}.
 LIMIT = "max_position_embeddings"
 ORIGINAL = "original_max_position_embeddings"
 EFFECTS = {
-    "rope_theta": "the larger this base, the slower all rotary frequencies but the highest",
+    "rope_theta": "a larger base lowers all rotary frequencies except the highest",
     LIMIT: "the longest --seq_len, and the context that an export declares",
     "default": "frequencies of rope_theta alone",
     "linear": "divides all frequencies by factor",
     "dynamic": f"has no effect up to {LIMIT}, so none in training; longer inputs get a larger base",
     "yarn": "divides low frequencies by factor, keeps high ones, and scales the attention logits",
     "llama3": f"divides by factor all frequencies slower than {ORIGINAL} / low_freq_factor",
-    "longrope": "divides each frequency by a factor of its own, and scales the attention logits: "
+    "longrope": "divides each frequency by its own factor, and scales the attention logits: "
     f"long_factor for inputs above {ORIGINAL}, otherwise short_factor",
 }
 
@@ -60,8 +60,8 @@ class Comparison(NamedTuple):
     """The differences between two configs.
 
     Attributes:
-        problems: keys that must agree, and rotary positions that contradict themselves.
-        notices: choices of training that differ, and rotary positions.
+        problems: keys that must agree but differ, and contradictory rotary positions.
+        notices: training choices and rotary positions that differ.
     """
 
     problems: list[str]
@@ -71,11 +71,11 @@ class Comparison(NamedTuple):
 def compare(
     config: "PretrainedConfig", path: str, source: "PretrainedConfig", source_path: str
 ) -> Comparison:
-    """Compare the config of a run with that of the weights it starts from."""
+    """Compare a run's config with the config of the weights that it starts from."""
     if config.model_type != source.model_type:
         return Comparison(
             [
-                f"{path}: model_type: {config.model_type!r}, the weights of {source_path} are "
+                f"{path}: model_type: {config.model_type!r}, but the weights in {source_path} are "
                 f"{source.model_type!r}. Remove --model_config to use the source's config."
             ],
             [],
@@ -101,7 +101,7 @@ def compare(
 
 
 def _values(config: "PretrainedConfig") -> dict[str, Any]:
-    """Return a config's values, and the keys that exports and most published files have."""
+    """Return a config's values, including the keys that exports and most published files use."""
     values = config.to_dict() | published_keys(config)
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
@@ -110,7 +110,7 @@ def _values(config: "PretrainedConfig") -> dict[str, Any]:
 
 
 def router_notices(config: "PretrainedConfig", where: str) -> list[str]:
-    """Return a line if a model directory's config turns off the router loss that its model has."""
+    """Return a notice if a model directory's config turns off the router loss of its model."""
     if getattr(config.get_text_config(), "output_router_logits", None) is not False:
         return []
     trained = copy.deepcopy(config)
@@ -132,10 +132,10 @@ def is_position(key: str) -> bool:
 def compare_positions(
     config: "PretrainedConfig", path: str, source: "PretrainedConfig", where: str
 ) -> Comparison:
-    """Compare rotary positions and the limit of positions, which may differ if all are rotary.
+    """Compare rotary positions and the position limit; both may differ if all positions are rotary.
 
     Args:
-        where: names the source.
+        where: name of the source in messages.
     """
     new, old = _flat(config.to_dict()), _flat(source.to_dict())
     problems, notices = [], []
@@ -148,7 +148,9 @@ def compare_positions(
         if has_rope and leaf != "partial_rotary_factor":
             notices.append(f"{line}: {_effect(key, new)}")
         else:
-            problems.append(f"{line}. Give the source's value: another one is another model.")
+            problems.append(
+                f"{line}. Give the source's value; another value would be a different model."
+            )
     return Comparison(problems + _rope_problems(new, old, path), notices)
 
 
@@ -161,7 +163,7 @@ def _effect(key: str, values: Mapping[str, Any]) -> str:
 
 
 def _rope_problems(new: Mapping[str, Any], old: Mapping[str, Any], path: str) -> list[str]:
-    """Return what transformers replaces by a guess, or finds only in a forward pass."""
+    """Return problems that transformers hides with a guess, or reports only in a forward pass."""
     problems = []
     for key, value in new.items():
         part, _, leaf = key.rpartition(".")
@@ -171,9 +173,8 @@ def _rope_problems(new: Mapping[str, Any], old: Mapping[str, Any], path: str) ->
         longest, before = new.get(limit) or 0, old.get(limit) or 0
         if leaf == ORIGINAL and value >= longest > before:
             problems.append(
-                f"{path}: {key}: {value} must be below {limit} {longest}; transformers takes that "
-                f"where the key is missing. Give the length that the weights were trained at, "
-                f"{before}."
+                f"{path}: {key}: {value} must be below {limit} {longest}, which is transformers' "
+                f"default for this key. Give the length that the weights were trained at, {before}."
             )
         other = new.get(f"{part}.short_factor")
         if leaf == "long_factor" and len(value) != len(other or ()):
@@ -190,7 +191,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if (key, value) == ("partial_rotary_factor", 1.0):
-            continue  # the same as none
+            continue  # same as an absent key
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and key not in WITHOUT_EFFECT:
             flat |= _flat(value, f"{name}.")

@@ -1,6 +1,7 @@
-"""Compares the tokenizer of token shards with the tokenizer of a run's initial weights.
+"""Compare the tokenizer of token shards with the tokenizer of a run's initial weights.
 
-If their ids for the same text differ, a run trains without an error, from a loss worse than random.
+If they encode the same text differently, training reports no error but starts from a loss worse
+than random.
 """
 
 import base64
@@ -17,12 +18,12 @@ SHOWN = 3  # tokens in a message
 
 
 def vocabulary(directory: Path) -> Mapping[str, int] | None:
-    """Return {token: id} of a tokenizer directory, with byte-level tokens as GPT-2 spells them.
+    """Return {token: id} from a tokenizer directory, with byte-level tokens in GPT-2's spelling.
 
-    None if there is no tokenizer in the directory.
+    Return None if the directory contains no tokenizer.
 
     Raises:
-        ConfigError: it cannot be loaded.
+        ConfigError: the tokenizer cannot be loaded.
     """
     if (directory / TOKENIZER).is_file():
         try:
@@ -52,7 +53,7 @@ def _tiktoken_vocabulary(directory: Path) -> dict[str, int]:
 
 
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """Return how the ids of the shards and the weights differ, empty if one extends the other."""
+    """Return how the ids of the shards and the weights differ; empty if one extends the other."""
     common = ours.keys() & theirs.keys()
     moved = sorted(
         (token for token in common if ours[token] != theirs[token]), key=lambda token: theirs[token]
@@ -64,5 +65,5 @@ def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
         )
     ids = set(ours.values()) & set(theirs.values())
     if ids and len(common) < len(ids) / 2:
-        return f"only {len(common):,} of {len(ids):,} ids are of the same token"
+        return f"only {len(common):,} of {len(ids):,} ids stand for the same token"
     return ""

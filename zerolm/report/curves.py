@@ -1,23 +1,23 @@
-"""The lines of one `metrics.jsonl`, stored by column: a million lines take some hundred MB."""
+"""The lines of one `metrics.jsonl`, stored by column; a million lines take a few hundred MB."""
 
 import math
 from array import array
 from collections.abc import Sequence
 from typing import Any
 
-RECENT_LINES = 20  # over which a speed is averaged
+RECENT_LINES = 20  # lines to average a speed over
 
 Row = dict[str, Any]
 
 
 class Curves:
-    """The lines of one `metrics.jsonl`, by column.
+    """The lines of one `metrics.jsonl`, stored by column.
 
     Attributes:
         steps, tokens: one entry per line.
-        seconds: training time up to each line, without checkpoints, evaluations and restarts.
-        columns: {key: (indices of the lines that have the key, their values; NaN for null)}.
-        start: step, tokens and seconds at which the first line begins.
+        seconds: training time up to each line, excluding checkpoints, evaluations and restarts.
+        columns: {key: (indices of the lines with this key, their values; NaN for null)}.
+        start: step, tokens and seconds before the first line.
     """
 
     def __init__(self, start: tuple[int, int, float] = (0, 0, 0.0)) -> None:
@@ -26,7 +26,7 @@ class Curves:
         self.columns: dict[str, tuple[array[int], array[float]]] = {}
 
     def add(self, row: Row) -> None:
-        """Append a line. A line of an earlier step replaces all lines from that step on."""
+        """Append a line. A line with an earlier step replaces all lines from that step on."""
         step = row["step"]
         if self.steps and step < self.steps[-1]:
             self._truncate(step)
@@ -62,11 +62,11 @@ class Curves:
 
     @property
     def duration(self) -> float:
-        """The training time of all lines."""
+        """Training time in seconds over all lines."""
         return self.seconds[-1] - self.start[2] if self.seconds else 0.0
 
     def before(self, step: int) -> tuple[int, int, float]:
-        """Return step, tokens and seconds of the last line before a step whose time is known."""
+        """Return the step, tokens and seconds of the last timed line before a step."""
         timed, _ = self.columns.get("throughput/step_seconds", ((), ()))
         for line in reversed(timed):
             if self.steps[line] < step:
@@ -74,7 +74,7 @@ class Curves:
         return self.start
 
     def pauses(self) -> list[tuple[int, float]]:
-        """Return the step and the seconds of each pause for a checkpoint."""
+        """Return (step, seconds) of each checkpoint pause."""
         pairs = zip(*self.columns.get("checkpoint/stall_seconds", ((), ())), strict=True)
         return [(self.steps[line], value) for line, value in pairs if math.isfinite(value)]
 
@@ -93,12 +93,12 @@ class Curves:
         return sum(values) / len(values) if values else None
 
     def rows(self, max_rows: int) -> list[Row]:
-        """Return the lines as they were written, at regular intervals if there are many.
+        """Return the original lines, sampled at regular intervals if there are many.
 
         Lines without a training loss (evaluations and checkpoints) are always included.
 
         Args:
-            max_rows: number of lines with a training loss to return.
+            max_rows: maximum number of lines with a training loss.
         """
         stride = -(-len(self.steps) // max_rows) if self.steps else 1
         steps_taken = set(self.columns.get("train/loss", ((), ()))[0])
@@ -132,11 +132,11 @@ class Curves:
 
 
 def thinned(values: Sequence[float], max_points: int) -> list[int]:
-    """Return the ascending indices of the points of a curve to keep.
+    """Return the indices of the points of a curve to keep, in ascending order.
 
-    A curve of at most `max_points` is kept completely. A longer one is divided into intervals; each
-    keeps its lowest and its highest point and its first gap, so no outlier is lost. Both ends of
-    the curve are kept.
+    A curve of at most `max_points` is kept completely. A longer curve is divided into intervals,
+    and the lowest point, highest point and first gap of each are kept, so no outlier is lost. Both
+    ends of the curve are kept.
 
     Args:
         values: (N,) values; NaN is a gap in the curve.
@@ -159,7 +159,7 @@ def thinned(values: Sequence[float], max_points: int) -> list[int]:
 
 
 def rounded(value: float) -> float | int | None:
-    """Return a value to seven digits, the precision of float32; None if it is not finite."""
+    """Round a value to seven digits, the precision of float32; return None if it is not finite."""
     if not math.isfinite(value):
         return None
     value = float(f"{value:.7g}")

@@ -12,17 +12,17 @@ from zerolm.report.run_order import ids_of_step, open_run
 
 
 def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iterator[str]:
-    """Yield the lines that show a batch: the origin and the text of each of its sequences.
+    """Yield lines that show a batch: the origin and text of each sequence.
 
     Args:
         run_dir: directory of a run that has started. Relative paths in its `--data` are resolved
             against the current directory.
-        step: the batch of this step, in the run's current data order. None: use `sequences`.
-        sequences: `A-B`, sequence numbers from A up to but excluding B, or one number.
+        step: show this step's batch in the run's current data order; None: use `sequences`.
+        sequences: sequence numbers, `A-B` (from A up to but excluding B) or one number.
 
     Raises:
-        ConfigError: the run, step, sequences or data do not exist, the data has changed since the
-            run started, or it has no tokenizer.
+        ConfigError: the run, step, sequences or data do not exist, or the data has no tokenizer or
+            has changed since the run started.
     """
     run = open_run(run_dir)
     notes: list[str] = []
@@ -53,12 +53,12 @@ def _ids_of_range(text: str) -> np.ndarray:
         stop = int(end) if dash else start + 1
     except ValueError:
         raise ConfigError(
-            f"--sequences {text}: not A-B or a number. Write for example 232-240 for eight "
-            f"sequences."
+            f"--sequences {text}: neither A-B nor a number. Write for example 232-240 for eight "
+            "sequences."
         ) from None
     if not 0 <= start < stop <= MAX_SEQUENCES:
         raise ConfigError(
-            f"--sequences {text}: A-B excludes B, so B must be above A, and A at least 0. Write "
-            f"for example 232-240."
+            f"--sequences {text}: A-B excludes B, so B must be greater than A, and A at least 0. "
+            "Write for example 232-240."
         )
     return np.arange(start, stop, dtype=np.int64)

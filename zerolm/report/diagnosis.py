@@ -1,7 +1,7 @@
-"""Diagnose a run from its metrics: problems, and what to try.
+"""Diagnose a run from its metrics: find problems, and advise what to try.
 
-The report and `status` show the result. A healthy run has no findings: each rule rules out noise
-and judges the newest part of the run. Must not depend on files or trackers.
+The report and `status` show the result. A healthy run has no findings: each rule filters out noise
+and judges the most recent part of the run. Must not depend on files or trackers.
 """
 
 import math
@@ -27,15 +27,18 @@ from zerolm.report.speed_diagnosis import (
     slow_rank,
 )
 
-SPIKE_WINDOW, SPIKE_DEVIATIONS = 32, 8.0  # previous reported losses, and how far above them
-SPIKE_FLOOR = 0.02  # smallest deviation, as a share of the loss
-MAX_SPIKE_FINDINGS = 3  # more spikes are reported as one finding
+SPIKE_WINDOW, SPIKE_DEVIATIONS = (
+    32,
+    8.0,
+)  # window in losses; threshold in deviations
+SPIKE_FLOOR = 0.02  # minimum deviation, relative to the loss
+MAX_SPIKE_FINDINGS = 3  # more spikes are merged into one finding
 PLATEAU_BLOCKS, PLATEAU_ROWS_PER_BLOCK = 12, 4
-PLATEAU_SHARE = 0.003  # of the loss: doubling the tokens must lower it by at least this
+PLATEAU_SHARE = 0.003  # relative decrease of the loss expected when tokens double
 NOISE_DEVIATIONS = 3.2  # Student's t with 10 degrees of freedom: 1 in 200, one-sided
 DIVERGED_SHARE, DIVERGED_ROWS = 0.05, 20
 CLIPPED_SHARE = 0.5
-USUAL_UPDATE_RATIO = (1e-5, 3e-2)  # of a step at the full learning rate; about 1e-3 is typical
+USUAL_UPDATE_RATIO = (1e-5, 3e-2)  # range at the full learning rate; about 1e-3 is typical
 OVERFITTED_SHARE, OVERFITTED_EVALUATIONS = 0.01, 3
 # "Up to 4 epochs of repeated data are almost as good as new": Muennighoff et al. (2023),
 # "Scaling Data-Constrained Language Models".
@@ -43,11 +46,11 @@ MAX_EPOCHS = 4.0
 
 
 def findings(rows: Sequence[Row], events: Sequence[Row] = ()) -> list[Finding]:
-    """Return the findings about a run, the most severe first; none for a healthy run.
+    """Return the findings for a run, the most severe first; none if it is healthy.
 
     Args:
-        rows: lines of `metrics.jsonl`, in order; keys may be absent, values None.
-        events: lines of `events.jsonl`. Their spikes cover every step; the rows are samples.
+        rows: lines of `metrics.jsonl`, in order; keys may be absent and values may be None.
+        events: lines of `events.jsonl`. They report spikes at every step; rows exist only at some.
     """
     rows = [row for row in rows if "step" in row and "tokens" in row]
     diverged = _divergence(rows)
@@ -102,11 +105,11 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
         ):
             seen[point.step] = point
             if len(seen) > len(usual):
-                break  # not spikes but another level, which `_divergence` reports
+                break  # a new level rather than spikes; `_divergence` reports it
         else:
             usual.append(point.value)
     tokens = {row["step"]: row["tokens"] for row in rows}
-    reasons: dict[int, str] = {}  # of spikes that are not a high, finite loss
+    reasons: dict[int, str] = {}  # why a step is a spike, if not for a high finite loss
     for event in events:
         if event.get("event") == "spike":
             step, loss, reason = event["step"], event.get("loss"), str(event.get("reason") or "")
@@ -140,12 +143,12 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
 
 
 def _plateau(rows: Sequence[Row]) -> list[Finding]:
-    """Find that the loss has not fallen over the last half of the tokens, near the peak rate.
+    """Detect a loss that has not fallen over the last half of the tokens, near the peak rate.
 
-    The change over the last doubling of the tokens is that of a line fitted to the medians of
-    twelve blocks over the logarithm of the tokens; its error is estimated from their scatter. A
-    loss that follows a power law falls by more than `PLATEAU_SHARE` per doubling until it is that
-    close to its floor, where there is nothing more to learn from this data.
+    A line is fitted to the medians of twelve blocks over the logarithm of the tokens. It gives the
+    change over the last doubling of the tokens, and the scatter of the medians gives its error. A
+    loss that follows a power law falls by more than `PLATEAU_SHARE` per doubling until it is about
+    as close as that to its floor, where there is nothing more to learn from this data.
     """
     points = [point for point in points_of(rows, "train/loss") if point.tokens > 0]
     rates = {point.step: point.value for point in points_of(rows, "train/learning_rate")}
@@ -166,9 +169,9 @@ def _plateau(rows: Sequence[Row]) -> list[Finding]:
     text = (
         f"The loss has been at {level:.3f} since step {last[0].step}, at a learning rate of "
         f"{rates.get(last[-1].step, peak):.1e}. If it should still fall: start to decay the "
-        f"learning rate, try a larger batch (see train/noise_scale_tokens) or another peak rate, "
-        f"and check that the data is shuffled and the weights change (train/update_ratio). "
-        f"Otherwise a model of this size has learned what it can from this data."
+        "learning rate, try a larger batch (see train/noise_scale_tokens) or another peak rate, "
+        "and check that the data is shuffled and the weights change (train/update_ratio). "
+        "Otherwise a model of this size has learned what it can from this data."
     )
     return [finding_at("plateau", last[0], text)]
 
@@ -205,7 +208,7 @@ def _validation(rows: Sequence[Row]) -> list[Finding]:
     if len(late) < OVERFITTED_EVALUATIONS or any(point.value <= limit for point in late):
         return []
     if not then or median_of(now) >= median_of(then):
-        return []  # the training loss rises as well: not overfitting
+        return []  # the training loss rises too, so this is not overfitting
     observed = (
         f"eval/loss has risen from {best.value:.3f} at step {best.step} to {late[-1].value:.3f}, "
         f"while the training loss fell"
@@ -220,7 +223,7 @@ def _validation(rows: Sequence[Row]) -> list[Finding]:
         return [finding_at("overfitting", best, text)]
     text = (
         f"{observed}, although no data was repeated: compare eval/<source>/loss, and look for "
-        f"training data that has become unlike --val_data, or that contains duplicates."
+        "training data that is no longer like --val_data, or that contains duplicates."
     )
     return [finding_at("validation", best, text)]
 
@@ -232,9 +235,9 @@ def _clipping(rows: Sequence[Row]) -> list[Finding]:
         return []
     share = statistics.fmean(point.value for point in recent)
     text = (
-        f"{share:.0%} of the steps since step {recent[0].step} were clipped, so that clipping "
-        f"determines the step size. Lower --learning_rate, or raise gradient_clipping above the "
-        f"usual train/grad_norm."
+        f"{share:.0%} of the steps since step {recent[0].step} were clipped, so clipping "
+        "determines the step size. Lower --learning_rate, or raise gradient_clipping above the "
+        "usual train/grad_norm."
     )
     return [finding_at("clipping", recent[0], text)]
 
@@ -267,7 +270,7 @@ def _update_ratio(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _epochs(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the number of epochs of each source, from the newest row that has them."""
+    """Return the number of epochs of each source, from the newest row that contains them."""
     for row in reversed(rows):
         found = {
             key[len("data/") : -len("/epochs")]: float(value)

@@ -1,4 +1,4 @@
-"""The events of a run as the report lists them: message, level, and position on the x-axes."""
+"""The list of a run's events in the report: message, level, and position on the x-axes."""
 
 import math
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from zerolm.report.run_history import RunHistory
 from zerolm.run_dir import events
 
 MAX_EVENTS, MAX_MESSAGE_CHARACTERS = 600, 600
-STALL_SECONDS, STALL_STEPS = 1.0, 10  # a checkpoint that takes longer than both is listed
+STALL_SECONDS, STALL_STEPS = 1.0, 10  # a checkpoint pause longer than both is listed
 
 Json = dict[str, Any]
 
 
 def event_list(run: RunHistory) -> Json:
-    """Return {"events": latest of each level, "events_left_out": how many others there were}."""
+    """Return {"events": the latest events of each level, "events_left_out": number of others}."""
     stalls = {stall["step"]: stall for stall in _stalls(run.curves)}
     placed: list[Json] = []
-    for event, curves in with_curves(run):  # a stall is listed after its checkpoint
+    for event, curves in with_curves(run):  # list a stall after its checkpoint
         placed.append({**event, "curves": curves})
         if event["event"] == "checkpoint" and event["step"] in stalls:
             placed.append(stalls.pop(event["step"]))
@@ -45,7 +45,7 @@ def event_list(run: RunHistory) -> Json:
 
 
 def merged(listed: Sequence[Json]) -> list[Json]:
-    """Return the events; a spike and the skip of the same step become one event."""
+    """Return the events, with a spike and the skip of the same step merged into one."""
     result: list[Json] = []
     for event in listed:
         before = result[-1] if result else {}
@@ -59,9 +59,9 @@ def merged(listed: Sequence[Json]) -> list[Json]:
 
 
 def with_curves(run: RunHistory) -> list[tuple[Json, Curves]]:
-    """Return each event with the curves of its step: the current ones, or those rolled back.
+    """Return each event with the curves that contain its step: current or rolled back.
 
-    A step that was repeated after a rollback had another token count the first time.
+    A step repeated after a rollback had a different token count the first time.
     """
     found = []
     undone, first_undone = run.curves, math.inf
@@ -74,7 +74,7 @@ def with_curves(run: RunHistory) -> list[tuple[Json, Curves]]:
 
 
 def _stalls(curves: Curves) -> list[Json]:
-    """Return a `checkpoint_stall` event for each checkpoint that paused training for long."""
+    """Return a `checkpoint_stall` event for each checkpoint that paused training for too long."""
     lines, stalls = curves.columns.get("checkpoint/stall_seconds", ((), ()))
     waits = dict(zip(*curves.columns.get("checkpoint/wait_seconds", ((), ())), strict=True))
     step_seconds = curves.values("throughput/step_seconds")

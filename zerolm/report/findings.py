@@ -1,4 +1,4 @@
-"""Building blocks of `zerolm.report.diagnosis`: findings, and the values of one metric."""
+"""Building blocks for `zerolm.report.diagnosis`: findings, and the values of one metric."""
 
 import math
 import statistics
@@ -11,20 +11,19 @@ from zerolm.optim.spikes import MAD_TO_DEVIATION
 
 Row = Mapping[str, Any]
 
-RECENT_ROWS = 20  # rows from which speed and update sizes are judged
+RECENT_ROWS = 20  # rows used to judge speed and update sizes
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a run, with advice.
+    """One problem with a run, and advice.
 
-    Attributes:
-        kind: "divergence", "spike", "plateau", "overfitting", "validation", "clipping",
-            "update_ratio", "repeated_data", "slow_data", "low_mfu", "falling_mfu", "slow_rank",
-            "checkpoint_stalls" or "slow_host".
-        step, tokens: its position in the run.
-        text: one or two sentences: what the metrics show, and what to try.
-        advice: what to try, where several findings share it; shown once.
+    Attributes: kind: "divergence", "spike", "plateau", "overfitting", "validation", "clipping",
+        "update_ratio", "repeated_data", "slow_data", "low_mfu", "falling_mfu", "slow_rank",
+        "checkpoint_stalls" or "slow_host".
+        step, tokens: position of the problem in the run.
+        text: one or two sentences on what the metrics show, and what to try.
+        advice: what to try, if several findings share it; shown once.
     """
 
     kind: str
@@ -36,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Point:
-    """A value of one metric, and its position in the run."""
+    """A metric value, and its position in the run."""
 
     step: int
     tokens: int
@@ -64,7 +63,7 @@ def median_of(points: Iterable[Point]) -> float:
 
 
 def noise_of(points: Sequence[Point]) -> float:
-    """Return a robust estimate of the standard deviation of the noise around a smooth curve."""
+    """Estimate robustly the standard deviation of the noise around a smooth curve."""
     steps = [abs(b.value - a.value) for a, b in pairwise(points)]
     return MAD_TO_DEVIATION * statistics.median(steps) / math.sqrt(2) if steps else 0.0
 

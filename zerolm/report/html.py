@@ -1,7 +1,7 @@
-"""`report.html`: one self-contained HTML file about a run, or about several side by side.
+"""`report.html`: one self-contained HTML file about one run, or about several side by side.
 
-`zerolm.report.run_history` reads the run directories, `zerolm.report.report_data` turns them into
-JSON, and the scripts in `assets/` draw it in the browser, where text from a run is inserted as
+`zerolm.report.run_history` reads the run directories, and `zerolm.report.report_data` turns them
+into JSON. The scripts in `assets/` draw the report in the browser; they insert text from a run as
 text, never as markup.
 """
 
@@ -26,18 +26,18 @@ def write_report(
     output: str | Path | None = None,
     price_per_hour: float | None = None,
 ) -> Path:
-    """Write the report of one run, or of several compared.
+    """Write the report on one run, or a comparison of several.
 
     Args:
-        run_dirs: their runs may still be in progress.
-        output: default: `report.html` in the first run directory.
-        price_per_hour: dollars that a device costs; the report shows no price without it.
+        run_dirs: run directories; the runs may still be in progress.
+        output: file to write; default: `report.html` in the first run directory.
+        price_per_hour: dollars per device-hour; without it, the report shows no price.
 
     Returns:
         The path of the report.
 
     Raises:
-        ConfigError: a directory is not a run directory (each one is named), or the report cannot
+        ConfigError: some directories are not run directories (all are named), or the report cannot
             be written.
     """
     runs = read_runs(run_dirs)
@@ -54,5 +54,5 @@ def write_report(
 
 
 def render(data: Json) -> str:
-    """Return the HTML that draws the data of a report."""
+    """Return the HTML of a report."""
     return page(ASSETS / "run.html", ("run.css",), SCRIPTS, title="Training run", data=data)

@@ -1,7 +1,7 @@
-"""HTML pages: one file each, which loads nothing, with the same style for runs and for data.
+"""HTML pages: single files in a common style that load no other resources.
 
-A page is a Jinja template that extends `assets/document.html`. Values are inserted as text, never
-as markup, and a content security policy forbids loading.
+A page is rendered from a Jinja template that extends `assets/document.html`. Values are inserted as
+text, never as markup, and a content security policy forbids loading other resources.
 """
 
 import base64
@@ -24,8 +24,8 @@ def page(
     """Return a page.
 
     Args:
-        styles, scripts: names of files in `assets/`; `document.css` is in every page.
-        values: the template's variables; `title` is one of them.
+        styles, scripts: names of files in `assets/`; every page includes `document.css`.
+        values: the template's variables, including `title`.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, ASSETS]),

@@ -1,6 +1,6 @@
-"""`zerolm plot`: the loss curves of runs as a PNG, with their events.
+"""`zerolm plot`: draw the loss curves and events of runs as a PNG.
 
-Reads `metrics.jsonl` and `events.jsonl` only; the runs may still be in progress.
+Reads only `metrics.jsonl` and `events.jsonl`; the runs may still be in progress.
 """
 
 import math
@@ -23,13 +23,13 @@ from zerolm.run_dir.files import RunFiles
 from zerolm.run_dir.jsonl import EventRow, MetricsRow, read_rows
 
 UNMARKED_EVENTS = {"start", "done"}
-SMOOTHING_SHARE = 0.02  # of the points, to either side
-GROUPED_SHARE = 0.025  # of the tokens: events closer than this have one label
-LABEL_CHARACTERS, LABEL_GAP = 40, 4.0  # in a line; pixels between two labels
+SMOOTHING_SHARE = 0.02  # share of the points to average on either side
+GROUPED_SHARE = 0.025  # share of the tokens; events closer than this share a label
+LABEL_CHARACTERS, LABEL_GAP = 40, 4.0  # characters per line; pixels between two labels
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and the finite values of a metric, (N,) float64 each."""
+    """Return the tokens and finite values of a metric, each (N,) float64."""
     pairs = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     table = table[np.isfinite(table[:, 1])]  # a run that diverged ends in NaN
@@ -37,7 +37,7 @@ def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.nda
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Return the centred running mean of (N,) values; the window is shorter near both ends."""
+    """Return the centred running mean of (N,) values; the window shrinks near both ends."""
     reach = round(len(values) * SMOOTHING_SHARE)
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
@@ -53,15 +53,15 @@ def plot_losses(
     """Draw `train/loss` and `eval/loss` over tokens, one colour per run, and mark events.
 
     Args:
-        output_png: its directory is created if it is missing; default: `loss.png` in the first run
-            directory.
-        last_step: later steps are not drawn.
+        output_png: file to write, in a directory that is created if missing; default: `loss.png` in
+            the first run directory.
+        last_step: last step to draw.
 
     Returns:
         The path of the image.
 
     Raises:
-        ConfigError: some directories have no `train/loss`; each one is named.
+        ConfigError: some directories have no `train/loss`; all are named.
     """
     figure = draw_losses(run_dirs, last_step)
     output_png = Path(output_png) if output_png is not None else RunFiles(run_dirs[0]).plot
@@ -100,7 +100,7 @@ def draw_losses(run_dirs: Sequence[str | Path], last_step: float = math.inf) -> 
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(alpha=0.25)
     legend = axes.legend(loc="upper right")
-    FigureCanvasAgg(figure).draw()  # decides where everything is, in pixels
+    FigureCanvasAgg(figure).draw()  # lays out the figure, in pixels
     _separate(axes, labels, legend.get_window_extent())
     return figure
 
@@ -125,15 +125,14 @@ def _draw_run(axes: Axes, rows: Sequence[dict[str, Any]], name: str, colour: str
 def _draw_events(
     axes: Axes, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], colour: str
 ) -> list[Text]:
-    """Mark the events at the tokens of their steps; those without a step at the left.
+    """Mark events at the token counts of their steps; events without a step are marked at the left.
 
-    Returns:
-        A label for each group of events that are close to each other.
+    Returns: A label for each group of nearby events.
     """
     tokens_of_step = {row["step"]: row["tokens"] for row in rows}
     steps = sorted(tokens_of_step)
     tokens = [tokens_of_step[step] for step in steps]
-    x_tokens_y_share = axes.get_xaxis_transform()  # y is a share of the height
+    x_tokens_y_share = axes.get_xaxis_transform()  # y is a fraction of the height
     remarkable: list[tuple[float, str]] = []
     for event in events:
         kind, step = event["event"], event["step"]
@@ -159,7 +158,7 @@ def _draw_events(
 
 
 def _counted(kinds: Sequence[str]) -> str:
-    """Return `2 x step skipped, resume`: each kind once, in the order of its first event."""
+    """Return the count of each kind, as `2 x step skipped, resume`, in order of the first event."""
     numbers = {kind.replace("_", " "): kinds.count(kind) for kind in kinds}
     return ", ".join(
         f"{number} x {kind}" if number > 1 else kind for kind, number in numbers.items()
@@ -167,7 +166,7 @@ def _counted(kinds: Sequence[str]) -> str:
 
 
 def _separate(axes: Axes, labels: Sequence[Text], legend: Bbox) -> None:
-    """Move labels so that none covers another or the legend: down, else to the side."""
+    """Move labels down or, if necessary, sideways so that none overlaps another or the legend."""
     area, placed = axes.get_window_extent(), [legend]
     for label in sorted(labels, key=lambda each: each.get_position()[0]):
         box = label.get_window_extent()

@@ -1,6 +1,6 @@
 """The data of `report.html`, as JSON: thinned curves, events, tables and texts of each run.
 
-Must not depend on how the scripts in `assets/` draw it.
+Must not depend on how the scripts in `assets/` draw the data.
 """
 
 import math
@@ -19,19 +19,19 @@ from zerolm.run_dir.metrics import BATCH, NOISE_SCALE
 from zerolm.run_dir.records import lineage
 
 TRAIN_LOSS = "train/loss"
-MAX_POINTS = 60_000  # of all curves; at 15 to 25 bytes each they are most of the file
+MAX_POINTS = 60_000  # for all curves; 15 to 25 bytes per point make up most of the file
 MAX_POINTS_OF_A_CURVE, MIN_POINTS_OF_A_CURVE = 3_000, 60
-MAX_CURVES_OF_RUNS = 4  # in a panel of one curve per source or block, where runs are compared
+MAX_CURVES_OF_RUNS = 4  # per panel with a curve per source or block, when runs are compared
 MAX_SAMPLES_OF_A_PROMPT, MAX_SAMPLE_CHARACTERS, MAX_PROMPTS = 24, 4_000, 24
 
 Json = dict[str, Any]
 
 
 def report_data(runs: Sequence[RunHistory], price_per_hour: float | None = None) -> Json:
-    """Return everything that the report of one or several runs shows.
+    """Return everything that the report on one or several runs shows.
 
     Args:
-        price_per_hour: dollars that a device costs.
+        price_per_hour: dollars per device-hour.
     """
     keys = {key for run in runs for key in run.curves.columns}
     num_curves = sum(len(run.curves.columns) for run in runs)
@@ -57,11 +57,11 @@ def report_data(runs: Sequence[RunHistory], price_per_hour: float | None = None)
 
 
 def panels(keys: Collection[str], *, compared: bool) -> list[Json]:
-    """Return the panels that have something to draw, each with its `keys` and their short `names`.
+    """Return the panels that are not empty, each with its `keys` and their short `names`.
 
     Args:
         keys: keys of all metrics.
-        compared: several runs are drawn, one colour per run.
+        compared: several runs are drawn, each in its own colour.
     """
     drawn = []
     for _, panel, unit, chosen in charts(keys):
@@ -70,14 +70,14 @@ def panels(keys: Collection[str], *, compared: bool) -> list[Json]:
         if panel == NOISE_SCALE and "train/noise_scale_tokens" not in chosen:
             panel = BATCH
         names = _short(chosen)
-        if not panel.many and len(names) > 1:  # those of sources and blocks stay as they are
+        if not panel.many and len(names) > 1:  # keep the names of sources and blocks unchanged
             names = [name.replace("_", " ") for name in names]
         drawn.append({**asdict(panel), "unit": unit, "keys": chosen, "names": names})
     return drawn
 
 
 def _short(keys: Sequence[str]) -> list[str]:
-    """Return the segments of each key that differ between the keys."""
+    """Return for each key the path segments that differ between the keys."""
     if len(keys) == 1:
         return [keys[0]]
     paths = [key.split("/") for key in keys]
@@ -93,7 +93,7 @@ def _varies(runs: Sequence[RunHistory], key: str) -> bool:
 
 
 def _first_step(run: RunHistory, runs: Sequence[RunHistory]) -> int:
-    """Return the step from which a run is drawn: where it branched from another run on the page."""
+    """Return the first step of a run to draw: where it branched from another run shown, or 0."""
     shown = {str(other.run_dir.resolve()) for other in runs if other is not run}
     branch: object = run.branch
     while isinstance(branch, dict) and branch:
@@ -138,10 +138,11 @@ def _run(
 def curves_json(
     curves: Curves, max_points: int, only: Sequence[str] = (), first_step: int = 0
 ) -> Json:
-    """Return the curves, thinned: their values, and the x-axes at the lines of these values.
+    """Return the thinned curves, and the x-axes at the lines that the curves use.
 
-    Curves that were measured on the same lines share them. `places` are lists of lines; `lines` of
-    a curve is the index of its list. `steps`, `tokens` and `seconds` are those of all lines used.
+    `steps`, `tokens` and `seconds` are the x-axes of all lines used. `places` contains lists of
+    lines; `lines` of a curve is the index of its list. Curves measured on the same lines share a
+    list.
     """
     chosen: dict[str, tuple[tuple[int, ...], list[float | None]]] = {}
     for key, (lines, values) in sorted(curves.columns.items()):
@@ -171,10 +172,9 @@ def curves_json(
 
 
 def evaluations(curves: Curves) -> Json:
-    """Return the table of all evaluations: one row per step, one column per metric.
-
-    `better` says for each column whether the lowest or the highest value is the best one, and is ""
-    for those of which none is; `units` are theirs.
+    """Return the table of all evaluations: one row per step, one column per metric. `better` states
+    for each column whether the lowest or highest value is best, or is "" if neither is; `units`
+    lists the columns' units.
     """
     keys = sorted(
         (key for key in curves.columns if key.startswith("eval/")),
@@ -195,7 +195,7 @@ def evaluations(curves: Curves) -> Json:
 
 
 def samples(lines: Sequence[Json]) -> list[Json]:
-    """Return the prompts, each with its generated texts, at regular intervals if there are many."""
+    """Return the prompts with their generated texts, which are thinned out if there are many."""
     prompts: dict[Any, Json] = {}
     for line in lines:
         number = line.get("prompt_number", line["prompt"])
@@ -216,7 +216,7 @@ def samples(lines: Sequence[Json]) -> list[Json]:
 
 
 def agreement(runs: Sequence[RunHistory]) -> list[Json]:
-    """Return the largest difference of each run's training losses from the first run's."""
+    """Return the largest difference between each run's training losses and the first run's."""
     found = []
     first = _losses(runs[0].curves)
     for run in runs[1:]:

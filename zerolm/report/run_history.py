@@ -1,8 +1,8 @@
-"""A run directory as it can be read now, whether the run is finished, in progress or was killed.
+"""Read a run directory, whether the run is finished, in progress or killed.
 
-`status` and `report.html` start from here. It never writes and never takes the lock of a run, which
-a starting run needs. Files and lines that cannot be read are listed in `problems`. Standard library
-only, so that `status` answers at once.
+`status` and `report.html` use the result. Never writes, and never takes the run's lock, which a
+starting run needs. Files and lines that cannot be read are listed in `problems`. Imports only the
+standard library, so `status` responds at once.
 """
 
 import os
@@ -34,12 +34,12 @@ class RunHistory:
     """The content of a run directory.
 
     Attributes:
-        record: run.json, {} without one.
-        rolled_back: one `Curves` per rollback, with the steps that it undid.
+        record: content of run.json; {} if there is none.
+        rolled_back: one `Curves` per rollback, with the steps that the rollback undid.
         events: lines of events.jsonl, each with a `step`.
         samples: lines of samples.jsonl.
-        heartbeats: {rank: its last heartbeat}.
-        heartbeat_age: seconds since the newest heartbeat of any rank; None without any.
+        heartbeats: {rank: last heartbeat}.
+        heartbeat_age: seconds since the newest heartbeat of any rank; None without heartbeats.
         checkpoints: directories of the published checkpoints, oldest first.
         problems: files and lines that could not be read, one line each.
     """
@@ -66,7 +66,7 @@ class RunHistory:
 
     @property
     def branch(self) -> Row:
-        """Where a branch of another run began, as in run.json; {} for other runs."""
+        """The `branch` entry of run.json: where the run branched off; {} for other runs."""
         branch = self.record.get("branch")
         return branch if isinstance(branch, dict) else {}
 
@@ -78,7 +78,7 @@ class RunHistory:
 
     @property
     def trained_seconds(self) -> float:
-        """The seconds of all steps, from the branch point if it is a branch."""
+        """Training time of all steps in seconds, for a branch from the branch point."""
         seconds = self.curves.seconds[-1] if self.curves.seconds else 0.0
         return seconds - (self.curves.place(self.branch["step"])[1] if self.branch else 0.0)
 
@@ -89,7 +89,7 @@ class RunHistory:
 
     @property
     def total_steps(self) -> int | None:
-        """The planned number of steps, or the number attempted if larger: skips add steps."""
+        """The planned number of steps, or the number attempted if larger due to skipped steps."""
         number = re.match(r"[\d,]+", str(self.derived.get("steps", "")))
         return max(int(number[0].replace(",", "")), self.step) if number else None
 
@@ -102,17 +102,17 @@ class RunHistory:
         return self.curves.tokens[-1] if self.curves.tokens else 0
 
     def seconds_left(self) -> float | None:
-        """Return the seconds of training left, at the mean speed of the last lines."""
+        """Estimate the seconds of training left from the mean speed in recent lines."""
         speed = self.curves.recent_mean("throughput/tokens_per_second")
         if self.total_tokens is None or not speed or speed < 0:
             return None
         return max(0, self.total_tokens - self.tokens) / speed
 
     def state(self) -> tuple[str, str]:
-        """Return the state of the run, and its reason in a few words.
+        """Return the state of the run, and a short reason.
 
-        The state is that of the last event that has one (`zerolm.run_dir.events`). A `running` run
-        without recent heartbeats is `silent`; one that has not started is `new`.
+        The last event that sets a state determines it (`zerolm.run_dir.events`). A `running` run
+        without recent heartbeats is `silent`; a run that has not started is `new`.
         """
         for event in reversed(self.events):
             state = events.state_after(event["event"])
@@ -135,11 +135,13 @@ def read_run(run_dir: str | Path) -> RunHistory:
     """Read a run directory.
 
     Raises:
-        ConfigError: it has neither run.json, metrics.jsonl, events.jsonl nor heartbeats.
+        ConfigError: it contains neither run.json, metrics.jsonl, events.jsonl nor heartbeats.
     """
     files = RunFiles(run_dir)
     has_begun = any(path.is_file() for path in (files.record, files.metrics, files.events))
-    if not has_begun and not files.heartbeats():  # it compiles operators before it writes others
+    if (
+        not has_begun and not files.heartbeats()
+    ):  # a new run compiles operators before it writes files
         raise ConfigError(
             f"{run_dir}: has no {files.record.name}, {files.metrics.name} or {files.events.name}. "
             f"Give the --run_dir of a run that has started."
@@ -176,10 +178,10 @@ def read_run(run_dir: str | Path) -> RunHistory:
 
 
 def read_runs(run_dirs: Sequence[str | Path]) -> list[RunHistory]:
-    """Read several run directories; files beside them, as `runs/*` names, are left out.
+    """Read several run directories; skip files next to them, which a glob like `runs/*` includes.
 
     Raises:
-        ConfigError: some are not run directories; each one is named.
+        ConfigError: some are not run directories; all are named.
     """
     histories, problems = [], []
     beside = {Path(each).parent for each in run_dirs if Path(each).is_dir()}
@@ -196,12 +198,12 @@ def read_runs(run_dirs: Sequence[str | Path]) -> list[RunHistory]:
 
 
 def _heartbeat_age(path: Path) -> float | None:
-    """Return the seconds since a heartbeat was written, None if there is none any more."""
+    """Return the seconds since a heartbeat was written; None if the file has been removed."""
     try:
         age = time.time() - path.stat().st_mtime
     except OSError:
         return None  # removed by a run that is starting
-    if age < 0:  # the clock was set back since; on the same machine there is another one
+    if age < 0:  # the clock was set back; on the same machine, use the monotonic clock
         beat = progress.read_heartbeat(path)
         if beat is not None and beat["machine"] == processes.machine_id():
             age = time.monotonic() - beat["monotonic"]
@@ -209,7 +211,7 @@ def _heartbeat_age(path: Path) -> float | None:
 
 
 def seconds_of(stamp: object) -> float | None:
-    """Return the `time` of an event in seconds since the epoch, None if it cannot be parsed."""
+    """Return the `time` of an event in seconds since the epoch; None if it cannot be parsed."""
     try:
         return datetime.strptime(str(stamp), "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except ValueError:

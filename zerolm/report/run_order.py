@@ -1,7 +1,7 @@
-"""The data order of a run: which sequences a step has read.
+"""The data order of a run: which sequences each step reads.
 
-Batches are not stored; they are recomputed from `run.json`, the manifests of the checkpoints and
-the token shards (docs/data_order.md). Must not depend on tokenizers or torch.
+Batches are not stored; they are recomputed from `run.json`, the checkpoint manifests and the token
+shards (docs/data_order.md). Must not depend on tokenizers or torch.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class RunOrder:
     skipped_windows: SkippedRanges
 
     def rows(self, sequence_ids: np.ndarray) -> Iterator[Row]:
-        """Yield the rows of sequence numbers, (N,) int64, in their order."""
+        """Yield the rows for sequence numbers, (N,) int64, in the given order."""
         seq_len = self.settings.seq_len
         assert seq_len is not None
         placed = self.order(sequence_ids)
@@ -74,7 +74,8 @@ def open_run(run_dir: Path) -> RunOrder:
     Relative paths in its `--data` are resolved against the current directory.
 
     Raises:
-        ConfigError: the run or its data does not exist, or the data has changed since it started.
+        ConfigError: the run or its data does not exist, or the data has changed since the run
+            started.
     """
     path = RunFiles(run_dir).record
     record = read_run_json(run_dir)
@@ -88,8 +89,8 @@ def open_run(run_dir: Path) -> RunOrder:
     assert seq_len is not None
     if data_fingerprint(training, seq_len, settings.packing) != record.get("data_fingerprint"):
         raise ConfigError(
-            f"{path}: data_fingerprint: the token shards have changed since the run began, so "
-            f"other tokens would be shown. Restore the shards."
+            f"{path}: data_fingerprint: the token shards have changed since the run started, so "
+            "the wrong tokens would be shown. Restore the shards."
         )
     sizes = [num_rows(source, seq_len, settings.packing) for source in training]
     recorded = record.get("mixture", {}).get("stages") or [[0, sources.weights]]
@@ -107,8 +108,7 @@ def open_run(run_dir: Path) -> RunOrder:
 def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
     """Return the sequence numbers of a step's batch in the current data order, and notes on it.
 
-    Returns:
-        (N,) int64 sequence numbers; lines of text for the user.
+    Returns: (N,) int64 sequence numbers, and notes for the user.
 
     Raises:
         ConfigError: there is no such step.
@@ -116,7 +116,7 @@ def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
     if step < 1:
         raise ConfigError(f"--step {step}: steps are numbered from 1. Give a positive number.")
     schedule = batch_schedule(run.settings)
-    # Count from a checkpoint, since the run may have been resumed with another batch size.
+    # Count from a checkpoint, because the run may have been resumed with another batch size.
     now = position = skipped = 0
     for directory in published_checkpoints(RunFiles(run.run_dir).checkpoints):
         try:
@@ -131,17 +131,17 @@ def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
         now += 1
     ids = sequence_ids(np.arange(position, position + schedule(position)), run.skipped_windows)
     notes = [
-        f"step {step} was also taken before rollback {entry['number']}; its events in "
-        f"{RunFiles(run.run_dir).events} name the sequences it read then"
+        f"step {step} was also run before rollback {entry['number']}; its events in "
+        f"{RunFiles(run.run_dir).events} name the sequences that it read then"
         for entry in read_rollbacks(run.run_dir)
         if entry["to_step"] < step <= entry["from_step"]
     ]
     branch = read_run_json(run.run_dir).get("branch")
     if branch and step <= branch["step"]:
-        notes.append(
-            f"step {step} was taken by the trunk {branch['run']}; see its data order there"
-        )
+        notes.append(f"step {step} was run by the trunk {branch['run']}; see the data order there")
     total = run.settings.total_tokens
     if total and step > (last := num_steps(schedule, run.settings.seq_len or 1, total) + skipped):
-        notes.append(f"step {step} is after the end of the run, step {last}: no step read these")
+        notes.append(
+            f"step {step} is after the last step of the run, {last}; no step reads these sequences"
+        )
     return ids, [*notes, f"step {step}: {len(ids)} sequences"]

@@ -1,7 +1,7 @@
 """The settings of a run as flat `section.key: value` pairs, with secrets hidden.
 
-zerolm writes no credentials to run.json, but DeepSpeed's JSON may contain one (an API key of its
-monitors), and so may a URL.
+zerolm writes no credentials to run.json, but the DeepSpeed JSON may contain some (such as API keys
+for its monitors), and so may URLs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Flat = dict[str, str]
 
 
 def flatten(record: Mapping[str, Any]) -> Flat:
-    """Return {dotted name: value} of the settings in run.json, in its order."""
+    """Return {dotted name: value} for the settings in run.json, in file order."""
     flat: Flat = {}
     for name in SINGLE:
         if record.get(name) is not None:

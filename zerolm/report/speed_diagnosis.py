@@ -1,4 +1,4 @@
-"""Findings about the speed of a run: data loading, utilization, slow ranks, checkpoints.
+"""Findings about a run's speed: data loading, utilization, slow ranks, checkpoints.
 
 Used by `zerolm.report.diagnosis`.
 """
@@ -24,7 +24,7 @@ STALL_SHARE = 0.05
 
 
 def slow_data(rows: Sequence[Row]) -> list[Finding]:
-    """Find steps that wait for data."""
+    """Detect steps that wait for data."""
     waited = recent_of(rows, "throughput/data_seconds")
     steps = recent_of(rows, "throughput/step_seconds")
     if not waited or not steps:
@@ -40,7 +40,7 @@ def slow_data(rows: Sequence[Row]) -> list[Finding]:
 
 
 def low_mfu(rows: Sequence[Row]) -> list[Finding]:
-    """Find a low MFU, or one that has fallen."""
+    """Detect a low or fallen MFU."""
     points, recent = points_of(rows, "throughput/mfu"), recent_of(rows, "throughput/mfu")
     if not recent:
         return []
@@ -65,7 +65,7 @@ def low_mfu(rows: Sequence[Row]) -> list[Finding]:
 
 
 def slow_rank(rows: Sequence[Row]) -> list[Finding]:
-    """Find a rank that delays the others."""
+    """Detect a rank that delays the others."""
     ranks = recent_of(rows, "throughput/slowest_rank")
     seconds = recent_of(rows, "throughput/slowest_rank_seconds")
     means = recent_of(rows, "throughput/mean_rank_seconds")
@@ -88,7 +88,7 @@ def slow_rank(rows: Sequence[Row]) -> list[Finding]:
 
 
 def slow_host(events: Sequence[Row]) -> list[Finding]:
-    """Find the hosts that delay the others, as the run has logged."""
+    """Return findings for the slow hosts that the run has logged."""
     newest = {event["host"]: event for event in events if event.get("event") == "slow_host"}
     return [
         Finding(
@@ -96,8 +96,8 @@ def slow_host(events: Sequence[Row]) -> list[Finding]:
             event["step"],
             0,
             f"{shown_slow_host(event)}. Check its clocks and temperature (nvidia-smi -q), other "
-            f"processes, disk and network (`zerolm doctor` compares hosts); `zerolm supervise "
-            f"--leave_out_slow_hosts` starts without it next time, if there is a spare.",
+            "processes, disk and network (`zerolm doctor` compares hosts); `zerolm supervise "
+            "--leave_out_slow_hosts` starts without it next time, if there is a spare host.",
         )
         for event in newest.values()
         if event.get("slow")
@@ -105,7 +105,7 @@ def slow_host(events: Sequence[Row]) -> list[Finding]:
 
 
 def checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:
-    """Find a run that is paused for checkpoints too much of the time."""
+    """Detect that checkpoints pause the run for too much of the time."""
     stalls = points_of(rows, "checkpoint/stall_seconds")
     if len(stalls) < 3:
         return []

@@ -1,8 +1,8 @@
 """`zerolm status RUN`: print the state of runs, read from their files.
 
 Prints a coloured table to a terminal, plain lines to a pipe, and JSON for programs. Needs no
-connection to the run's machines. Must not import torch: the answer takes a fraction of a second (3
-s for 40,000 lines of 80 metrics).
+connection to the run's machines. Must not import torch, to respond in a fraction of a second (3 s
+for 40,000 lines of 80 metrics).
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from zerolm.run_dir import events
 from zerolm.run_dir.records import lineage
 
 WATCH_SECONDS = 2.0
-SHORT = ("step", "loss", "speed")  # what `--watch` shows of each of several runs
+SHORT = ("step", "loss", "speed")  # shown per run by `--watch` with several runs
 LAST_EVENTS = 5
-MOST_RESULTS = 10  # of the last evaluation; some have a hundred
+MOST_RESULTS = 10  # shown of the last evaluation; some have a hundred
 SPARKS, SPARK_POINTS = "▁▂▃▄▅▆▇█", 32
 COLOURS = {
     "running": "bold cyan", "done": "bold green", "stopped": "bold yellow",
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def print_status(run_dirs: Sequence[Path], *, watch: bool, as_json: bool) -> None:
-    """Print the status of runs; with `watch` repeatedly, until Ctrl-C.
+    """Print the status of runs, with `watch` repeatedly until Ctrl-C.
 
     Raises:
         ConfigError: some directories are not run directories.
@@ -79,7 +79,7 @@ def _show_live(run_dirs: Sequence[Path], watch: bool) -> None:
 
 
 def status_of(run: RunHistory) -> Row:
-    """Return the status of a run, as `--json` prints it; unknown values are None."""
+    """Return the status of a run, in the form printed by `--json`; unknown values are None."""
     curves, now = run.curves, time.time()
     state, why = run.state()
     return {
@@ -121,7 +121,7 @@ def status_of(run: RunHistory) -> Row:
 
 
 def _last_event(run: RunHistory, name: str, keys: Sequence[str]) -> Row | None:
-    """Return keys of the last event of a kind."""
+    """Return the given keys of the last event of a kind."""
     found = [event for event in run.events if event["event"] == name]
     return {key: found[-1].get(key) for key in keys} if found else None
 
@@ -131,7 +131,7 @@ def _lost_time(run: RunHistory) -> Row | None:
         return None
     lost, hourly, faults = found
     text = f"{lost}; {faults} fault{'s' * (faults != 1)}"
-    text += f"; with one an hour {1 - hourly.total:.1%} effective" if hourly is not None else ""
+    text += f"; with one per hour {1 - hourly.total:.1%} effective" if hourly is not None else ""
     return {
         "faults": faults,
         **vars(lost),
@@ -141,7 +141,7 @@ def _lost_time(run: RunHistory) -> Row | None:
 
 
 def _interval_means(values: Sequence[float]) -> list[float]:
-    """Return the means of up to `SPARK_POINTS` intervals of a curve."""
+    """Divide a curve into up to `SPARK_POINTS` intervals, and return their means."""
     number = min(SPARK_POINTS, len(values))
     bounds = [len(values) * index // number for index in range(number + 1)] if number else []
     return [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
@@ -161,13 +161,13 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _last_events(run: RunHistory) -> list[Row]:
-    """Return the last events, without quiet ones."""
+    """Return the last events, except quiet ones."""
     shown = [event for event in merged(run.events) if events.level(event["event"]) != "quiet"]
     return shown[-LAST_EVENTS:]
 
 
 def _evaluation(run: RunHistory) -> Row | None:
-    """Return the metrics of the last step with an evaluation, and the step."""
+    """Return the last step with an evaluation, and its metrics."""
     columns = {key: column for key, column in run.curves.columns.items() if key.startswith("eval/")}
     if not columns:
         return None
@@ -180,7 +180,7 @@ def _evaluation(run: RunHistory) -> Row | None:
 
 
 def _ranks(run: RunHistory) -> Row:
-    """Return the number of ranks, and how many there are by host and by phase."""
+    """Return the number of ranks in total, by host and by phase."""
     beats = list(run.heartbeats.values())
     hosts: dict[str, int] = {}
     phases: dict[str, int] = {}
@@ -201,11 +201,11 @@ def _age(run: RunHistory, kind: str, now: float) -> float | None:
     return None
 
 
-# ---- As text
+# ---- Text output
 
 
 def lines(status: Row) -> list[tuple[str, str]]:
-    """Return the lines about a run as (label, text)."""
+    """Return the lines of a run's status as (label, text)."""
     found: list[tuple[str, str]] = []
     total, share = status["total_steps"], 0.0
     if status["total_tokens"]:
@@ -256,7 +256,7 @@ def lines(status: Row) -> list[tuple[str, str]]:
 
 
 def plain_lines(status: Row) -> list[str]:
-    """Return the lines for a pipe or a log file, without colours."""
+    """Return the lines of a status for a pipe or log file, without colours."""
     why = f" ({status['why']})" if status["why"] else ""
     rows = [f"{status['run']}: {status['state']}{why}"]
     rows += [f"  {name:<12}{text}" for name, text in lines(status)]
@@ -267,7 +267,7 @@ def plain_lines(status: Row) -> list[str]:
 
 
 def _finding_texts(found: Sequence[Row]) -> list[str]:
-    """Return the texts of findings; advice that several share follows the first of them."""
+    """Return the texts of findings; shared advice follows the first finding that gives it."""
     texts: list[str] = []
     advised = {""}
     for finding in found:
@@ -288,7 +288,7 @@ def panel(status: Row, short: bool = False) -> Any:
     """Return a run as a `rich` panel. Text from files is never interpreted as markup.
 
     Args:
-        short: leave out all but step, loss, speed and the last event.
+        short: show only step, loss, speed and the last event.
     """
     from rich.console import Group
     from rich.panel import Panel

@@ -1,4 +1,4 @@
-"""The key figures of a run, for the head of its report and for `status`."""
+"""The key figures of a run, for the header of its report and for `status`."""
 
 import contextlib
 import time
@@ -15,8 +15,8 @@ from zerolm.run_dir.files import checkpoint_step
 from zerolm.run_dir.records import lineage
 from zerolm.tracking.wandb_identity import page_of
 
-LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # last lines over which the shown training loss is averaged
-MAX_ROWS = 20_000  # rows to diagnose; takes a second
+LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # lines to average the training loss over
+MAX_ROWS = 20_000  # maximum number of rows to diagnose, in about a second
 VERSIONS = ("zerolm", "torch", "deepspeed", "transformers", "CUDA", "NCCL", "NVIDIA driver",
             "python")  # fmt: skip
 
@@ -24,9 +24,9 @@ Pair = list[str]
 
 
 def facts(run: RunHistory) -> list[Pair]:
-    """Return model, profile, devices, batch and more, as the run printed them when it started.
+    """Return model, profile, devices, batch and more, as printed when the run started.
 
-    The value of `W&B` is the address of a page.
+    The value of `W&B` is a URL.
     """
     names = ("model", "initial weights", "profile", "devices", "batch", "accumulation", "steps",
              "learning rate", "tokens per parameter", "FLOPs of the run", "epochs")  # fmt: skip
@@ -43,7 +43,7 @@ def facts(run: RunHistory) -> list[Pair]:
 
 
 def _hardware(run: RunHistory) -> str:
-    """Return the device, and the host of the first rank, whose cores are those of all processes."""
+    """Return the device, and the first rank's host with its cores and memory."""
     record = run.record
     hosts = {beat["host"] for beat in run.heartbeats.values()}
     parts = [record.get("device"), record.get("host")]
@@ -54,10 +54,10 @@ def _hardware(run: RunHistory) -> str:
 
 
 def figures(run: RunHistory, price_per_hour: float | None = None) -> list[Pair]:
-    """Return the key figures, each a name, a value and a note.
+    """Return the key figures, each as a name, a value and a note.
 
     Args:
-        price_per_hour: dollars that a device costs.
+        price_per_hour: dollars per device-hour.
     """
     curves = run.curves
     found: list[Pair] = []
@@ -81,7 +81,7 @@ def figures(run: RunHistory, price_per_hour: float | None = None) -> list[Pair]:
             add(each.label, each.template.format(score), each.note)
     if (speed := curves.recent_mean("throughput/tokens_per_second")) is not None:
         devices = run.record.get("world_size")
-        note = f"{devices} devices" if devices else ""  # without a run.json
+        note = f"{devices} devices" if devices else ""  # "" without a run.json
         add("Speed", f"{count(speed)} tok/s", note)
     if (share := curves.recent_mean("throughput/mfu")) is not None:
         add("MFU", f"{share:.1%}", "of the devices' peak")
@@ -89,13 +89,15 @@ def figures(run: RunHistory, price_per_hour: float | None = None) -> list[Pair]:
         add("Trained", duration(run.trained_seconds), wall_clock(run))
     if (hours := device_hours(run)) is not None:
         price = f"${hours * price_per_hour:,.2f}" if price_per_hour is not None else ""
-        note = f"at ${price_per_hour:g} an hour" if price else "of all starts, idle time included"
+        note = (
+            f"at ${price_per_hour:g} an hour" if price else "over all starts, including idle time"
+        )
         add("Device-hours", f"{hours:.3g}", f"{price} {note}".strip())
     if (times := lost_time(run)) is not None:
         lost, hourly, faults = times
         value, note = str(lost).split(" effective; ")
         note += f"; {faults} fault{'s' * (faults != 1)}"
-        note += f"; with one an hour {1 - hourly.total:.1%}" if hourly is not None else ""
+        note += f"; with one per hour {1 - hourly.total:.1%}" if hourly is not None else ""
         add("Effective time", value, note)
     if run.checkpoints:
         add("Checkpoint", str(checkpoint_step(run.checkpoints[-1].name)), _age(run))
@@ -106,17 +108,18 @@ def figures(run: RunHistory, price_per_hour: float | None = None) -> list[Pair]:
 
 
 def last_training_loss(curves: Curves) -> tuple[float, int] | None:
-    """Return the mean training loss of the last lines, and their number; None without any."""
+    """Return the mean training loss of the last lines, and their number; None if there are none."""
     losses = curves.values("train/loss")
     last = losses[-max(MIN_LAST_LINES, round(LAST_SHARE * len(losses))) :]
     return (sum(last) / len(last), len(last)) if last else None
 
 
 def lost_time(run: RunHistory) -> tuple[Lost, Lost | None, int] | None:
-    """Return the lost shares of the time, those expected with a fault an hour, and the faults.
+    """Return the lost time so far, the loss expected with a fault per hour, and the number of
+    faults.
 
-    Training, saves, repeated and undone steps and recoveries are counted, evaluations are not. None
-    before the first save, recovery and rollback.
+    The total comprises training, saves, repeated and undone steps and recoveries, but not
+    evaluations. Returns None until there is a save, recovery or rollback.
     """
     found = measured(
         run.events,
@@ -132,9 +135,9 @@ def lost_time(run: RunHistory) -> tuple[Lost, Lost | None, int] | None:
 
 
 def device_hours(run: RunHistory) -> float | None:
-    """Return the hours of all devices, from each launch to its last event or to now.
+    """Return the hours of all devices, from each launch until its last event or until now.
 
-    None if no event says when the run started, and on how many devices.
+    Returns None if no event records when the run started, and on how many devices.
     """
     device_seconds, devices, began, last = 0.0, 0, 0.0, 0.0
     previous = ""
@@ -155,10 +158,10 @@ def device_hours(run: RunHistory) -> float | None:
 
 
 def findings(run: RunHistory) -> list[dict[str, Any]]:
-    """Return the findings of the diagnosis of a run, the most severe first."""
+    """Diagnose a run; return the findings, the most severe first."""
     listed = []
     for event in run.events:
-        if isinstance(event.get("loss"), str):  # written as text, since it may be NaN
+        if isinstance(event.get("loss"), str):  # written as text because it may be NaN
             with contextlib.suppress(ValueError):
                 event = {**event, "loss": float(event["loss"])}
         listed.append(event)
@@ -167,7 +170,7 @@ def findings(run: RunHistory) -> list[dict[str, Any]]:
 
 
 def wall_clock(run: RunHistory) -> str:
-    """Return the wall-clock time since the run began, and the number of its starts."""
+    """Return the wall-clock time since the run first started, and the number of starts."""
     times = [seconds_of(event.get("time")) for event in run.events]
     known = [seconds for seconds in times if seconds is not None]
     starts = sum(state_after(event["event"]) == RUNNING for event in run.events)

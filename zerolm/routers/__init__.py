@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts: their biases, and what each step measures and adjusts.
+"""Mixture-of-experts routers: their biases, metrics and adjustments in each step.
 
 Must not depend on data, the optimizer or the training loop.
 """

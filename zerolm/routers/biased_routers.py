@@ -1,9 +1,9 @@
-"""Routers that choose experts by score plus a bias, which balances their loads without a loss.
+"""Routers that choose experts by score plus a bias, which balances expert loads without a loss.
 
 Finds the biases in a model, and counts the tokens of each expert. DeepSeek-V3 named the bias
-`e_score_correction_bias`; most families have it as a buffer, some as a frozen parameter. In
-transformers 5.17 to 5.23 each of them passes (hidden states, indices of the chosen experts, ...) to
-a module `experts` of the block that has the bias. Must not know when a bias changes.
+`e_score_correction_bias`; most families store it as a buffer, some as a frozen parameter. In
+transformers 5.17 to 5.23 all these families pass (hidden states, indices of the chosen experts,
+...) to a module `experts` in the block that contains the bias. Must not decide when a bias changes.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from zerolm.model.architecture import ConfigKey, meta_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-BIASES = ("e_score_correction_bias", "expert_bias")  # the latter in AFMoE and LFM2-MoE
+BIASES = ("e_score_correction_bias", "expert_bias")  # the second in AFMoE and LFM2-MoE
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BiasedRouter:
 
     Attributes:
         name: the bias's full name in the model.
-        owner, leaf: module that has the bias, and its name there.
+        owner, leaf: module that contains the bias, and the bias's name in it.
         experts: module that is called with the indices of the chosen experts.
     """
 
@@ -41,13 +41,13 @@ class BiasedRouter:
 
     @property
     def bias(self) -> torch.Tensor:
-        """Its value now: of any shape, one value for each expert."""
+        """The current bias, with one value per expert, of any shape."""
         bias: torch.Tensor = getattr(self.owner, self.leaf)
         return bias
 
 
 def biased_routers(model: nn.Module) -> list[BiasedRouter]:
-    """Return the routers with a bias that is not trained, in the order of the model."""
+    """Return the routers whose bias is not trained, in model order."""
     modules = dict(model.named_modules())
     found = []
     for path, owner in modules.items():
@@ -65,7 +65,7 @@ def biased_routers(model: nn.Module) -> list[BiasedRouter]:
 
 
 def unsupported_reason(config: "PretrainedConfig") -> str | None:
-    """Return why the experts of a model cannot be balanced by a bias, or None."""
+    """Return why a model's experts cannot be balanced by a bias, or None if they can."""
     return _unsupported_reason(ConfigKey.of(config))
 
 
@@ -75,7 +75,7 @@ def _unsupported_reason(key: ConfigKey) -> str | None:
     if getattr(key.config.get_text_config(), "zero_expert_num", 0):
         return (
             f"{name} has experts without weights (zero_expert_num), whose share of the tokens is a "
-            f"choice of its own"
+            "separate choice"
         )
     if not biased_routers(meta_model(key.config)):
         return f"{name} has no router with a bias for balancing ({', '.join(BIASES)})"
@@ -83,10 +83,10 @@ def _unsupported_reason(key: ConfigKey) -> str | None:
 
 
 def move_biases_to_buffers(model: nn.Module) -> None:
-    """Make frozen biases float32 buffers; call before `deepspeed.initialize`. All ranks call this.
+    """Make frozen biases float32 buffers. Every rank must call this before `deepspeed.initialize`.
 
-    As parameters they would be cast to the precision of training, sharded by ZeRO-3, and saved
-    where a checkpoint cannot be resharded. Names in the state dict do not change.
+    As parameters they would be cast to the training precision, sharded by ZeRO-3, and saved in a
+    form that cannot be resharded. Their names in the state dict do not change.
     """
     for router in biased_routers(model):
         parameter = router.owner._parameters.get(router.leaf)
@@ -99,9 +99,9 @@ def move_biases_to_buffers(model: nn.Module) -> None:
 
 
 class ExpertLoads:
-    """Counts how often each expert is chosen on one rank, in integers. Not for compiled models.
+    """Counts how often each expert is chosen on one rank. Does not support compiled models.
 
-    A recomputed forward pass of gradient checkpointing runs outside `counting`, and adds nothing.
+    Forward passes recomputed by gradient checkpointing run outside `counting`, and are not counted.
     """
 
     def __init__(self, routers: list[BiasedRouter]):
@@ -115,7 +115,7 @@ class ExpertLoads:
 
     @property
     def num_experts(self) -> list[int]:
-        """Number of experts of each router."""
+        """Number of experts in each router."""
         return [len(counts) for counts in self._counts]
 
     def reset(self) -> None:
@@ -125,7 +125,7 @@ class ExpertLoads:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count the choices of forward passes in this context."""
+        """Count the experts chosen in forward passes within this context."""
         self._counting = True
         try:
             yield
@@ -133,7 +133,7 @@ class ExpertLoads:
             self._counting = False
 
     def counts(self) -> torch.Tensor:
-        """Return the counts of all routers, one after another, int64."""
+        """Return the concatenated counts of all routers, int64."""
         return torch.cat(self._counts)
 
     def _count(self, number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -146,7 +146,7 @@ class ExpertLoads:
 
 @torch.no_grad()
 def update_biases(routers: list[BiasedRouter], loads: list[list[int]], rate: float) -> None:
-    """Raise the bias of each expert below the mean load by `rate`, and lower it above the mean.
+    """Raise the bias of experts below the mean load by `rate`, and lower it for those above.
 
     Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); Wang et al. 2024 (arXiv 2408.15664,
         algorithm 1).

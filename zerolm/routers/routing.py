@@ -1,10 +1,10 @@
-"""`Routing`: what each step does with the routers of a mixture of experts.
+"""`Routing`: measure and adjust the routers of a mixture of experts in each step.
 
-`RouterMetrics` measures load balance and entropy from the logits that the model returns for its
-auxiliary loss, in the steps that are reported. `Routing` also counts the choices of routers with a
-bias, and moves these biases. Sums of each rank go into the step's own reduction, so metrics and
-biases are those of the global batch on any number of ranks, at every ZeRO stage and for every
-micro-batch. Must not know files or trackers.
+In reported steps, `RouterMetrics` measures load balance and entropy from the logits that the model
+returns for its auxiliary loss. `Routing` also counts the choices of routers with a bias, and
+updates these biases. The ranks' sums are added in the step's reduction, so metrics and biases
+describe the global batch for any number of ranks, ZeRO stage and micro-batch size. Must not depend
+on files or trackers.
 """
 
 import math
@@ -22,22 +22,23 @@ Row = dict[str, float]
 
 
 class Routing:
-    """The routers of one rank's model.
+    """The routers in one rank's model.
 
-    Every rank makes the same calls in each step: `begin`, `observing` around each forward pass and
-    `observe` and `losses` after it, `sums`, `row` with the sums over ranks, and `end_step`.
+    In each step every rank calls `begin`, then `observing` around each forward pass and `observe`
+    and `losses` after it, then `sums`, `row` with the sums over ranks, and `end_step`.
 
     Args:
         model: the engine's module.
         interval: steps between two measurements.
-        balance_rate: change of a bias in each step; 0: biases stay as they are.
-        compiled: the blocks are compiled, so that choices cannot be counted in them.
-        global_loss: replace the model's router loss, of a micro-batch, by that of the global batch.
-        z_loss: weight of the mean squared log-partition of the routers.
+        balance_rate: change of each bias per step; 0 leaves the biases unchanged.
+        compiled: blocks are compiled, so their choices cannot be counted.
+        global_loss: replace the model's router loss per micro-batch by the loss of the global
+            batch.
+        z_loss: weight of the routers' mean squared log-partition function.
 
     Attributes:
-        state: JSON of the checkpoint for the next steps: with `global_loss`, the `loads` of each
-            router in the last step that was applied.
+        state: JSON state saved in checkpoints: with `global_loss`, the `loads` of each router in
+            the last applied step.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Routing:
         self._top_k = experts_per_token(model.config) or 1
         self._coefficient = router_loss_coefficient(model.config) or 0.0
         self.global_loss, self._z_loss = global_loss, z_loss
-        self._logits: Sequence[torch.Tensor] = ()  # of the last micro-batch
-        self._shares: list[torch.Tensor] = []  # of the step, from the first micro-batch on
+        self._logits: Sequence[torch.Tensor] = ()  # router logits of the last micro-batch
+        self._shares: list[torch.Tensor] = []  # set at the first micro-batch of a step
         self.state: dict[str, Any] = {}
         self._interval, self._rate = interval, balance_rate
         self._routers = [] if compiled else biased_routers(model)
         self._counter = ExpertLoads(self._routers)
-        self._loads: list[list[int]] = []  # of the last step, if it was counted
+        self._loads: list[list[int]] = []  # loads of the last step, if counted
         self._measuring = self._counting = False
 
     def begin(self, step: int) -> None:
@@ -82,14 +83,14 @@ class Routing:
             self._logits = outputs.router_logits
 
     def losses(self, tokens: int) -> dict[str, torch.Tensor]:
-        """Return the last micro-batch's part of the weighted losses of the routers, by metric.
+        """Return the last micro-batch's share of the weighted router losses, by metric name.
 
         Args:
-            tokens: tokens of the global batch.
+            tokens: number of tokens in the global batch.
         """
         logits, self._logits, found = self._logits, (), {}
         if self.global_loss:
-            if not self._shares:  # copied to the device once a step
+            if not self._shares:  # copied to the device once per step
                 self._shares = choice_shares(logits, self.state.get("loads", []), self._top_k)
             loss = balance_loss(logits, self._shares, tokens)
             found["train/auxiliary_loss"] = self._coefficient * loss
@@ -109,7 +110,7 @@ class Routing:
         """Return the metrics of the step; none if it was not measured.
 
         Args:
-            figures: `sums`, summed over ranks.
+            figures: the result of `sums`, summed over ranks.
         """
         self._loads, start = [], 0
         if self._counting:
@@ -119,11 +120,12 @@ class Routing:
         row = self._metrics.row(figures[start:])
         if not self._measuring:
             return {}
-        # The choices that were made, with the biases; not those by the largest logits.
+        # Overwrites metrics of the largest logits by those of the actual choices, which use the
+        # biases.
         return row | (balance_row(self._loads) if self._loads else {})
 
     def end_step(self, applied: bool) -> None:
-        """Move the biases and keep the loads of a step that was applied."""
+        """After an applied step, update the biases and store the loads."""
         if applied and self._rate:
             update_biases(self._routers, self._loads, self._rate)
         if applied and self.global_loss:
@@ -131,23 +133,23 @@ class Routing:
 
 
 class RouterMetrics:
-    """Sums of one rank over the micro-batches of a step.
+    """Sums of one rank over the micro-batches in a step.
 
-    Every rank makes the same calls in each step: `begin`, `observe` after each forward pass,
-    `sums`, and `row` with the sums over ranks.
+    In each step every rank calls `begin`, then `observe` after each forward pass, then `sums`, and
+    `row` with the sums over ranks.
 
     Args:
         interval: steps between two measurements.
 
     Attributes:
-        loads: tokens of each expert of each router in the last step that was measured.
+        loads: for each router, the tokens of each expert in the last measured step.
     """
 
     def __init__(self, config: Any, interval: int):
         self._top_k = experts_per_token(config)
         self._interval = interval
         self._measuring = False
-        self._num_experts: list[int] = []  # of each router
+        self._num_experts: list[int] = []  # per router
         self.loads: list[list[int]] = []
         self._sums: list[torch.Tensor] = []
 
@@ -182,7 +184,7 @@ class RouterMetrics:
         """Return the metrics of the step; none if it was not measured.
 
         Args:
-            figures: `sums`, summed over ranks.
+            figures: the result of `sums`, summed over ranks.
         """
         if not self._num_experts:
             return {}
@@ -199,10 +201,10 @@ class RouterMetrics:
 
 
 def balance_row(loads: Sequence[Sequence[float]]) -> Row:
-    """Return the metrics of how evenly experts are used.
+    """Return the load balance metrics of the experts.
 
     Args:
-        loads: for each router, the tokens of each expert in the global batch.
+        loads: for each router, the number of tokens of each expert in the global batch.
     """
     imbalances = [max(load) * len(load) / sum(load) for load in loads]
     unused = sum(tokens == 0 for load in loads for tokens in load)
@@ -214,7 +216,7 @@ def balance_row(loads: Sequence[Sequence[float]]) -> Row:
 
 
 def _expert_sums(logits_NE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the tokens of each expert, and the sum of entropies, (E + 1,) float64.
+    """Return the number of tokens per expert, and the sum of entropies, (E + 1,) float64.
 
     Counts with a comparison and a sum, because `bincount` is not deterministic on a GPU.
     """

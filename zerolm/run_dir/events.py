@@ -1,10 +1,10 @@
 """The table of events: the contents of `events.jsonl`, and the level and message of each event.
 
-The table of docs/run_directory.md, the lists of `report.html` and `zerolm status`, the state of a
-run and the alerts of the trackers are derived from `EVENTS`. An event that is not in it is shown
-with all of its keys and the level `plain`. Standard library only.
+The table in docs/run_directory.md, the event lists in `report.html` and `zerolm status`, the state
+of a run and the trackers' alerts are derived from `EVENTS`. An event not listed there is shown with
+all its keys and level `plain`. Standard library only.
 
-    python -m tests.test_tables    # writes the table of docs/run_directory.md
+    python -m tests.test_tables    # writes the table in docs/run_directory.md
 """
 
 import json
@@ -23,19 +23,19 @@ from zerolm.run_dir.jsonl import append_line
 Event = Mapping[str, Any]
 Level = Literal["bad", "notable", "plain", "quiet"]
 
-# The states of a run that an event leaves it in. "": the event does not change the state.
+# States of a run after an event; "": the event does not change the state.
 RUNNING, DONE, STOPPED, GAVE_UP, FAILED = "running", "done", "stopped", "gave up", "failed"
-# Keys that explain an event, in the order in which a message joins them.
+# Keys that explain an event, in the order in which messages join them.
 DETAILS = (
     "checkpoint", "checkpoints", "tracker", "evaluation", "reason", "reasons", "problem",
     "problems", "error",
 )  # fmt: skip
-ENDED = (DONE, STOPPED, GAVE_UP)  # by itself, or on request
+ENDED = (DONE, STOPPED, GAVE_UP)  # of its own accord, or on request
 COMMON_KEYS = ("event", "step", "time")
 
 
 class AlertRule(NamedTuple):
-    """How trackers alert people: level (INFO, WARN, ERROR), title, and the key with details."""
+    """An alert sent by trackers: level (INFO, WARN, ERROR), title, and the key with details."""
 
     level: str
     title: str
@@ -47,10 +47,11 @@ class EventKind:
     """One kind of event.
 
     Attributes:
-        level: `quiet` events are frequent and expected; they are left out of short lists.
-        about: its line in docs/run_directory.md: its keys besides those of every event.
+        level: importance; `quiet` events are frequent and expected, and omitted from short lists.
+        about: description in docs/run_directory.md, with its keys apart from the common ones.
         message: a template, or a function of the event. If empty, the message joins the event's
-            `DETAILS`. In a template a missing key is "?", and `{key:seconds}` is a duration.
+            `DETAILS`. In a template, a missing key is shown as "?", and `{key:seconds}` as a
+            duration.
         state: the run's state after the event; "" if the event does not change it.
         written: False if the report derives the event from metrics.
     """
@@ -70,12 +71,12 @@ def level(name: str) -> Level:
 
 
 def state_after(name: str) -> str:
-    """Return the state of a run after an event, "" if the event does not change it."""
+    """Return the state of a run after an event; "" if the event does not change it."""
     return EVENTS[name].state if name in EVENTS else ""
 
 
 def message(event: Event) -> str:
-    """Return the message of an event, without its name and step. Any key may be missing."""
+    """Return the message for an event, without its name and step. Any key may be missing."""
     kind = EVENTS.get(event["event"])
     if kind is None:
         known = (key for key in event if key not in COMMON_KEYS)
@@ -108,11 +109,11 @@ def _joined(value: Any) -> str:
 
 
 def shown_slow_host(event: Event) -> str:
-    """Return the message of an event `slow_host`."""
+    """Return the message for a `slow_host` event."""
     if not event.get("slow"):
         return _TEMPLATES.vformat("{host} is as fast as the other hosts again", (), event)
     return _TEMPLATES.vformat(
-        "{host} has needed {ratio:.2f} times as long as the other hosts for {seconds:seconds}, and "
+        "{host} has been {ratio:.2f} times as slow as the other hosts for {seconds:seconds}, and "
         "all ranks wait for it",
         (), event,
     )  # fmt: skip
@@ -134,7 +135,7 @@ def _resumed(event: Event) -> str:
 def _stalled(event: Event) -> str:
     template = "training was paused for {seconds:seconds}"
     if event.get("wait_seconds", 0) >= 0.001:
-        template += ", {wait_seconds:seconds} of it for the previous checkpoint"
+        template += ", of which {wait_seconds:seconds} waiting for the previous checkpoint"
     return _TEMPLATES.vformat(template, (), event)
 
 
@@ -143,7 +144,7 @@ def _stage(event: Event) -> str:
     if not isinstance(shares, Mapping):
         return ""
     parts = ", ".join(f"{name} {share:.3%}" for name, share in shares.items())
-    return f"stage {event.get('stage', '?')} of the mixture: {parts}"
+    return f"mixture stage {event.get('stage', '?')}: {parts}"
 
 
 def _branched(event: Event) -> str:
@@ -168,7 +169,7 @@ def _parts(event: Event) -> str:
 
 
 def _recovered(event: Event) -> str:
-    template = "{repeated_steps} steps repeated, a new one {seconds:seconds} after the fault: "
+    template = "{repeated_steps} steps repeated, first new step {seconds:seconds} after the fault: "
     return _TEMPLATES.vformat(template, (), event) + _parts(event)
 
 
@@ -199,19 +200,19 @@ def _corrupt(event: Event) -> str:
 # fmt: off
 _KINDS: tuple[EventKind, ...] = (
     EventKind("start", "plain",
-        "the run begins: `world_size`, `zero_stage`; `init_from`: existing weights, if any",
+        "the run starts: `world_size`, `zero_stage`; `init_from`: existing weights, if any",
         _started, state=RUNNING),
     EventKind("branched", "notable",
-        "the run begins from a checkpoint of another (`--branch`): `run`, its directory; `tokens`; "
-        "`digest` of the checkpoint; `changes` of settings that affect the loss curve; `branch`: "
-        "the same of that run, if it is a branch too", _branched),
+        "the run starts from another run's checkpoint (`--branch`): `run`, the directory of that "
+        "run; `tokens`; `digest` of the checkpoint; `changes` of settings that affect the loss "
+        "curve; `branch`: the same information about that run, if it is also a branch", _branched),
     EventKind("resume", "plain",
-        "the run resumes from `checkpoint`: `world_size`, `zero_stage`; `resharded`: changes of "
+        "the run resumes from `checkpoint`: `world_size`, `zero_stage`; `resharded`: changes in "
         "the topology", _resumed,
         AlertRule("INFO", "restarted", "checkpoint"), RUNNING),
     EventKind("startup", "quiet",
-        "the first step of this start is done: `seconds` since the launcher began, and their "
-        "`parts`; `lost_seconds` since the last row of metrics before", _startup),
+        "the first step after this start is done: `seconds` since the launcher started, and their "
+        "`parts`; `lost_seconds` since the previous row of metrics", _startup),
     EventKind("recovered", "quiet",
         "the first new step after a failure is done: `seconds` since the failure, and their "
         "`parts`; `repeated_steps`",
@@ -219,40 +220,42 @@ _KINDS: tuple[EventKind, ...] = (
     EventKind("rows_lost", "notable",
         "the run resumes, but `metrics.jsonl` lacks rows before its checkpoint: `problem`"),
     EventKind("changed", "notable",
-        "`changes` that `--accept_changes` accepted: old and new values", _changes),
+        "`changes` accepted by `--accept_changes`: old and new values", _changes),
     EventKind("checkpoint", "quiet",
-        "`checkpoint`, a directory, is published after `seconds`; training paused for "
+        "the directory `checkpoint` was published after `seconds`; training paused for "
         "`copy_seconds`",
         "{checkpoint}: copied in {copy_seconds:seconds}, on disk after {seconds:seconds}"),
     EventKind("checkpoint_failed", "bad",
-        "`checkpoint`, `error` of each rank that could not write, `next_try`: its step; after "
-        "`--checkpoint_failures` intervals in a row the run ends",
+        "`checkpoint`; `error` of each rank that could not write; `next_try`: step of the next "
+        "attempt; after `--checkpoint_failures` failed intervals in a row the run ends",
         alert=AlertRule("ERROR", "checkpoint not written", "error")),
     EventKind("checkpoint_problem", "notable",
-        "`problem` beside a published checkpoint, such as an old one that could not be removed"),
+        "`problem` that does not affect the published checkpoint, such as an old checkpoint that "
+        "could not be removed"),
     EventKind("memory_copy_failed", "notable",
         "`error` of each rank that could not copy its states to memory"),
-    EventKind("checkpoint_stall", "notable", "training was paused for long", _stalled,
+    EventKind("checkpoint_stall", "notable", "training was paused for a long time", _stalled,
         written=False),
     EventKind("damaged", "bad",
         "a damaged checkpoint was renamed to `checkpoint`; `problems`: each file with its expected "
         "and actual size or hash", alert=AlertRule("WARN", "damaged checkpoint", "checkpoint")),
     EventKind("evaluation_failed", "notable",
-        "`evaluation`: its name, or that of a task of lm-eval; `error`. Training continued; after "
-        "two crashes this step is not evaluated"),
+        "`evaluation`: name of the evaluation or lm-eval task; `error`. Training continued; "
+        "after two crashes this step is not evaluated"),
     EventKind("evaluation_interrupted", "notable",
         "the run ended, or was killed, during `evaluation`, which is retried once"),
     EventKind("spike", "notable",
         "the step was an anomaly: `reason`, `loss`, `grad_norm`, `sequences` [first, last + 1) of "
         "its batch", alert=AlertRule("WARN", "loss spike", "reason")),
     EventKind("step_skipped", "notable",
-        "the step was not applied, refused or skipped by DeepSpeed: the same keys as `spike`"),
+        "the step was not applied: it was refused, or skipped by DeepSpeed; the same keys as "
+        "`spike`"),
     EventKind("cooldown", "notable",
         "the learning rate is multiplied by `factor` for `steps` steps; `reason`",
         "learning rate times {factor} for {steps} steps: {reason}"),
     EventKind("stage", "plain",
-        "this step is the first of the mixture's next stage: `stage`, its number from 1; `shares` "
-        "of the sources", _stage),
+        "this step is the first of the next mixture stage: `stage`, numbered from 1; `shares` of "
+        "the sources", _stage),
     EventKind("rollback", "notable",
         "the run went back to an earlier `checkpoint`: `from_step`, `to_step`, `first_anomaly`, "
         "`skipped_window` of sequence numbers, `reason`; as in `rollbacks.json`",
@@ -263,59 +266,60 @@ _KINDS: tuple[EventKind, ...] = (
         "gradients or losses, `spot` for a random check",
         "computed again ({why}), the same result"),
     EventKind("nondeterministic", "notable",
-        "two passes over the same batch differ slightly; replays are compared with `tolerance`, "
+        "two passes over the same batch differ slightly; replays are compared with a `tolerance` "
         "relative to the norm of each gradient",
         "two passes over a batch differ slightly; compared with a tolerance of {tolerance:.1e}"),
     EventKind("corrupt_step", "bad",
-        "one of three passes over the same batch was wrong, and the result of the others was "
-        "applied: `why`; `problem`; `places`: rank, host and device; `parameters` whose gradients "
+        "one of three passes over the same batch was wrong, and the others' result was applied: "
+        "`why`; `problem`; `places`: rank, host and device; `parameters` whose gradients "
         "were wrong", _corrupt,
         AlertRule("ERROR", "silent corruption corrected", "problem")),
     EventKind("corrupted", "bad",
-        "hardware has changed values; the run ended with exit code 77: `reason`; `places`: rank, "
-        "host and device",
+        "hardware has corrupted values; the run ended with exit code 77: `reason`; `places`: "
+        "rank, host and device",
         alert=AlertRule("ERROR", "silent corruption", "reason"), state=FAILED),
     EventKind("rank_lost", "bad",
-        "the process of a rank ended before the run: `ended`, the signal, exit code or error; "
-        "`ranks`: rank, host, pid, the step and phase of its last heartbeat, sequences "
-        "`[first, count]` of that step, its stack file; `found_by`, the rank that reports it",
+        "a rank's process ended before the run did: `ended`, the signal, exit code or error; "
+        "`ranks`: rank, host, pid, the step and phase of its last heartbeat, sequences `[first, "
+        "count]` of that step, its stack file; `found_by`, the rank that reports the loss",
         _ranks, AlertRule("ERROR", "a rank was lost", "ended"), FAILED),
     EventKind("hang", "bad",
-        "a rank was stopped, silent, or without progress: as `rank_lost`, with `device` and "
+        "a rank was stopped, silent, or without progress: the keys of `rank_lost`, `device` and "
         "`doing`, the function that the rank was in; if no rank is at fault, `ranks` is empty, and "
         "`reason` names the collective that does not finish", _ranks,
         AlertRule("ERROR", "hang", "ended"), FAILED),
     EventKind("launcher_lost", "bad",
-        "the process that started the ranks of a host is gone: as `rank_lost`, with `host`, `pid` "
-        "and `reason`",
+        "the process that started a host's ranks no longer exists: the keys of `rank_lost`, "
+        "`host`, `pid` and `reason`",
         alert=AlertRule("ERROR", "launcher lost", "reason"), state=FAILED),
     EventKind("slow_host", "notable",
         "a host has been slower than the others for minutes, or no longer is: `host`; `slow`; "
-        "`ratio` of its time without waits to the median of the others; `seconds`",
+        "`ratio` of its time, excluding waits, to the median of the others; `seconds`",
         shown_slow_host, AlertRule("WARN", "a slow host", "host")),
     EventKind("profile", "plain",
-        "`--profile` recorded the step: `trace`, the file of rank 0 in `profile/`; `seconds` to "
-        "write it", "profile/{trace}"),
+        "`--profile` recorded the step: `trace`, rank 0's file in `profile/`; `seconds` to write",
+        "profile/{trace}"),
     EventKind("profile_failed", "notable", "`error`: no profile was written; training continued"),
     EventKind("upload", "quiet",
         "`checkpoint` is complete in the object store `url`; `bytes` and `seconds` of the upload",
         "{checkpoint}, {seconds:seconds}"),
     EventKind("upload_failed", "notable",
-        "`url`, `error` after all attempts; training continued, and the upload is tried again"),
+        "`url`; `error` after all attempts; training continued, and the upload will be retried"),
     EventKind("upload_unfinished", "notable",
         "`checkpoints` that are not in the store when the run ends"),
     EventKind("restored", "plain",
         "`checkpoint` was downloaded from the store `url`; `bytes`, `seconds`",
         "{checkpoint}, {seconds:seconds}"),
     EventKind("checkpoint_damaged", "bad",
-        "`problem` of a checkpoint in the store, which was not restored"),
+        "`problem` with a checkpoint in the store, which was not restored"),
     EventKind("attempt_failed", "bad",
-        "by the supervisor: `attempt`, its number; `reasons`, a line each; `parts`: seconds until "
-        "the failure was noticed and until all processes had ended, at `ended_at` (seconds since "
-        "1970)",
+        "written by the supervisor: `attempt`, its number; `reasons`, one line each; `parts`: "
+        "seconds until the failure was noticed and until all processes had ended, at `ended_at` "
+        "(seconds since 1970)",
         alert=AlertRule("WARN", "an attempt failed", "reasons"), state=FAILED),
     EventKind("supervisor_stopped", "bad",
-        "by the supervisor, which does not start the run again: `attempt`; `reason`, its diagnosis",
+        "written by the supervisor, which will not restart the run: `attempt`; `reason`, its "
+        "diagnosis",
         alert=AlertRule("ERROR", "supervisor stopped", "reason"), state=FAILED),
     EventKind("tracker_failed", "notable",
         "`tracker`, `error`; training continued without it"),
@@ -341,10 +345,10 @@ def event_line(event: str, step: int, **details: Any) -> str:
 
 
 def append_event(run_dir: str | Path, event: str, step: int, **details: Any) -> None:
-    """Append an event to a run's events.jsonl, from a process that has no `RunLog`.
+    """Append an event to a run's events.jsonl, from a process without a `RunLog`.
 
     Args:
-        step: the step that the event belongs to, -1 for none.
-        details: further keys, JSON values; docs/run_directory.md lists those of each event.
+        step: the step that the event belongs to; -1 for none.
+        details: further keys with JSON values; docs/run_directory.md lists the keys of each event.
     """
     append_line(RunFiles(run_dir).events, event_line(event, step, **details))

@@ -1,7 +1,8 @@
-"""The names of everything in a run directory; docs/run_directory.md says what is in each file.
+"""The names of all files in a run directory; docs/run_directory.md describes their content.
 
-Every module that reads or writes a run takes its paths from `RunFiles`, and makes and parses names
-of checkpoint directories here. Must not know the content of a file. Standard library only.
+Every module that reads or writes a run gets its paths from `RunFiles`, and uses this module to
+build and parse names of checkpoint directories. Must not depend on the content of files. Standard
+library only.
 """
 
 import contextlib
@@ -9,15 +10,15 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-MANIFEST = "MANIFEST.json"  # of a checkpoint, on disk and in an object store
-TRACKER_STATE = "run.json"  # in a tracker's directory: the run that it continues
+MANIFEST = "MANIFEST.json"  # in a checkpoint, on disk and in an object store
+TRACKER_STATE = "run.json"  # in a tracker's directory: identifies the tracker's run to continue
 STEP = "step-"
-LATEST = "latest"  # in checkpoints/, names the newest one, for people and tools
+LATEST = "latest"  # in checkpoints/: name of the newest checkpoint, for people and tools
 # Prefixes of directories that are not, or no longer, checkpoints of the run:
 TEMPORARY = ".tmp-"  # being written or removed
 DAMAGED = "damaged-"
 ROLLED_BACK = "rolled-back-"
-FOREIGN = "foreign-"  # was in the way of a checkpoint, and is not part of the run
+FOREIGN = "foreign-"  # had a checkpoint's name, but does not belong to the run
 
 CHECKPOINT_NAME = re.compile(rf"{STEP}([0-9]{{8}}|[1-9][0-9]{{8,}})")
 _ASIDE_NAME = re.compile(
@@ -28,7 +29,7 @@ _RANK_FILE = re.compile(r"rank-([0-9]{5,})\.(json|stacks\.txt)")
 
 
 class RunFiles:
-    """Paths of the files and directories of one run. None of them has to exist."""
+    """Paths of the files and directories in one run. None of them needs to exist."""
 
     def __init__(self, run_dir: str | Path):
         self.run_dir = run_dir = Path(run_dir)
@@ -44,9 +45,9 @@ class RunFiles:
         self.report = run_dir / "report.html"
         self.plot = run_dir / "loss.png"
         self.lock = run_dir / "lock"
-        self.memory = run_dir / "memory.json"  # the token of the copies in its hosts' memory
+        self.memory = run_dir / "memory.json"  # token that names the copies in its hosts' memory
         # Written by the supervisor
-        self.supervisor = run_dir / "supervisor"  # its lock, with its host and pid
+        self.supervisor = run_dir / "supervisor"  # lock file with the supervisor's host and pid
         self.hostfile = run_dir / "hosts"
         self.configs = run_dir / "configs"
         # Directories
@@ -61,27 +62,28 @@ class RunFiles:
         return self.checkpoints / name
 
     def kept_config(self, setting: str) -> Path:
-        """Return the supervisor's copy of a config file that has changed since it started."""
+        """Return the copy of a config file that the supervisor writes if the file changes."""
         return self.configs / f"{setting}.json"
 
     def archived_metrics(self, rollback: int) -> Path:
-        """Return the file with the metrics of the steps that a rollback discarded."""
+        """Return the file with metrics of the steps that a rollback discarded."""
         return self.run_dir / f"metrics-{ROLLED_BACK}{rollback:04d}.jsonl"
 
     def all_archived_metrics(self) -> list[Path]:
-        """Return the existing files of `archived_metrics`, oldest first."""
+        """Return the existing `archived_metrics` files, oldest first."""
         paths = self.run_dir.glob(f"metrics-{ROLLED_BACK}*.jsonl")
         return sorted(path for path in paths if _ARCHIVE_NAME.fullmatch(path.name))
 
     def outcomes(self, evaluation: str) -> Path:
-        """Return the file with the newest result of an evaluation, by item."""
+        """Return the file with the newest result of an evaluation for each item."""
         return self.run_dir / f"{evaluation}.json"
 
     def record_files(self, evaluations: Iterable[str]) -> list[Path]:
-        """Return the files to upload with each checkpoint. All but the archived may be absent.
+        """Return the files to upload with each checkpoint. All except archived metrics may be
+        absent.
 
         Args:
-            evaluations: names of those with `outcomes`.
+            evaluations: names of the evaluations that write `outcomes`.
         """
         return [
             *(self.record, self.rollbacks, self.metrics, self.events, self.samples),
@@ -89,13 +91,13 @@ class RunFiles:
             *self.all_archived_metrics(),
         ]
 
-    # ---- Ranks. A token names one start of the run.
+    # ---- Ranks. A token identifies one start of the run.
 
     def heartbeat(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"
 
     def heartbeats(self) -> list[Path]:
-        """Return the heartbeat files that exist, in the order of ranks."""
+        """Return the existing heartbeat files, in rank order."""
         paths = self.ranks.glob("rank-*.json")
         return sorted(path for path in paths if _RANK_FILE.fullmatch(path.name))
 
@@ -103,23 +105,23 @@ class RunFiles:
         return self.ranks / f"rank-{rank:05d}.stacks.txt"
 
     def flight_recorder(self, token: str) -> Path:
-        """Return the start of the names of torch's records of collectives: the rank follows."""
+        """Return the path prefix for torch's records of collectives; torch appends the rank."""
         return self.ranks / f"flight-recorder-{token}-"
 
     def flight_recorders(self) -> list[Path]:
-        """Return the existing records of collectives, of any start of the run."""
+        """Return the existing records of collectives from all starts of the run."""
         return sorted(self.ranks.glob("flight-recorder-*"))
 
     def verdict(self, token: str) -> Path:
-        """Return the file that says which rank ended a start of the run, and why."""
+        """Return the file that records which rank ended a start of the run, and why."""
         return self.ranks / f"verdict-{token}.json"
 
     def stop_request(self, token: str) -> Path:
-        """Return the file that asks a start of the run to save and stop."""
+        """Return the file whose presence requests a start of the run to save and stop."""
         return self.ranks / f"stop-{token}"
 
     def stale_rank_files(self, world_size: int) -> list[Path]:
-        """Return existing files of earlier starts that no rank of a new one will overwrite."""
+        """Return files from earlier starts that no rank of the new start will overwrite."""
         stale = [*self.ranks.glob("verdict-*"), *self.ranks.glob("stop-*")]
         for path in self.ranks.glob("rank-*"):
             match = _RANK_FILE.fullmatch(path.name)
@@ -133,7 +135,7 @@ class RunFiles:
         return self.run_dir / name
 
     def tracker_log(self, name: str) -> Path:
-        """Return the file with the output of a tracker's process."""
+        """Return the log file of a tracker's process."""
         return self.tracker(name) / "mirror.log"
 
     def tracker_lock(self, name: str) -> Path:
@@ -141,12 +143,12 @@ class RunFiles:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the checkpoint directory of a step: step-00001000."""
+    """Return the name of a step's checkpoint directory, such as step-00001000."""
     return f"{STEP}{step:08d}"
 
 
 def checkpoint_step(name: str) -> int:
-    """Return the step that a checkpoint directory is named after.
+    """Return the step in the name of a checkpoint directory.
 
     Raises:
         ValueError: it is not the name of a checkpoint directory.
@@ -158,7 +160,7 @@ def checkpoint_step(name: str) -> int:
 
 
 def split_step(reference: str | Path) -> tuple[Path, int | None]:
-    """Return the run directory and the step of `RUN@STEP`; the path and None of anything else."""
+    """Split `RUN@STEP` into run directory and step; return other references as (path, None)."""
     match = re.fullmatch(r"(.+)@(?:step-)?([0-9]+)", str(reference))
     if match is None or Path(reference).exists():
         return Path(reference), None
@@ -166,7 +168,7 @@ def split_step(reference: str | Path) -> tuple[Path, int | None]:
 
 
 def run_of(reference: str | Path) -> tuple[Path, int | None]:
-    """Return the run directory of `RUN`, `RUN@STEP` or a checkpoint's directory, and the step."""
+    """Return the run directory and step of `RUN`, `RUN@STEP` or a checkpoint directory."""
     path, step = split_step(reference)
     if step is None and path.parent.name == "checkpoints":
         with contextlib.suppress(ValueError):
@@ -174,12 +176,11 @@ def run_of(reference: str | Path) -> tuple[Path, int | None]:
     return path, step
 
 
-# ---- The entries of `checkpoints/`. Names are matched exactly, and links are never followed:
-# everything else there is foreign, and left alone.
+# ---- Entries in `checkpoints/`. Names are matched exactly, links are never followed.
 
 
 def checkpoint_directories(parent: Path) -> list[Path]:
-    """Return the directories that are named as checkpoints, by step."""
+    """Return the directories with names of checkpoints, sorted by step."""
     named = [
         path
         for path in parent.glob(f"{STEP}*")
@@ -189,7 +190,7 @@ def checkpoint_directories(parent: Path) -> list[Path]:
 
 
 def unfinished_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the entries that have the name of a checkpoint being written or removed."""
+    """Return the entries named as checkpoints that are being written or removed."""
     return [
         path
         for path in checkpoints.glob(f"{TEMPORARY}*")
@@ -198,14 +199,14 @@ def unfinished_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def rolled_back_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return (number of the rollback, directory) of the checkpoints that rollbacks set aside."""
+    """Return (rollback number, directory) of the checkpoints that rollbacks have renamed."""
     paths = [path for path in checkpoints.glob(f"{ROLLED_BACK}*") if _is_directory(path)]
     matches = [(_ASIDE_NAME.fullmatch(path.name), path) for path in paths]
     return [(int(match[1]), path) for match, path in matches if match]
 
 
 def traces_of_checkpoints(checkpoints: Path) -> list[str]:
-    """Return the names of entries which show that the run once had a checkpoint."""
+    """Return the names of entries that prove that the run once had a checkpoint."""
     return sorted(
         name
         for name in _names(checkpoints)
@@ -214,7 +215,7 @@ def traces_of_checkpoints(checkpoints: Path) -> list[str]:
 
 
 def foreign_entries(checkpoints: Path) -> list[str]:
-    """Return the names of entries that no run has written: copies, links, files of the user."""
+    """Return the names of entries that no run has written: copies, links, user files."""
     own = {LATEST, f"{LATEST}.tmp"}
     for name in _names(checkpoints):
         bare = name.removeprefix(TEMPORARY)
@@ -233,5 +234,5 @@ def _is_directory(path: Path) -> bool:
 
 
 def rollback_name(archive: Path) -> str:
-    """Return `rolled-back-0001` of the path of archived metrics."""
+    """Return the rollback's name in a path of archived metrics, such as `rolled-back-0001`."""
     return archive.stem.removeprefix("metrics-")

@@ -1,9 +1,8 @@
 """Files with one JSON object per line: reading and appending.
 
-In a run's metrics and samples `step` never decreases, so that a resume can read and truncate the
-end of a file with a million lines without reading the rest. Readers skip lines that are incomplete,
-since a killed writer may leave one, and lines that are not of the file's type. Standard library
-only.
+In a run's metrics and samples `step` never decreases, so a resume can read and truncate the end of
+a file with a million lines without reading the rest. Readers skip incomplete lines, which a killed
+writer may leave, and lines with unexpected types. Standard library only.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from zerolm.common.files import sync_directory
 from zerolm.common.records import Count, mismatch, open_regular, parse_json, unreadable
 
 BLOCK_BYTES = 1 << 16
-MAX_PENDING_BYTES = 64 << 20  # kept in memory while a disk is full
+MAX_PENDING_BYTES = 64 << 20  # limit of lines kept in memory while the disk is full
 MAX_SHOWN_LINES = 5
 NUMBERS = frozenset({int, float, NoneType})
 
@@ -35,7 +34,7 @@ class MetricsRow(TypedDict):
 
 
 class EventRow(TypedDict):
-    """A line of events.jsonl. Its other keys depend on the event, and so do their types."""
+    """A line of events.jsonl. Its other keys and their types depend on the event."""
 
     event: str
     step: int
@@ -49,7 +48,7 @@ class _Sampled(TypedDict):
 
 
 class SampleRow(_Sampled, total=False):
-    """A line of samples.jsonl; further keys say how the text was sampled."""
+    """A line of samples.jsonl; further keys record how the text was sampled."""
 
     prompt_number: Count
     seed: int
@@ -66,7 +65,7 @@ def parse_row(line: bytes, kind: Any) -> Row:
         kind: `MetricsRow`, `EventRow` or `SampleRow`.
 
     Raises:
-        ValueError, RecursionError: it is not JSON, or not of that type.
+        ValueError, RecursionError: the line is not JSON, or not of that type.
     """
     row = parse_json(line)
     if problem := mismatch(row, kind):
@@ -84,14 +83,14 @@ def read_rows(
     key: str = "",
     start_bytes: int = 0,
 ) -> Iterator[Row]:
-    """Yield the readable rows of a file, none if it does not exist.
+    """Yield the readable rows of a file; none if the file does not exist.
 
     Args:
         kind: see `parse_row`.
         key: yield only rows with this key; other lines are not parsed.
         start_bytes: offset of the first line to read.
-        problems: a line is appended if the file or some of its lines cannot be read. An incomplete
-            last line is no problem: it is being written, or its writer was killed.
+        problems: list to which a problem is added if the file or some of its lines cannot be read.
+            An incomplete last line is ignored: it is being written, or its writer was killed.
     """
     bad: list[int] = []
     quoted = json.dumps(key).encode() if key else b""
@@ -127,9 +126,8 @@ def rows_from(path: Path, step: int, kind: Any) -> tuple[list[Row], int]:
     Args:
         kind: see `parse_row`.
 
-    Returns:
-        The rows, oldest first; and the offset in bytes of the first line of a later step. An
-        unreadable line counts as one of a later step and is not returned.
+    Returns: The rows, oldest first, and the byte offset of the first line after `step`. An
+    unreadable line counts as after `step`, and is not returned.
     """
     rows: list[Row] = []
     if not path.is_file():
@@ -150,7 +148,7 @@ def rows_from(path: Path, step: int, kind: Any) -> tuple[list[Row], int]:
 
 
 def last_step(path: Path) -> int | None:
-    """Return the step of the last complete row, None if there is none."""
+    """Return the step of the last readable row; None if there is none."""
     if path.is_file():
         for _, line in _lines_backwards(path):
             with contextlib.suppress(ValueError, RecursionError):
@@ -174,7 +172,7 @@ def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
                 start -= len(line)
                 if line:
                     yield start, line
-                start -= 1  # the newline before it
+                start -= 1  # newline before the line
             rest = first
         if rest:
             yield 0, rest
@@ -184,7 +182,7 @@ def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def truncate(path: Path, size_bytes: int) -> None:
-    """Truncate a file to a size, durably. Creates it if it does not exist; never extends it."""
+    """Truncate a file to a size, durably. Creates it if it does not exist, and never extends it."""
     with open(path, "ab") as file:
         if file.tell() > size_bytes:
             file.truncate(size_bytes)
@@ -192,7 +190,7 @@ def truncate(path: Path, size_bytes: int) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line; starts a new one first if a killed writer has left the last incomplete."""
+    """Append a line, on a new line even if a killed writer left the last one incomplete."""
     with open(path, "a+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         incomplete = bool(size) and os.pread(file.fileno(), 1, size - 1) != b"\n"
@@ -200,24 +198,24 @@ def append_line(path: Path, text: str) -> None:
 
 
 class LineFile:
-    """A file that lines are appended to, which survives a disk that is full for a while.
+    """An append-only file of lines that tolerates a temporarily full disk.
 
-    If someone removes it, `sync` writes all of its lines again: the kernel keeps them as long as
-    the file is open here.
+    If the file is removed, `sync` writes all lines again, because the kernel keeps the content of
+    an open file.
 
     Args:
         path: created if it does not exist.
         warn: prints a message for the user.
 
     Raises:
-        OSError: it cannot be opened. Of the methods only `sync` raises.
+        OSError: it cannot be opened. Of the methods, only `sync` raises.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]):
         self.path, self._warn = path, warn
         self._file = open(path, "a+b", buffering=0)
-        self._pending = b""  # not written yet; may begin in the middle of a line
-        self._is_named = False  # its name is on the disk
+        self._pending = b""  # not yet written; may start in the middle of a line
+        self._is_named = False  # whether its directory entry is durable
         self._failed = False
         self._num_lost = 0
 
@@ -241,26 +239,28 @@ class LineFile:
             self._failed = False
         except OSError as error:
             if not self._failed:
-                self._warn(f"{self.path}: {error}; its lines are kept in memory until they fit")
+                self._warn(
+                    f"{self.path}: {error}; its lines are kept in memory until they can be written"
+                )
             self._failed = True
 
     def sync(self) -> None:
         """Make all lines durable.
 
         Raises:
-            OSError: some could not be written.
+            OSError: some lines could not be written.
         """
         self._follow_path()
         self._flush()
         if self._pending:
-            raise OSError(f"{self.path}: not all of it could be written")
+            raise OSError(f"{self.path}: some lines could not be written")
         os.fsync(self._file.fileno())
         if not self._is_named:
             sync_directory(self.path.parent)
             self._is_named = True
 
     def _follow_path(self) -> None:
-        """Continue in the file of this name, if it is no longer the one that is open."""
+        """Switch to the file at this path if it is no longer the open file."""
         removed = not self.path.exists()
         if not removed and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
             return
@@ -272,7 +272,7 @@ class LineFile:
         except OSError as error:
             if (
                 error.errno != errno.ESTALE
-            ):  # ESTALE: a file server has lost the file; a full disk can be tried later
+            ):  # ESTALE: the file server has lost the file. A full disk can be retried later.
                 file.close()
                 self.path.unlink()
                 raise
@@ -284,7 +284,7 @@ class LineFile:
         )
 
     def close(self) -> None:
-        """Try once more to write pending lines, and report those that are lost."""
+        """Try a last time to write pending lines, and report the lines that are lost."""
         if self.closed:
             return
         self._flush()

@@ -1,4 +1,4 @@
-"""The types of run.json and rollbacks.json, and the functions that read them.
+"""The types of run.json and rollbacks.json, and functions that read these files.
 
 `zerolm.train.run_directory` and `zerolm.checkpoint.rollback` write them.
 """
@@ -10,12 +10,12 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.records import Count, Range, read_record
 from zerolm.run_dir.files import RunFiles
 
-OLD_VALUE = "Give the old value to resume the run"  # in each refusal of a changed value
+OLD_VALUE = "Give the old value to resume the run"  # in every message that refuses a changed value
 FIX = "Restore it from a copy, or choose another --run_dir."
 
 
 class RecordedSettings(TypedDict, total=False):
-    """The settings that are read without the checks of command lines; the others may be any."""
+    """Settings that are read without the command line's checks; others may have any type."""
 
     data: list[str]
     val_data: list[str]
@@ -44,7 +44,7 @@ class _Source(TypedDict):
 
 
 class InitialWeightsRecord(_Source, total=False):
-    """The source of `--init_from`: fields of `zerolm.pretrained.initial_source.InitialSource`."""
+    """The recorded source of `--init_from`: fields of `InitialSource`."""
 
     generation: dict[str, Any]
     parametrization: dict[str, Any]
@@ -58,11 +58,12 @@ class _BranchPoint(TypedDict):
 
 
 class BranchRecord(_BranchPoint, total=False):
-    """Where a run with `--branch` began: a checkpoint of another run, the trunk.
+    """The start of a run with `--branch`: a checkpoint of another run, the trunk.
 
-    `run` is the trunk's directory, `digest` that of the checkpoint, `changes` {setting: [old, new]}
-    of what shapes the loss curve, `data` and `mixture_temperature` what was given if that became a
-    stage of the mixture, and `branch` the trunk's own record, if it is a branch too.
+    `run` is the trunk's directory, and `digest` identifies the checkpoint. `changes` is {setting:
+    [old, new]} for changes that affect the loss curve. `data` and `mixture_temperature` are the
+    given values, if these became a mixture stage. `branch` is the trunk's own record, if the trunk
+    is also a branch.
     """
 
     changes: dict[str, Any]
@@ -75,7 +76,7 @@ class RunJson(TypedDict, total=False):
     """The content of run.json. Every key may be absent: early releases wrote fewer."""
 
     settings: RecordedSettings
-    derived_settings: dict[str, Any]  # those of them that nobody chose
+    derived_settings: dict[str, Any]  # the settings that were not set explicitly
     model_config: dict[str, Any]
     ds_config: dict[str, Any]
     data_fingerprint: str
@@ -85,11 +86,11 @@ class RunJson(TypedDict, total=False):
     world_size: Count
     zero_stage: Count
     versions: dict[str, str]
-    model_proof: dict[str, str | None]  # the versions with which the model was proven
+    model_proof: dict[str, str | None]  # package versions with which the model passed the check
     git_commit: str | None
     derived: dict[str, Any]
     device: str
-    working_directory: str  # to which relative paths in `settings` belong
+    working_directory: str  # directory that relative paths in `settings` refer to
     branch: BranchRecord
 
 
@@ -103,7 +104,7 @@ class _Applied(TypedDict):
 
 
 class Rollback(_Applied, total=False):
-    """One rollback in rollbacks.json. The last keys are for people.
+    """One rollback in rollbacks.json. The last keys are only for people.
 
     `order` is the data order that `skipped_windows` refers to; absent in early releases.
     """
@@ -120,7 +121,7 @@ class _Rollbacks(TypedDict):
 
 
 def find_run_json(run_dir: str | Path) -> dict[str, Any] | None:
-    """Return the content of run.json, None if there is none.
+    """Return the content of run.json; None if it does not exist.
 
     Raises:
         RecordError: it is damaged.
@@ -146,17 +147,17 @@ def read_rollbacks(run_dir: str | Path) -> list[Rollback]:
     """Return the rollbacks of a run, oldest first; none if there is no rollbacks.json.
 
     Raises:
-        RecordError: it is damaged. Without it the run would read skipped data again.
+        RecordError: the file is damaged. Without it the run would read skipped data again.
     """
     found = read_record(RunFiles(run_dir).rollbacks, _Rollbacks)
     return found["rollbacks"] if found is not None else []
 
 
 def ancestors(branch: object) -> list[tuple[str, int]]:
-    """Return (name, step) of the runs that a run descends from, the nearest first.
+    """Return (name, step) for each run that a run descends from, the nearest first.
 
     Args:
-        branch: the entry `branch` of run.json, in any condition.
+        branch: the `branch` entry of run.json, possibly damaged.
     """
     found = []
     while isinstance(branch, dict):
@@ -168,5 +169,5 @@ def ancestors(branch: object) -> list[tuple[str, int]]:
 
 
 def lineage(branch: object) -> str:
-    """Return the runs that a run descends from as text: `b at step 40, of a at step 20`."""
+    """Describe the runs that a run descends from, as in `b at step 40, of a at step 20`."""
     return ", of ".join(f"{name} at step {step:,}" for name, step in ancestors(branch))

@@ -1,13 +1,13 @@
 """A bounded on-disk cache of the blocks of one source, shared by all processes of a node.
 
-    blocks    slots of 64 KiB; the size of this file is the bound
-    tags      per slot (tag, clock), two uint64: the block in it + 1, and its last use
+    blocks    slots of 64 KiB; the file's size limits the cache tags      per slot (tag, clock), two
+    uint64: the block in it + 1, and its last use
 
-There are no locks on slots, and nothing needs repair after a kill: a reader compares each block
-with its checksum, so a slot that was overwritten during the read, or half written when the machine
-went down, is just a miss. If there is a slot for every block, the block's number is its slot and
-nothing is ever evicted: the cache becomes a mirror. Otherwise a block may go to one of `WAYS`
-slots, and replaces the least recently used one.
+Slots have no locks, and nothing needs repair after a kill. Readers compare each block with its
+checksum, so a slot that was overwritten during the read, or half written when the machine crashed,
+is just a cache miss. If there is a slot for every block, the block number is the slot number and
+nothing is ever evicted: the cache becomes a mirror. Otherwise a block can be stored in any of
+`WAYS` slots, and replaces the least recently used block.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from zerolm.shards.checksums import BLOCK_BYTES
 WAYS = 16
 TAG_BYTES = 16
 IN_USE = "in-use"
-_SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: neighbouring blocks go to different sets
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: maps neighbouring blocks to different sets
 _MASK = (1 << 64) - 1
 _CACHE_NAME = re.compile(r"[0-9a-f]{16}-\d+(\.old-\d+)?")
 
 
 class Cache(NamedTuple):
-    """The place and size of one source's cache on this node.
+    """The location and size of one source's cache on this node.
 
     Attributes:
-        num_slots: number of blocks that it can hold.
-        siblings: names of the directories of all caches of the run, this one included.
+        num_slots: number of blocks that the cache can hold.
+        siblings: directory names of all caches of the run, including this one.
     """
 
     directory: Path
@@ -47,16 +47,16 @@ class Cache(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------------
-# Which caches exist, and which are in use
+# Finding and locking caches
 
 
 def lock_cache(cache: Cache) -> FileLock:
-    """Make a cache's directory and mark it as in use, until the returned lock is released.
+    """Create a cache's directory and mark it as in use until the returned lock is released.
 
-    Removes the caches of other runs beside it, unless they are in use.
+    Removes other runs' caches in the same parent directory, unless they are in use.
 
     Raises:
-        OSError: the directory cannot be made or written.
+        OSError: the directory cannot be created or written.
     """
     lock = _shared_lock(cache.directory)
     for other in cache.directory.parent.iterdir():
@@ -64,8 +64,8 @@ def lock_cache(cache: Cache) -> FileLock:
             continue
         with _unused(other) as is_unused, contextlib.suppress(OSError):
             if is_unused:
-                # Renamed first, so that a process that starts now creates its own cache and finds
-                # no half-removed one.
+                # Renamed first, so a process that starts now creates its own cache instead of
+                # finding a half-removed one.
                 old = other.with_name(f"{other.name.partition('.')[0]}.old-{os.getpid()}")
                 other.rename(old)
                 shutil.rmtree(old, ignore_errors=True)
@@ -73,9 +73,9 @@ def lock_cache(cache: Cache) -> FileLock:
 
 
 def reclaimable_bytes(directory: Path, names: Sequence[str]) -> int:
-    """Return the bytes on disk of the caches in a directory that this run will reuse or remove.
+    """Return the disk usage of the caches in a directory that this run will reuse or remove.
 
-    `names` are the run's caches.
+    `names` are the names of the run's caches.
     """
     total = 0
     for cache in directory.iterdir() if directory.is_dir() else ():
@@ -90,7 +90,7 @@ def reclaimable_bytes(directory: Path, names: Sequence[str]) -> int:
 
 
 def _shared_lock(directory: Path) -> FileLock:
-    """Make a directory and return its lock, shared with other processes that use it."""
+    """Create a directory and return its lock, shared with other processes that use it."""
     while True:
         make_private(directory)
         with contextlib.suppress(FileNotFoundError):  # another run has just removed the directory
@@ -99,7 +99,7 @@ def _shared_lock(directory: Path) -> FileLock:
 
 @contextlib.contextmanager
 def _unused(directory: Path, create: bool = True) -> Iterator[bool]:
-    """Yield whether no process uses a cache; if True, none can open it inside the context."""
+    """Yield whether a cache is unused; if True, no process can open it within the context."""
     try:
         lock = FileLock(directory / IN_USE, create=create)
     except OSError:  # in use, or removed
@@ -114,7 +114,7 @@ def _unused(directory: Path, create: bool = True) -> Iterator[bool]:
 
 
 def num_slots_within(size_bytes: int, num_blocks: int) -> int:
-    """Return the number of slots of a cache of this size; 0 if it is too small for one set."""
+    """Return the number of slots in a cache of this size; 0 if it is too small for one set."""
     if size_bytes >= num_blocks * BLOCK_BYTES:
         return num_blocks
     slots = size_bytes // (BLOCK_BYTES + TAG_BYTES)
@@ -122,17 +122,17 @@ def num_slots_within(size_bytes: int, num_blocks: int) -> int:
 
 
 class BlockCache:
-    """A cache, opened by this process.
+    """A cache opened by this process.
 
     Args:
-        num_slots: a multiple of `WAYS`, or one for each block.
+        num_slots: a multiple of `WAYS`, or `num_blocks`.
 
     Attributes:
         is_mirror: whether there is a slot for each block.
-        write_error: why writing has ended, such as a full disk; None while it works.
+        write_error: why the cache is no longer written, such as a full disk; None if it is.
 
     Raises:
-        OSError: its files cannot be made.
+        OSError: its files cannot be created.
     """
 
     def __init__(self, directory: Path, num_blocks: int, num_slots: int):
@@ -148,13 +148,14 @@ class BlockCache:
         if not self.is_mirror and num_slots:
             tags = os.open(directory / "tags", flags, 0o600)
             with contextlib.closing(os.fdopen(tags)):
-                # Allocated, not sparse: writing to a map of a full disk would kill the process.
+                # Allocated rather than sparse: writing to a memory map on a full disk would kill
+                # the process.
                 os.posix_fallocate(tags, 0, num_slots * TAG_BYTES)
             table = np.memmap(directory / "tags", "<u8", mode="r+").view(np.ndarray)
             self._tags = table.reshape(-1, WAYS, 2)
 
     def has(self, block: int) -> bool:
-        """Return whether a block seems to be cached; always true for a mirror."""
+        """Return whether a block is probably cached; always true for a mirror."""
         return self.is_mirror or self._find_way(block) is not None
 
     def get(self, block: int, size: int, start: int = 0) -> bytes | None:
@@ -167,7 +168,7 @@ class BlockCache:
         return None
 
     def put(self, block: int, content: bytes) -> None:
-        """Cache a block, in place of the least recently used one of its set. Never fails."""
+        """Cache a block in place of the least recently used block in its set. Never raises."""
         if self.write_error is not None or not self.num_slots:
             return
         tags = self._tags_of_set(block)
@@ -201,7 +202,7 @@ class BlockCache:
         return self._first_slot(block) + way
 
     def _find_way(self, block: int) -> int | None:
-        """Return the place of a cached block in its set."""
+        """Return the index of a cached block in its set; None if it is not cached."""
         tags = self._tags_of_set(block)
         if tags is None:
             return None
@@ -209,7 +210,7 @@ class BlockCache:
         return int(ways[0]) if ways.size else None
 
     def _next_clock(self, tags: np.ndarray) -> int:
-        """Return a clock value later than all others of a set."""
+        """Return a clock value later than all others in a set."""
         return int(tags[:, 1].max()) + 1
 
     def _first_slot(self, block: int) -> int:
@@ -217,7 +218,7 @@ class BlockCache:
         return ((block * _SPREAD & _MASK) >> 32) % (self.num_slots // WAYS) * WAYS
 
     def _tags_of_set(self, block: int) -> np.ndarray | None:
-        """Return the tags of the slots that a block may have, (WAYS, 2); None for a mirror."""
+        """Return the tags of the slots in a block's set, (WAYS, 2); None for a mirror."""
         if self._tags is None or not self.num_slots:
             return None
         return self._tags[self._first_slot(block) // WAYS]

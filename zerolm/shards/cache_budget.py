@@ -1,10 +1,10 @@
-"""Divides a node's bounded cache among the sources in stores, and checks its directory.
+"""Divide a node's bounded cache among the remote sources, and check its directory.
 
     DIRECTORY/
       <source>-<slots>/   a `BlockCache` (blocks, tags), and the checksum files of the shards
 
-A source that fits its even share is cached completely and leaves the rest to the others. Caches
-left in the directory by other runs are removed when a run starts, unless a process uses them.
+A source that is smaller than an even share is cached completely, and the rest of its share is given
+to the others. When a run starts, caches left by other runs are removed unless a process uses them.
 """
 
 import os
@@ -26,19 +26,19 @@ from zerolm.shards.checksums import BLOCK_BYTES, num_blocks
 from zerolm.shards.reader import Source
 
 DEFAULT_BYTES = 32 << 30
-MIN_BYTES = WAYS * (BLOCK_BYTES + TAG_BYTES)  # one set of slots for a source
-RETRY_SHARE = 0.5  # of --hang_timeout: the store's error is reported before the run counts as hung
+MIN_BYTES = WAYS * (BLOCK_BYTES + TAG_BYTES)  # one set of slots per source
+RETRY_SHARE = 0.5  # share of --hang_timeout, so the store's error is reported before a hang
 
 
 def cache_directory(settings: Settings) -> Path:
-    """Return the directory of all caches on this node; each node has its own."""
+    """Return the directory for all caches on this node; each node has its own directory."""
     return Path(settings.data_cache) if settings.data_cache else private_directory("data-cache")
 
 
 def allocate(settings: Settings, sources: Sequence[Source]) -> list[str]:
     """Allocate each remote source its share of the cache; return problems, one per line.
 
-    Writes nothing: the cache is made when the first block is read.
+    Writes nothing; the cache is created when the first block is read.
     """
     remote = [source for source in sources if source.is_remote]
     if not remote:
@@ -55,7 +55,7 @@ def allocate(settings: Settings, sources: Sequence[Source]) -> list[str]:
     if size < minimum:
         return [
             f"{settings.where('data_cache_bytes')}: {size} must be at least {minimum} for "
-            f"{len(remote)} sources in stores; recommended is at least 1% of their "
+            f"{len(remote)} sources in stores, and should be at least 1% of their "
             f"{shown_bytes(sum(blocks) * BLOCK_BYTES)}. Raise it."
         ]
     shares = split_evenly(size - sum(overhead), [count * BLOCK_BYTES for count in blocks])
@@ -76,7 +76,7 @@ def allocate(settings: Settings, sources: Sequence[Source]) -> list[str]:
 
 
 def figures(sources: Sequence[Source]) -> dict[str, str]:
-    """Return {"data cache": description} for display, empty if there is no cache."""
+    """Return {"data cache": description} for display; empty if there is no cache."""
     caches = [source.files.cache for source in sources if source.is_remote and source.files.cache]
     if not caches:
         return {}
@@ -91,7 +91,7 @@ def _num_blocks(source: Source) -> int:
 
 
 def _overhead_bytes(source: Source) -> int:
-    """Return the disk space of a source besides its blocks: checksum and other small files."""
+    """Return the disk space for a source's checksums and other small files."""
     page = 4096
     return 4 * page + sum(
         -(-shard.get("sums_size_bytes", 0) // page) * page for shard in source.manifest["shards"]
@@ -101,12 +101,12 @@ def _overhead_bytes(source: Source) -> int:
 def _directory_problems(
     settings: Settings, directory: Path, needed: int, names: Sequence[str]
 ) -> list[str]:
-    """Return why a directory cannot hold a cache: not private, not writable, in memory, or full."""
+    """Return why a directory cannot be a cache: not private, not writable, in memory, or full."""
     where = f"{settings.where('data_cache')}: {directory}"
     if settings.data_cache is None and (problem := privacy_problem(directory)):
         return [
-            f"{where} {problem}: its content cannot be trusted. Remove it (or have its owner do "
-            f"so), or give --data_cache a directory."
+            f"{where} {problem}, so its content cannot be trusted. Remove it (or have its owner "
+            "remove it), or give --data_cache a directory."
         ]
     existing = directory
     while not os.path.lexists(existing):
@@ -122,27 +122,27 @@ def _directory_problems(
         ]
     if settings.data_cache is None and _is_in_memory(existing, Path("/proc/self/mountinfo")):
         return [
-            f"{where}: the directory for temporary files is in this node's memory (tmpfs), which a "
-            f"cache of {shown_bytes(needed)} would take from the ranks. Give --data_cache a "
-            f"directory on a disk of this node, or that directory explicitly."
+            f"{where}: the directory for temporary files is in this node's memory (tmpfs), so a "
+            f"cache of {shown_bytes(needed)} would use memory that the ranks need. Give "
+            "--data_cache a directory on a disk of this node, or this directory explicitly."
         ]
     available = stat.f_bavail * stat.f_frsize + reclaimable_bytes(directory, names)
     if available < needed:
         return [
-            f"{where}: its file system has {shown_bytes(available)} for a cache of "
+            f"{where}: its file system has {shown_bytes(available)} free, but the cache needs "
             f"{shown_bytes(needed)}. Lower --data_cache_bytes, or choose another --data_cache."
         ]
     return []
 
 
 def _is_in_memory(path: Path, mounts: Path) -> bool:
-    """Return whether a path is on a RAM file system, by a mountinfo file; False without one."""
+    """Return whether a path is on a RAM file system according to mountinfo; False if unknown."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
         return False
     path, depth, kind = path.resolve(), -1, ""
-    for line in lines:  # a later mount hides earlier ones of the same place
+    for line in lines:  # a later mount hides earlier ones at the same mount point
         fields, _, rest = line.partition(" - ")
         mount_point = Path(fields.split()[4].replace("\\040", " "))
         if path.is_relative_to(mount_point) and len(mount_point.parts) >= depth:

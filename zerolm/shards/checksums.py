@@ -1,9 +1,9 @@
-"""Checksums of the blocks of a shard, so that a part of a shard can be verified by itself.
+"""Checksums of the blocks in a shard, to verify parts of a shard separately.
 
 `shard-00000.sums` holds the XXH3 checksum (64 bits, seed 0) of each 64 KiB block of
 `shard-00000.bin`, as little-endian uint64; the last block may be shorter. `shard-00000.fine` holds
-those of each 8 KiB, so that verifying a window reads little more than the window. The manifest has
-the SHA-256 of both. 64 bits detect accidental damage, not deliberate collisions.
+the checksums of each 8 KiB, so verifying a window reads little more than the window. The manifest
+contains the SHA-256 of both files. 64 bits detect accidental damage, but not deliberate collisions.
 
 Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
@@ -18,37 +18,37 @@ import xxhash
 
 from zerolm.common.files import write_atomically
 
-# Small enough to fetch a window of a few KiB over a network with little else, and a multiple of the
-# page size; large enough that the checksums of 1 T tokens of 2 bytes take 0.25 GB.
+# Small enough to fetch a window of a few KiB from a network with little overhead, and a multiple of
+# the page size; large enough that the checksums of 1 T tokens of 2 bytes take 0.25 GB.
 BLOCK_BYTES = 1 << 16
-# A window of 2,048 ids of 2 bytes is in 1.5 of these on average: 12 KiB from the disk, not 68.
+# A window of 2,048 ids of 2 bytes spans 1.5 of these on average: 12 KiB of disk reads, not 68.
 FINE_BYTES = 1 << 13
 CHECKSUM_BYTES = 8
-# Manifest key -> suffix and block size of each file of checksums.
+# Manifest key -> (suffix, block size) of each checksum file.
 CHECKSUM_FILES = {"sums": (".sums", BLOCK_BYTES), "fine": (".fine", FINE_BYTES)}
 
 
 def num_blocks(size_bytes: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """Return the number of blocks of a file of this size."""
+    """Return the number of blocks in a file of this size."""
     return -(-size_bytes // block_bytes)
 
 
 def block_checksum(block: Any) -> int:
-    """Return the checksum of one block, any contiguous buffer."""
+    """Return the checksum of a block, which may be any contiguous buffer."""
     return xxhash.xxh3_64_intdigest(block)
 
 
 class BlockChecksums:
-    """Computes the block checksums of a file from its bytes, passed in any number of parts."""
+    """Computes the block checksums of a file whose bytes are passed in any number of parts."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
         self._checksums: list[int] = []
-        self._partial = xxhash.xxh3_64()  # of the block that is not full yet
+        self._partial = xxhash.xxh3_64()  # checksum of the incomplete block
         self._partial_bytes = 0
 
     def update(self, data: Any) -> None:
-        """Add the next bytes of the file, any contiguous buffer."""
+        """Add the next bytes of the file, from any contiguous buffer."""
         view = memoryview(data).cast("B")
         start, size = 0, self._block_bytes
         while start < len(view):
@@ -68,35 +68,35 @@ class BlockChecksums:
         self._partial_bytes = 0
 
     def content(self) -> bytes:
-        """Return the content of the checksum file; call it after the last `update`."""
+        """Return the content of the checksum file. Call this after the last `update`."""
         if self._partial_bytes:
             self._finish_block()
         return np.array(self._checksums, "<u8").tobytes()
 
 
 class ShardChecksums:
-    """Computes the content of all files of checksums of a shard."""
+    """Computes the content of all checksum files for a shard."""
 
     def __init__(self) -> None:
         self._files = {key: BlockChecksums(size) for key, (_, size) in CHECKSUM_FILES.items()}
 
     def update(self, data: Any) -> None:
-        """Add the next bytes of the shard, any contiguous buffer."""
+        """Add the next bytes of the shard, from any contiguous buffer."""
         for file in self._files.values():
             file.update(data)
 
     def contents(self) -> list[tuple[str, str, bytes]]:
-        """Return (manifest key, suffix, content) of each file; call it after the last `update`."""
+        """Return (manifest key, suffix, content) of each file. Call it after the last `update`."""
         return [(key, CHECKSUM_FILES[key][0], file.content()) for key, file in self._files.items()]
 
 
 def write_sidecars(
     stem: Path, contents: Iterable[tuple[str, str, bytes]], **how: bool
 ) -> dict[str, Any]:
-    """Write the files beside the ids of a shard atomically, and return their manifest keys.
+    """Write the sidecar files of a shard atomically, and return their manifest keys.
 
     Args:
-        contents: manifest key, suffix and content of each.
+        contents: (manifest key, suffix, content) of each file.
         how: keyword arguments of `write_atomically`.
     """
     keys: dict[str, Any] = {}

@@ -1,7 +1,7 @@
-"""`ShardDirectory`: locks a shard directory while it is written, then publishes or removes it.
+"""`ShardDirectory`: lock a shard directory while it is written, then publish or remove it.
 
-`.unfinished` marks and locks the directory. In the end the directory is published, kept for a later
-command to resume, or removed with its content. Uses only the names of the files, not their content.
+`.unfinished` marks and locks the directory. Finally the directory is published, kept so a later
+command can resume, or removed with its content. Uses only file names, not file contents.
 """
 
 import os
@@ -36,14 +36,14 @@ _OUR_FILE = re.compile(
 def output_problems(directory: str | Path) -> list[str]:
     """Return why new shards cannot be written to a directory; an empty list if they can.
 
-    A directory that is absent, empty, or left by a killed writer is accepted. Leaves nothing
-    behind.
+    A directory that is absent, empty, or left by a killed writer is accepted. Changes nothing on
+    disk.
     """
     directory = Path(directory)
     if (directory / MANIFEST).exists():
         return [
             f"{directory}: already holds token shards. Choose another directory, or remove this "
-            f"one to tokenize again."
+            "one to tokenize again."
         ]
     existing = directory
     while not os.path.lexists(existing):
@@ -60,8 +60,8 @@ def output_problems(directory: str | Path) -> list[str]:
         others = sorted(path.name for path in directory.iterdir())
         if others:
             return [
-                f"{directory}: is not empty (it holds {others[0]!r}), and shards need a directory "
-                f"of their own. Choose another directory."
+                f"{directory}: is not empty (it contains {others[0]!r}), but shards need their own "
+                "directory. Choose another directory."
             ]
     return []
 
@@ -70,7 +70,7 @@ class ShardDirectory:
     """Exclusive write access to a directory, until `publish`, `release` or `remove`.
 
     Args:
-        directory: created if absent; it must be empty, or left by a writer that did not finish.
+        directory: created if absent; must be empty, or left by a writer that did not finish.
     """
 
     def __init__(self, directory: str | Path):
@@ -82,11 +82,11 @@ class ShardDirectory:
         self._created = [path for path in paths if not path.exists()]
         make_directories(self.directory)
         self._lock = _lock(self.directory)
-        sync_directory(self.directory)  # the mark, before anything that it explains
+        sync_directory(self.directory)  # makes the mark durable before any other file
 
     @property
     def is_locked(self) -> bool:
-        """Whether this process still has access."""
+        """Whether this process still holds the lock."""
         return self._lock.held
 
     def clear(self) -> None:
@@ -98,9 +98,9 @@ class ShardDirectory:
             shutil.rmtree(self.directory / name, ignore_errors=True)
 
     def publish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, which makes the directory valid data, and before it the table.
+        """Write the table and then the manifest, which makes the directory valid data.
 
-        The caller has synced the shards; the copy of the tokenizer is synced here.
+        The caller must have synced the shards; this function syncs the copy of the tokenizer.
         """
         if (copy := self.directory / TOKENIZER_DIRECTORY).is_dir():
             sync_tree(copy)
@@ -126,7 +126,7 @@ class ShardDirectory:
         (self.directory / UNFINISHED).unlink(missing_ok=True)
         self._lock.release()
         for path in self._created:
-            if not path.is_dir() or any(path.iterdir()):  # others have written there since
+            if not path.is_dir() or any(path.iterdir()):  # others have written there
                 break
             path.rmdir()
 
@@ -138,5 +138,5 @@ def _lock(directory: Path) -> FileLock:
     except LockTaken:
         raise ShardError(
             f"{directory}: another process is writing shards there now. Wait for it, stop it, or "
-            f"choose another directory."
+            "choose another directory."
         ) from None

@@ -1,6 +1,6 @@
-"""The files of a shard directory on this machine: sizes, SHA-256, and shards mapped and verified.
+"""Files in a local shard directory: sizes, SHA-256, and memory-mapped, verified shards.
 
-Knows the entries of shards in a manifest, but not which shards are open.
+Uses the shards' manifest entries, but does not track which shards are open.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from zerolm.common.records import unreadable
 from zerolm.shards.checksums import BLOCK_BYTES, FINE_BYTES, block_checksum
 from zerolm.shards.manifest import DTYPES, FILE_KEYS, wrong_id
 
-MAX_FAULTS = 4  # small blocks that are read without prefetching them: a stream has done so
-SIZE_HOLDS_SECONDS = 1.0  # until the size of a mapped file is compared again
-MAX_READ_AHEAD_BYTES = 1 << 20  # of small checksums when a shard is opened
-MAX_SAMPLED_FILES = 4096  # whose sizes a node compares when a run starts: 10 ms on a local disk
+MAX_FAULTS = 4  # small blocks to read without prefetching; streams have prefetched already
+SIZE_HOLDS_SECONDS = 1.0  # then the size of a mapped file is compared again
+MAX_READ_AHEAD_BYTES = 1 << 20  # of .fine checksums when a shard is opened
+MAX_SAMPLED_FILES = 4096  # sizes that a node compares when a run starts: 10 ms on a local disk
 
 
 def require_digest(path: Path, content: bytes | mmap.mmap, digest: str) -> None:
-    """Raise a `ShardReadError` if a content has another SHA-256."""
+    """Raise a `ShardReadError` if the content has another SHA-256."""
     if hashlib.sha256(content).hexdigest() != digest:
         raise ShardReadError(
             f"{path}: its SHA-256 differs from the manifest. The file is damaged: restore it, or "
@@ -56,17 +56,17 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def size_problem(path: Path, size: int, actual: int | None) -> str:
-    """Return the message on a file whose size differs from the manifest; None: it is missing."""
+    """Return the message for a file with a wrong size; `actual` is None if it is missing."""
     if actual is None:
         return f"{path}: the manifest lists it, but it is missing. Restore it, or tokenize again."
     return (
-        f"{path}: {actual} bytes, but the manifest says {size}. "
-        f"The file was truncated or overwritten: restore it, or tokenize again."
+        f"{path}: {actual} bytes, but the manifest says {size}. The file was truncated or "
+        "overwritten: restore it, or tokenize again."
     )
 
 
 def size_problems(directory: Path, shards: Iterable[dict[str, Any]]) -> list[str]:
-    """Return the files of shards that are missing or have another size, a line each."""
+    """Return a problem for each shard file that is missing or has another size."""
     try:
         sizes = _file_sizes(directory)
     except OSError as error:
@@ -81,9 +81,9 @@ def size_problems(directory: Path, shards: Iterable[dict[str, Any]]) -> list[str
 
 
 def sampled_size_problems(directory: Path, shards: Sequence[dict[str, Any]]) -> list[str]:
-    """Like `size_problems`, for evenly spaced shards, without listing the directory.
+    """Check evenly spaced shards like `size_problems`, without listing the directory.
 
-    Each node checks different shards: their distance is odd, and the first ranks of nodes differ by
+    Nodes check different shards, because the spacing is odd and the first ranks of nodes differ by
     even numbers.
     """
     distance = len(shards) * len(FILE_KEYS) // MAX_SAMPLED_FILES + 1 | 1
@@ -103,7 +103,7 @@ def sampled_size_problems(directory: Path, shards: Sequence[dict[str, Any]]) -> 
 
 
 def unreadable_files(directory: Path, shards: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each file that this user may not read; of many shards, look at some."""
+    """Return a problem for each file that this user may not read; check a sample of many shards."""
     step = len(shards) * len(FILE_KEYS) // MAX_SAMPLED_FILES + 1
     names = (shard[key] for shard in shards[::step] for key in FILE_KEYS if key in shard)
     paths = (directory / name for name in names)
@@ -112,9 +112,9 @@ def unreadable_files(directory: Path, shards: Sequence[dict[str, Any]]) -> list[
 
 
 def _file_sizes(directory: Path) -> dict[str, int]:
-    """Return {name: size in bytes} of the files of a directory.
+    """Return {name: size in bytes} for the files in a directory.
 
-    In listing order: network file systems send the sizes along with the listing.
+    Sizes are read in listing order, because network file systems send them with the listing.
     """
     sizes = {}
     descriptor = os.open(directory, os.O_RDONLY)
@@ -130,21 +130,21 @@ def _file_sizes(directory: Path) -> dict[str, int]:
 
 
 class OpenShard:
-    """A shard with its memory map, verified in blocks.
+    """A memory-mapped shard, verified by block.
 
-    With `FINE_BYTES`, blocks are compared with the checksums of 8 KiB. These need no check of their
-    own: where one differs, the checksum of the 64 KiB block decides, which the manifest covers.
+    With `FINE_BYTES`, blocks are compared with the 8 KiB checksums. These are not verified
+    themselves: if one differs, the 64 KiB block's checksum decides, which the manifest covers.
 
     Args:
         entry: the shard's entry in the manifest.
         head: the manifest without its shards.
         block_bytes: `FINE_BYTES` or `BLOCK_BYTES`.
-        sums_are_verified: whether its checksums of 64 KiB blocks are known to match the manifest.
+        sums_are_verified: whether its 64 KiB checksums are known to match the manifest.
 
     Attributes:
-        tokens: all its ids.
-        unverified: a byte for each block, 1 until it is verified; None: each read is verified.
-        sums_are_verified: whether the sums of all blocks read so far matched.
+        tokens: all ids in the shard.
+        unverified: one byte per block, 1 until it is verified; None: every read is verified.
+        sums_are_verified: whether its 64 KiB checksums are known to match the manifest.
 
     Raises:
         ShardReadError: a file is missing, or has another size.
@@ -178,7 +178,7 @@ class OpenShard:
         self._mapped = map_file(directory / entry["file"], entry["size_bytes"])
         self._mapped.madvise(mmap.MADV_RANDOM)
         self._content = memoryview(self._mapped)
-        # A plain ndarray: slicing np.memmap itself costs 2 us of subclass bookkeeping.
+        # A plain ndarray, because slicing an np.memmap costs 2 us of subclass bookkeeping.
         self.tokens = np.frombuffer(self._mapped, DTYPES[head["dtype"]])
         self.unverified: bytearray | None = None
         self._size_required_until = 0.0
@@ -190,18 +190,18 @@ class OpenShard:
             self._fine = np.frombuffer(fine, "<u8")
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Make the kernel read these bytes, without waiting for them."""
+        """Make the kernel read these bytes ahead, without waiting."""
         start -= start % mmap.PAGESIZE
         self._mapped.madvise(mmap.MADV_WILLNEED, start, stop - start)
 
     def verify(self, first: int, end: int, check_ids: bool) -> int:
-        """Verify those blocks of [first, end) that have not been verified; return their number.
+        """Verify the unverified blocks in [first, end); return their number.
 
         Args:
-            check_ids: compare ids with the vocabulary. Blocks of 64 KiB always are.
+            check_ids: compare ids with the vocabulary size; 64 KiB blocks are always compared.
 
         Raises:
-            ShardReadError: a block is damaged, or has an id beyond the vocabulary.
+            ShardReadError: a block is damaged, or contains an id outside the vocabulary.
         """
         if (now := time.monotonic()) > self._size_required_until:
             self._require_size()
@@ -224,7 +224,7 @@ class OpenShard:
         return num_verified
 
     def _require_block(self, block: int) -> None:
-        """Raise an error if a block of 64 KiB differs from its checksum."""
+        """Raise an error if a 64 KiB block does not match its checksum."""
         sums = self._open_sums()
         part = self._content[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
         if sums is not None and block_checksum(part) != sums.item(block):
@@ -235,7 +235,7 @@ class OpenShard:
             )
 
     def require_ids(self, start: int, stop: int) -> None:
-        """Raise an error if there is an id beyond the vocabulary in the bytes [start, stop)."""
+        """Raise an error if the bytes [start, stop) contain an id outside the vocabulary."""
         size = self.tokens.itemsize
         tokens = self.tokens[start // size : stop // size]
         if tokens.max() < self._head["vocab_size"]:
@@ -245,13 +245,13 @@ class OpenShard:
         raise ShardReadError(f"{self._place(block)} {wrong_id(part, self._head)}")
 
     def _require_size(self) -> None:
-        """Check that the file has not been truncated: its map would kill this process (SIGBUS)."""
-        actual, size = self._mapped.size(), self._entry["size_bytes"]  # of the file, now
+        """Check that the file has not been truncated: reading its map would raise SIGBUS."""
+        actual, size = self._mapped.size(), self._entry["size_bytes"]  # current file size
         if actual < size:
             raise ShardReadError(size_problem(self._directory / self._entry["file"], size, actual))
 
     def _place(self, block: int) -> str:
-        """Return where a block of 64 KiB is, for messages."""
+        """Return the location of a 64 KiB block, for messages."""
         per_block = BLOCK_BYTES // self.tokens.itemsize
         stop = min((block + 1) * per_block, self._entry["num_tokens"])
         return (
@@ -260,10 +260,10 @@ class OpenShard:
         )
 
     def _open_sums(self) -> np.ndarray | None:
-        """Return the mapped checksums of blocks of 64 KiB, compared with the manifest once.
+        """Return the mapped checksums of 64 KiB blocks, compared with the manifest once; None if
+        absent.
 
-        Later damage to them is detected too: they then differ from their blocks'. None for shards
-        without them.
+        Later damage to the checksums is also detected, because they no longer match the blocks.
 
         Raises:
             ShardReadError: the checksum file is damaged.

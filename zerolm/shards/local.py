@@ -1,6 +1,6 @@
-"""Reads the files of a shard directory on this machine, verifying each block on first use.
+"""Read the files in a local shard directory, and verify each block on first use.
 
-`RemoteFiles` does the same for a directory in a store. Both know the files of the format, but not
+`RemoteFiles` does the same for a directory in a store. Both handle the files of the format, but not
 sources, windows or documents.
 """
 
@@ -32,18 +32,18 @@ from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY, read_
 from zerolm.shards.table import ShardTable, all_have, column, read_table
 from zerolm.shards.tokenizer import copy_problems
 
-# A map keeps a file descriptor, and an open shard has two maps: this is a quarter of the process's
-# limit. The kernel's limit on maps (65,530) is far above MAX_OPEN.
+# A map holds a file descriptor, and an open shard has two maps, so shards use at most a quarter of
+# the process's limit. The kernel's limit on maps (65,530) is far above MAX_OPEN.
 MIN_OPEN, MAX_OPEN, OPEN_SHARE = 16, 8192, 8
-CHECK_DELAY_SECONDS = 10.0  # the first batches do not wait for a check of 10^5 files
-CACHED_SHARE = 4  # a source below 1/4 of the machine's memory stays in the page cache
+CHECK_DELAY_SECONDS = 10.0  # so that checking 10^5 files does not delay the first batches
+CACHED_SHARE = 4  # sources below 1/4 of the machine's memory are assumed to stay cached
 
 
 class LocalFiles:
-    """Reads shards through memory maps. Opens a shard when it is first read.
+    """Reads shards through memory maps, which are opened on first use.
 
     Args:
-        head: the checked manifest; `shards` may be left out.
+        head: the checked manifest, with or without `shards`.
     """
 
     is_remote = False
@@ -56,20 +56,22 @@ class LocalFiles:
         self._stays_cached = size <= memory // CACHED_SHARE
         is_fine = all_have(shards, "fine") and all_have(shards, "sums")
         self._block_bytes = FINE_BYTES if is_fine else BLOCK_BYTES
-        # Which small blocks of 20 TB are verified would take 0.3 GB, and each is read rarely.
+        # Tracking verified small blocks of 20 TB would take 0.3 GB, and each block is rarely
+        # reread.
         self._keeps_verified = self._stays_cached or not is_fine
         self._open: dict[int, OpenShard] = {}
-        self._closed: dict[int, bytes] = {}  # which blocks are unverified, a bit each
+        self._closed: dict[int, bytes] = {}  # unverified blocks, one bit per block
         self._verified_checksums: set[int] = set()  # shards whose .sums file matches the manifest
         self._num_verified = 0
-        self._wrong_sizes: list[str] = []  # found in the background
+        self._wrong_sizes: list[str] = []  # problems found in the background
 
     @classmethod
     def open(cls, directory: Path) -> "LocalFiles":
-        """Read the manifest, or the table that was made from it.
+        """Read the manifest, or the table made from it.
 
         Raises:
-            ShardError: no manifest, another format or version, or invalid keys; all are listed.
+            ShardError: the manifest is missing, has another format or version, or has invalid keys;
+                all problems are listed.
         """
         try:
             if found := read_table(directory):
@@ -80,7 +82,7 @@ class LocalFiles:
         manifest = read_manifest(directory)
         return cls(directory, manifest, manifest["shards"])
 
-    def __getstate__(self) -> dict[str, Any]:  # maps are not pickled: each process opens its own
+    def __getstate__(self) -> dict[str, Any]:  # maps cannot be pickled; each process opens its own
         return {"directory": self.directory, "head": self.head, "shards": self.shards}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -88,15 +90,16 @@ class LocalFiles:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """The complete manifest; takes two seconds for 75,000 shards, so a run uses its parts."""
+        """The complete manifest; takes two seconds for 75,000 shards, so runs use its parts."""
         return self.head if "shards" in self.head else {**self.head, "shards": list(self.shards)}
 
     def problems(self) -> list[str]:
-        """Return a line for each file whose size differs from the manifest, or that is unreadable.
+        """Return a problem for each file that is unreadable or whose size differs from the
+        manifest.
 
-        Only one process of a node checks: all of them see the same files. With very many shards in
-        a table it checks a sample; `check_sizes` checks the others, and opening a shard checks it
-        too.
+        Only one process per node checks, because all see the same files. With very many shards in a
+        table it checks a sample; `check_sizes` checks all of them later, and opening a shard also
+        checks its files.
         """
         if not _is_first_of_node():
             return []
@@ -112,13 +115,13 @@ class LocalFiles:
         return is_large and isinstance(self.shards, ShardTable)
 
     def size_problems(self) -> list[str]:
-        """Return what `problems` does for all files, in any process."""
+        """Check the sizes of all files, in any process."""
         return size_problems(self.directory, self.shards)
 
     def check_sizes(self) -> None:
-        """Compare all sizes later in the background, unless `problems` has done so.
+        """Compare all sizes later in the background, unless `problems` has compared them.
 
-        The next `prefetch` after a difference is found raises a `ShardReadError`.
+        When a difference is found, the next `prefetch` raises a `ShardReadError`.
         """
         if self._is_sampled:
             timer = threading.Timer(CHECK_DELAY_SECONDS, self._find_wrong_sizes)
@@ -130,17 +133,16 @@ class LocalFiles:
 
     @property
     def wants_prefetch(self) -> bool:
-        """Whether `prefetch` has an effect: not once everything is in memory and verified."""
+        """Whether `prefetch` has an effect; False once everything is in memory and verified."""
         return not self._stays_cached or self._num_verified != self._num_blocks
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[Any]:
-        """Make the kernel read these (shard, first id, end) before use, without read-ahead.
+        """Make the kernel read these (shard, first id, end) ranges in advance, without read-ahead.
 
-        Otherwise the process would wait for each page separately when it first touches it, and the
-        kernel would read as much around it as the disk's read-ahead setting.
+        Otherwise the process would wait for each page on first access, and the kernel would also
+        read the surrounding data, as set by the disk's read-ahead.
 
-        Returns:
-            An empty list; `RemoteFiles.prefetch` returns fetches that keep blocks in memory.
+        Returns: An empty list; `RemoteFiles.prefetch` returns fetches that hold blocks in memory.
 
         Raises:
             ShardReadError: a file is missing, or has another size.
@@ -158,11 +160,11 @@ class LocalFiles:
         return []
 
     def ids(self, number: int, start: int, stop: int, check_ids: bool = True) -> np.ndarray:
-        """Return the ids at [start, stop) of a shard, a read-only view.
+        """Return the ids at [start, stop) in a shard as a read-only view.
 
         Args:
-            check_ids: if False, the caller compares the ids with the vocabulary, which is quicker
-                for many windows together, and calls `require_ids` for the message.
+            check_ids: if False, the caller compares the ids with the vocabulary size, which is
+                quicker for many windows at once, and calls `require_ids` to raise the error.
 
         Raises:
             ShardReadError: a block is damaged.
@@ -175,18 +177,18 @@ class LocalFiles:
         return shard.tokens[start:stop]
 
     def require_ids(self, number: int, start: int, stop: int) -> None:
-        """Raise a `ShardReadError` if there is an id beyond the vocabulary at [start, stop)."""
+        """Raise a `ShardReadError` if there is an id outside the vocabulary at [start, stop)."""
         shard, size = self._open.get(number) or self._open_shard(number), self.dtype.itemsize
         shard.require_ids(start * size, stop * size)
 
     def shard(self, number: int) -> np.ndarray:
-        """Return all ids of a shard, unverified."""
+        """Return all ids in a shard, unverified."""
         shard = self._open.get(number) or self._open_shard(number)
         shard.prefetch(0, shard.tokens.nbytes)
         return shard.tokens
 
     def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of a file, unverified; fewer if the file ends before."""
+        """Return the bytes [start, stop) of a file, unverified; fewer if the file is shorter."""
         with open(self.directory / name, "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
@@ -197,7 +199,7 @@ class LocalFiles:
         return self.read_file(entry[key], entry[f"{key}_sha256"])
 
     def read_file(self, name: str, digest: str) -> bytes:
-        """Return the content of a file, compared with its SHA-256.
+        """Return the content of a file after verifying its SHA-256.
 
         Raises:
             ShardReadError: the file is damaged, or cannot be read.
@@ -215,10 +217,10 @@ class LocalFiles:
         return self.read_sidecar(number, "index")
 
     def tokenizer_directory(self) -> Path:
-        """Return the directory of the tokenizer's copy, verified; it may not exist.
+        """Return the directory of the verified tokenizer copy; it may not exist.
 
         Raises:
-            ShardError: its files are not those of the manifest.
+            ShardError: its files do not match the manifest.
         """
         directory = self.directory / TOKENIZER_DIRECTORY
         files = self.head["tokenizer"].get("files", [])
@@ -230,7 +232,7 @@ class LocalFiles:
 
     @cached_property
     def _num_blocks(self) -> int:
-        """Number of blocks of all shards, with checksums or without."""
+        """Number of blocks in all shards, with or without checksums."""
         return int((-(-column(self.shards, "size_bytes") // self._block_bytes)).sum())
 
     def _open_shard(self, number: int) -> OpenShard:
@@ -252,7 +254,7 @@ class LocalFiles:
         return shard
 
     def _close_shard(self, number: int) -> None:
-        """Close a shard; a reader that is using it keeps its map."""
+        """Close a shard; readers that use it keep its map."""
         shard = self._open.pop(number, None)
         if shard is None:
             return

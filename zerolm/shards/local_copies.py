@@ -1,7 +1,7 @@
-"""Keeps local copies of small files of stores: tokenizers, and document ends (`.idx` files).
+"""Keep local copies of small files from stores: tokenizers and document ends (`.idx` files).
 
-Copies are named by their SHA-256 and verified at each use, in a directory that only this user can
-write. Independent of the kind of store.
+Copies are named after their SHA-256, verified on each use, and stored in a directory that only this
+user can write. Works with any kind of store.
 """
 
 import contextlib
@@ -14,13 +14,13 @@ from typing import Any
 from zerolm.common.errors import ShardReadError
 from zerolm.common.files import make_private, private_directory, write_atomically
 
-MAX_INDEXES = 64  # of shards of 256 MiB with documents of 1,000 tokens: 69 MB
+MAX_INDEXES = 64  # 69 MB for 256 MiB shards with documents of 1,000 tokens
 
 
 def index_content(digest: str, fetch: Callable[[], bytes]) -> bytes:
-    """Return the content with a SHA-256, from the local copy if there is one.
+    """Return the content with a given SHA-256, from a local copy if there is one.
 
-    Keeps the `MAX_INDEXES` that were used last.
+    Keeps the `MAX_INDEXES` most recently used copies.
     """
     copy = private_directory("copies") / f"{digest}.idx"
     with contextlib.suppress(OSError):
@@ -30,7 +30,7 @@ def index_content(digest: str, fetch: Callable[[], bytes]) -> bytes:
             os.utime(copy)
             return content
     content = fetch()
-    with contextlib.suppress(OSError):  # the content is valid even if it cannot be kept
+    with contextlib.suppress(OSError):  # the content is valid even if it cannot be stored
         make_private(copy.parent)
         _write(copy, content)
         oldest_first = sorted(copy.parent.glob("*.idx"), key=lambda path: path.stat().st_mtime)
@@ -42,10 +42,10 @@ def index_content(digest: str, fetch: Callable[[], bytes]) -> bytes:
 def tokenizer_directory(
     files: Sequence[dict[str, Any]], fetch: Callable[[dict[str, Any]], bytes]
 ) -> Path:
-    """Return a local directory with a tokenizer's files, fetching those that are missing.
+    """Return a local directory with a tokenizer's files; fetch missing ones.
 
     Args:
-        files: `file` and `sha256` of each.
+        files: `file` and `sha256` for each file.
 
     Raises:
         ShardReadError: the directory cannot be created, or is not private to this user.
@@ -58,8 +58,8 @@ def tokenizer_directory(
         make_private(target)
     except OSError as error:
         raise ShardReadError(
-            f"{error}, so no tokenizer can be copied there. Remove it (or have its owner do so), "
-            f"or set TMPDIR to another directory."
+            f"{error}, so no tokenizer can be copied there. Remove it (or have its owner remove "
+            "it), or set TMPDIR to another directory."
         ) from None
     for entry in files:
         path = target / entry["file"]

@@ -1,6 +1,7 @@
 """The manifest of a token shard directory: its keys, and the validation of its content.
+docs/formats.md describes each key.
 
-docs/formats.md describes each key. Reads no file but the manifest.
+Reads only the manifest.
 """
 
 import codecs
@@ -88,15 +89,15 @@ class _Manifest(_RequiredKeys, total=False):
     input_files: _InputFiles
 
 
-# Files that a shard need not have: block checksums, origins of documents.
+# Optional files of a shard: block checksums, document origins.
 SIDECARS = ("sums", "origins", "fine")
-_SIDECAR_KEYS = ("_size_bytes", "_sha256")  # after the name of each
-# The files of a shard: manifest key of the name -> manifest key of the size.
+_SIDECAR_KEYS = ("_size_bytes", "_sha256")  # suffixes of each sidecar's keys
+# Files of a shard: manifest key of the name -> manifest key of the size.
 FILE_KEYS = {"file": "size_bytes"} | {key: f"{key}_size_bytes" for key in ("index", *SIDECARS)}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smaller of uint16 and uint32 that holds every id below `vocab_size`."""
+    """Return uint16 if it holds every id below `vocab_size`, else uint32."""
     return DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
 
 
@@ -155,14 +156,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
-    """Parse and check the content of a manifest; `read_manifest` without reading the file.
+    """Parse and check the content of a manifest, like `read_manifest` but without reading a file.
 
     Args:
         path: path of the manifest, for messages.
 
     Raises:
-        ShardError: not JSON, another format or version, a key of a wrong type, numbers that
-            contradict each other, all of which are listed; or changed after it was written.
+        ShardError: the content is not JSON, has another format or version, a key of a wrong type or
+            contradictory numbers (all are listed), or was changed after it was written.
     """
     try:
         content = content.removeprefix(codecs.BOM_UTF8)
@@ -179,7 +180,7 @@ def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
     wrong = mismatch(manifest, _Manifest)
     if problems := [f"{wrong}."] if wrong else _contradictions(manifest):
         raise ShardError([f"{path}: {problem} Tokenize again." for problem in problems])
-    # orjson reads integers of more than 64 bits as floats; they are rare, and json is slow.
+    # orjson reads integers over 64 bits as floats; retry with json, which is slow, only if needed.
     if digest_problem(manifest) and (changed := digest_problem(json.loads(content))):
         raise ShardError(f"{path}: {changed}. {_repair(manifest)}")
     return manifest
@@ -188,29 +189,30 @@ def parse_manifest(content: bytes, path: PurePath) -> dict[str, Any]:
 def _repair(manifest: dict[str, Any]) -> str:
     command = manifest.get("command")
     again = shlex.join(map(str, command)) if isinstance(command, list) else "zerolm data tokenize"
-    return f"Restore it from a copy, or remove the directory and make it again: {again}"
+    return f"Restore it from a copy, or remove the directory and recreate it: {again}"
 
 
 def wrong_id(content: Any, manifest: dict[str, Any]) -> str | None:
-    """Return what is wrong with the ids of a block, whatever its checksum; None if nothing is.
+    """Return the problem with the ids in a block, regardless of its checksum; None if they are
+    valid.
 
     Args:
         content: the block, any contiguous buffer.
     """
     dtype, vocab_size = DTYPES[manifest["dtype"]], manifest["vocab_size"]
     if vocab_size >> (8 * dtype.itemsize):
-        return None  # every number of the dtype is an id
+        return None  # every value of the dtype is a valid id
     largest = int(np.frombuffer(content, dtype).max())
     if largest < vocab_size:
         return None
     return (
-        f"has token id {largest}, which is not below the vocabulary size {vocab_size} of its "
-        f"manifest: the shard was written wrongly. Tokenize again."
+        f"contains token id {largest}, which is not below the manifest's vocabulary size "
+        f"{vocab_size}: the shard was written incorrectly. Tokenize again."
     )
 
 
 def files_of(shard: dict[str, Any]) -> list[tuple[str, int, str]]:
-    """Return (name, size in bytes, SHA-256) of each file of a shard, the token file first."""
+    """Return (name, size in bytes, SHA-256) for each file of a shard, the token file first."""
     files = [
         (shard["file"], shard["size_bytes"], shard["sha256"]),
         (shard["index"], shard["index_size_bytes"], shard["index_sha256"]),
@@ -222,7 +224,7 @@ def files_of(shard: dict[str, Any]) -> list[tuple[str, int, str]]:
 
 
 def _contradictions(manifest: dict[str, Any]) -> list[str]:
-    """Check the values of a manifest, whose keys have the right types, against each other."""
+    """Check a manifest with keys of the right types for contradictory values."""
     problems = []
     vocab_size = manifest["vocab_size"]
     if manifest["eos_id"] >= vocab_size:
@@ -237,7 +239,7 @@ def _contradictions(manifest: dict[str, Any]) -> list[str]:
     for key in ("num_tokens", "num_documents"):
         total = sum(shard[key] for shard in manifest["shards"])
         if total != manifest[key]:
-            problems.append(f"{key} is {manifest[key]}, but its shards have {total} together.")
+            problems.append(f"{key} is {manifest[key]}, but its shards add up to {total}.")
     for number, shard in enumerate(manifest["shards"]):
         ends = [f"{key}{end}" for key in SIDECARS if key in shard for end in _SIDECAR_KEYS]
         if missing := [key for key in ends if key not in shard]:

@@ -1,4 +1,4 @@
-"""The origin of each document of a shard: its input file, and the position in it.
+"""The origin of each document in a shard: its input file, and its position in this file.
 
 `shard-00000.org` holds 8 bytes per document, little-endian: the number of the input in
 `inputs.json`, shifted left by 40 bits, plus the position in that input. Both files are optional.
@@ -21,36 +21,36 @@ if TYPE_CHECKING:  # tokenization workers import this module, but must not load 
 INPUTS = "inputs.json"
 ORIGINS_SUFFIX = ".org"
 POSITION_BITS = 40
-MAX_POSITION = 1 << POSITION_BITS  # 1 TiB of one file, decompressed
+MAX_POSITION = 1 << POSITION_BITS  # 1 TiB per file, decompressed
 MAX_INPUTS = 1 << (64 - POSITION_BITS)
 
 
 class Origin(NamedTuple):
     """A position in an input of the tokenization."""
 
-    file: str  # as given to the tokenization: a path, or the id of a dataset
-    position: int  # from 0, in `unit`s
-    unit: str  # "byte" (of the decompressed file) or "row"
+    file: str  # as given to the tokenizer command: a path or a dataset id
+    position: int  # counted from 0 in `unit`s
+    unit: str  # "byte" (in the decompressed file) or "row"
 
 
 def pack_origins(number: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the packed origins, (D,) uint64, of documents at these positions of an input."""
+    """Return the packed origins, (D,) uint64, of documents at these positions in an input."""
     return (np.asarray(number, np.uint64) << np.uint64(POSITION_BITS)) | np.asarray(
         positions, np.uint64
     )
 
 
 def find_origin(source: Source, document: int) -> Origin | None:
-    """Return where a document came from, or None if the source does not record it.
+    """Return the origin of a document, or None if the source does not record it.
 
     Args:
-        document: number of a document, from 0 over all shards of the source.
+        document: document number, counted from 0 over all shards of the source.
 
     Raises:
         IndexError: the source has fewer documents.
     """
     if not 0 <= document < source.num_documents:
-        raise IndexError(f"document {document} is outside of {source.num_documents}")
+        raise IndexError(f"document {document} is out of range: there are {source.num_documents}")
     ends = np.cumsum(column(source.shards, "num_documents"))
     number = int(np.searchsorted(ends, document, side="right"))
     shard = source.shards[number]
@@ -72,19 +72,19 @@ def find_origin(source: Source, document: int) -> Origin | None:
 
 @lru_cache(maxsize=1)
 def _origins(files: Any, number: int) -> np.ndarray:
-    """Return the packed origins of a shard's documents, (D,) uint64, verified."""
+    """Return the verified packed origins of a shard's documents, (D,) uint64."""
     return np.frombuffer(files.read_sidecar(number, "origins"), "<u8")
 
 
 @lru_cache(maxsize=1)
 def _inputs(files: Any) -> list[dict[str, Any]]:
-    """Return the inputs of a tokenization, verified."""
+    """Return the verified inputs of a tokenization."""
     entry = files.head["input_files"]
     return json.loads(files.read_file(entry["file"], entry["sha256"]))["inputs"]
 
 
 def list_inputs(source: Source) -> list[dict[str, Any]] | None:
-    """Return the inputs that the origins of a source refer to; None if it does not record them."""
+    """Return the inputs that a source's origins refer to; None if the source records no origins."""
     if not all_have(source.shards, "origins") or "input_files" not in source.head:
         return None
     return _inputs(source.files)

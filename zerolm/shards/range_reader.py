@@ -1,8 +1,8 @@
-"""`RangeReader`: reads objects in a store, completely or in byte ranges, with retries.
+"""`RangeReader`: read objects in a store, completely or in byte ranges, with retries.
 
-A read is retried with growing pauses while the store returns errors, too few bytes, damaged content
-or nothing, up to a time limit. It may be used by several threads, and in a process forked from one
-that has used it. Independent of the shard format.
+A read is retried with growing pauses, up to a time limit, while the store returns errors, too few
+bytes, damaged content or nothing. A reader may be used by several threads, and in a forked process
+even if the parent has used it. Independent of the shard format.
 """
 
 import os
@@ -23,20 +23,20 @@ from zerolm.common.store import (
 )
 from zerolm.common.url import Url
 
-ATTEMPT_SECONDS = 60.0  # for one answer, however slowly it arrives
-MAX_MISMATCHES = 4  # content that is damaged this often is damaged in the store
+ATTEMPT_SECONDS = 60.0  # limit for one response, however slowly it arrives
+MAX_MISMATCHES = 4  # content that arrives damaged this often is damaged in the store
 CONNECTIONS = 32
 
 
 class RangeReader:
-    """Reads objects below a URL.
+    """Reads objects under a URL.
 
     Args:
-        url: the directory, without credentials.
+        url: URL of the directory, without credentials.
         retry_seconds: time limit for retrying a read.
 
     Attributes:
-        counts: this process's `requests`, received `bytes`, and `repeated` requests.
+        counts: numbers of `requests`, received `bytes` and `repeated` requests in this process.
     """
 
     def __init__(self, url: Url, retry_seconds: float = RETRY_SECONDS):
@@ -63,12 +63,12 @@ class RangeReader:
         """Return an object, or its bytes at [start, stop).
 
         Args:
-            find_problem: returns what is wrong with a content, or None.
-            started_at: start of the retry period on time.monotonic's clock; None: now.
+            find_problem: returns the problem with some content, or None.
+            started_at: start of the retry period, in time.monotonic() seconds; None: now.
 
         Raises:
             Missing: there is no such object.
-            StoreError: it could not be read within the retry period. The message names the last
+            StoreError: it could not be read within the retry period. The message states the last
                 problem.
         """
         num_tries, num_mismatches = 0, 0
@@ -117,12 +117,12 @@ class RangeReader:
         if getattr(fs, "async_impl", False):
             from fsspec.asyn import sync
 
-            # By name: s3fs has another positional argument before them.
+            # By name, because s3fs has another positional argument before these.
             content = sync(fs.loop, fs._cat_file, path, timeout=ATTEMPT_SECONDS, start=start,
                            end=stop)  # fmt: skip
         else:
             content = call_within(ATTEMPT_SECONDS, lambda: fs.cat_file(path, start=start, end=stop))
-        num_bytes = len(content)  # in `+=`, another thread's count would be lost
+        num_bytes = len(content)  # inside `+=` this could lose another thread's count
         self.counts["bytes"] += num_bytes
         return content
 
@@ -138,7 +138,7 @@ class RangeReader:
 
     def _file_system(self) -> tuple[Any, str]:
         """Return this process's file system and root; a forked process cannot use its parent's."""
-        if self._pid != os.getpid():  # concurrent threads may open one each; the last one is kept
+        if self._pid != os.getpid():  # concurrent threads may each open one; the last one is kept
             self._open()
         return self._fs, self._root
 
@@ -147,7 +147,7 @@ class RangeReader:
 
         scheme = self.url.scheme
         options = store_options(scheme)
-        if scheme in ("s3", "s3a"):  # retries happen in `read`, where they are counted
+        if scheme in ("s3", "s3a"):  # `read` retries and counts the retries
             options["config_kwargs"] |= {
                 "retries": {"mode": "standard", "total_max_attempts": 1},
                 "max_pool_connections": CONNECTIONS,

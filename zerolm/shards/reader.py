@@ -1,4 +1,4 @@
-"""Opens and verifies a shard directory, local or in a store. Independent of torch.
+"""Open and verify a shard directory, local or in a store. Independent of torch.
 
 A shard directory is one data source:
 
@@ -36,14 +36,14 @@ VERIFY_CHUNK_BYTES = 1 << 23  # a multiple of the block size
 
 @dataclass(frozen=True)
 class Source:
-    """One shard directory, opened for reading as a single stream of `num_tokens` ids.
+    """A shard directory, opened for reading as a single stream of `num_tokens` ids.
 
-    Token positions run over all shards in manifest order.
+    Token positions count over all shards in manifest order.
 
     Attributes:
         directory: a local path, or the URL of a directory in a store.
         starts: (S + 1,) int64: first token position of each shard, then `num_tokens`.
-        files: the reader for a local directory, or for a store.
+        files: the reader for the local directory or store.
     """
 
     directory: Any
@@ -52,17 +52,17 @@ class Source:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The checked content of manifest.json; `head` and `shards` are quicker."""
+        """The checked content of manifest.json; `head` and `shards` are faster."""
         return self.files.manifest
 
     @property
     def head(self) -> dict[str, Any]:
-        """The keys of the manifest other than `shards`."""
+        """The manifest without `shards`."""
         return self.files.head
 
     @property
     def shards(self) -> Sequence[dict[str, Any]]:
-        """The entries of `shards` in the manifest; each may be made when it is asked for."""
+        """The `shards` entries of the manifest, which may be created on access."""
         return self.files.shards
 
     @property
@@ -91,18 +91,18 @@ class Source:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether blocks can be verified when they are read; shards of old releases cannot."""
+        """Whether blocks can be verified on reading; shards from old releases have no checksums."""
         return all_have(self.shards, "sums")
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 that identifies the ids: of dtype, tokenizer and every shard's checksum."""
+        """Hex SHA-256 that identifies the ids, over dtype, tokenizer and every shard's checksum."""
         parts = [self.head["dtype"], self.head["tokenizer"]["fingerprint"]]
         parts.append(digest_lines(self.shards))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def ids(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Return the ids at [start, stop) of one shard, read-only, counted from its start.
+        """Return the ids at [start, stop) in one shard, read-only; positions count from its start.
 
         Raises:
             ShardReadError: a block is damaged, or a store does not deliver it.
@@ -110,11 +110,11 @@ class Source:
         return self.files.ids(number, start, stop)
 
     def shard(self, number: int) -> np.ndarray:
-        """Return all ids of one shard; local blocks are not verified, unlike in `ids`."""
+        """Return all ids in one shard; unlike `ids`, this does not verify local blocks."""
         return self.files.shard(number)
 
     def read(self, start: int, out: np.ndarray) -> None:
-        """Copy the ids at [start, start + len(out)) into `out`, (N,) of any integer dtype.
+        """Copy the ids at [start, start + len(out)) into `out`, an (N,) array of any integer dtype.
 
         Raises:
             IndexError: the range is not inside the source.
@@ -122,7 +122,9 @@ class Source:
         """
         stop = start + len(out)
         if start < 0 or stop > self.num_tokens:
-            raise IndexError(f"tokens {start} to {stop} are outside of {self.num_tokens}")
+            raise IndexError(
+                f"tokens {start} to {stop} are out of range: there are {self.num_tokens}"
+            )
         number = int(np.searchsorted(self.starts, start, side="right")) - 1
         while start < stop:
             first, end = int(self.starts[number]), int(self.starts[number + 1])
@@ -132,7 +134,7 @@ class Source:
             start, number = upto, number + 1
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split the ids at [start, stop) by shards: (shard, first id in it, end in it) each."""
+        """Split [start, stop) by shards into (shard, first id in the shard, end in the shard)."""
         number = int(np.searchsorted(self.starts, start, side="right")) - 1
         ranges = []
         while start < stop:
@@ -142,7 +144,7 @@ class Source:
         return ranges
 
     def document_ends(self, number: int) -> np.ndarray:
-        """Return the ends of one shard's documents, (D,) uint64, counted from the shard's start.
+        """Return the document ends in one shard, (D,) uint64, counted from the shard's start.
 
         Raises:
             ShardReadError: the file differs from the manifest, or a store does not deliver it.
@@ -150,7 +152,7 @@ class Source:
         return np.frombuffer(self.files.read_index(number), "<u8")
 
     def index_problems(self) -> list[str]:
-        """Read the document ends of all shards; return a line for each damaged file."""
+        """Read the document ends of all shards; return a problem for each damaged file."""
         problems: list[str] = []
         for number in range(len(self.shards)):
             try:
@@ -160,20 +162,20 @@ class Source:
         return problems
 
     def tokenizer_directory(self) -> Path:
-        """Return the local directory of the tokenizer's copy; it may not exist.
+        """Return the local directory of the tokenizer copy; it may not exist.
 
         Raises:
-            ShardError: its files are not those of the manifest, or a store does not deliver them.
+            ShardError: its files do not match the manifest, or a store does not deliver them.
         """
         return self.files.tokenizer_directory()
 
 
 def open_source(directory: str | PurePath) -> Source:
-    """Open a shard directory, local or in a store, checking its manifest and the size of each file.
+    """Open a shard directory, local or in a store; check its manifest and file sizes.
 
     Raises:
-        ShardError: no manifest, another format, or a file that is missing or has another size;
-            every problem is listed.
+        ShardError: the manifest is missing or has another format, or files are missing or have
+            another size; all problems are listed.
     """
     files: Any
     if isinstance(directory, Url) or is_url(str(directory)):
@@ -193,10 +195,10 @@ def open_source(directory: str | PurePath) -> Source:
 
 
 def verify(directory: str | PurePath) -> dict[str, Any]:
-    """Check every file, checksum, id and document end of a directory; return its manifest.
+    """Check every file, checksum, id and document end in a directory; return its manifest.
 
     Raises:
-        ShardError: every file whose content differs from the manifest.
+        ShardError: lists every file whose content differs from the manifest.
     """
     source = open_source(directory)
     problems = source.files.size_problems()
@@ -210,7 +212,7 @@ def verify(directory: str | PurePath) -> dict[str, Any]:
     counts = _Counts(source)
     for number in range(len(source.shards)):
         problems += _shard_problems(source, number, counts)
-    if "input_files" in source.head:  # the origins of documents refer to it
+    if "input_files" in source.head:  # document origins refer to this file
         problems += _input_files_problems(source)
     try:
         tokenizer = source.tokenizer_directory()
@@ -234,7 +236,7 @@ def _input_files_problems(source: Source) -> list[str]:
 
 
 def _shard_problems(source: Source, number: int, counts: "_Counts") -> list[str]:
-    """Read all files of a shard once; return how and where they differ from the manifest."""
+    """Read all files of a shard once; return their differences from the manifest."""
     shard = source.shards[number]
     problems, sidecars = [], {}
     for key in ("index", *(key for key in SIDECARS if key in shard)):
@@ -262,23 +264,23 @@ def _shard_problems(source: Source, number: int, counts: "_Counts") -> list[str]
             )
         where = source.directory / shard["file"]
         problems.append(_mismatch(where, digest.hexdigest(), shard["sha256"], blocks))
-    return problems or ids.problems()  # undamaged ids may still have been written wrongly
+    return problems or ids.problems()  # undamaged ids may still be wrong
 
 
 def _mismatch(where: Any, actual: str, expected: str, blocks: str = "") -> str:
     return (
-        f"{where}: SHA-256 {actual}, but the manifest says {expected}. The file is damaged"
-        f"{blocks}: restore it, or tokenize again."
+        f"{where}: SHA-256 {actual}, but the manifest says {expected}. The file is "
+        f"damaged{blocks}: restore it, or tokenize again."
     )
 
 
 class _Counts:
-    """Counts again, from all ids, what a manifest says about them."""
+    """Recounts numbers in a manifest from all ids."""
 
     def __init__(self, source: Source):
         self.source, self.eos_ids, self.text_bytes = source, 0, 0
         self.table: np.ndarray | None = None
-        with contextlib.suppress(ShardError, ConfigError):  # no copy, or a damaged one
+        with contextlib.suppress(ShardError, ConfigError):  # no tokenizer copy, or a damaged one
             self.table = exact_bytes(source.tokenizer_directory(), source.vocab_size)
 
     def update(self, tokens: np.ndarray) -> None:
@@ -288,9 +290,9 @@ class _Counts:
             self.text_bytes += int(self.table.take(tokens, mode="clip").sum())
 
     def problems(self) -> list[str]:
-        """Return a line for each number of the manifest that differs."""
+        """Return a problem for each number in the manifest that differs."""
         head, counted = self.source.head, {}
-        if "split" not in head or "reshard" in head:  # otherwise that of both parts of a split
+        if "split" not in head or "reshard" in head:  # otherwise it counts both parts of a split
             counted["inner_eos_ids"] = self.eos_ids - self.source.num_documents
         if self.table is not None:
             counted["text_bytes"] = self.text_bytes
@@ -304,7 +306,7 @@ class _Counts:
 
 
 class _IdCheck:
-    """Checks the ids of a shard, passed in order, against the document ends and the vocabulary."""
+    """Checks a shard's ids, passed in order, against the document ends and the vocabulary size."""
 
     def __init__(self, source: Source, number: int, ends: np.ndarray):
         self.source, self.shard, self.ends = source, source.shards[number], ends

@@ -1,7 +1,7 @@
-"""Reads the files of a shard directory in a store, fetching blocks ahead of their use.
+"""Read the files of a shard directory in a store, and fetch blocks ahead of use.
 
-The caller announces its reads (`prefetch`), and a few threads fetch them in that order. Each
-block is compared with its checksum when it arrives and fetched again if it differs. It stays in
+The caller announces its reads (`prefetch`), and a few threads fetch the blocks in that order. Each
+block is compared with its checksum on arrival, and fetched again if it differs. A block stays in
 memory while the caller holds the fetch, and in the node's disk cache while there is room.
 `LocalFiles` has the same methods for a local directory.
 """
@@ -31,17 +31,17 @@ from zerolm.shards.manifest import DTYPES, MANIFEST, TOKENIZER_DIRECTORY, files_
 from zerolm.shards.range_reader import RangeReader
 from zerolm.shards.remote_blocks import FetchThreads, PendingFetch, RemoteBlocks, sha256_check
 
-STARTUP_RETRY_SECONDS = 30.0  # for the first answers of a store, when a run starts
-MAX_BLOCKS = 64  # of one request: 4 MiB, most of whose time is transfer, not latency
+STARTUP_RETRY_SECONDS = 30.0  # limit for a store's first responses when a run starts
+MAX_BLOCKS = 64  # per request: 4 MiB, dominated by transfer rather than latency
 MIRROR_PAUSE_SECONDS = 0.05  # between two checks for idle threads
 
 
 class RemoteFiles:
-    """Reads the shards of a store, whose manifest is checked.
+    """Reads shards in a store.
 
     Attributes:
-        cache: the node's cache, set before anything is read; None: only prefetched blocks are kept.
-        retry_seconds: how long the store may fail during a run.
+        cache: the node's cache, set before the first read; None: only prefetched blocks are kept.
+        retry_seconds: how long failed reads are retried during a run.
     """
 
     is_remote = True
@@ -70,8 +70,8 @@ class RemoteFiles:
             )
         except Missing:
             raise ShardError(
-                f"{url}: no {MANIFEST} there, so these are no token shards (or the copy is "
-                f"incomplete: the manifest comes last). Check the URL."
+                f"{url}: no {MANIFEST} there, so this is not a token shard directory (or its copy "
+                "is incomplete: the manifest is copied last). Check the URL."
             ) from None
         except StoreError as error:
             raise ShardError(
@@ -80,10 +80,9 @@ class RemoteFiles:
         return cls(url, parse_manifest(content, url / MANIFEST))
 
     def problems(self) -> list[str]:
-        """Return a line for each problem that can be found without reading all files.
+        """Return the problems that can be found without reading all files.
 
-        Lists the objects, and fetches the first and the last block. Only one process of a node does
-        this.
+        Lists the objects, and fetches the first and last block, in one process per node.
         """
         without = [shard["file"] for shard in self.manifest["shards"] if "sums" not in shard]
         if without:
@@ -103,17 +102,17 @@ class RemoteFiles:
                 if sizes is not None and sizes.get(name) != size:
                     actual = f"{sizes[name]} bytes" if name in sizes else "missing"
                     problems.append(
-                        f"{self.url / name}: {actual}, but the manifest says {size} bytes. Copy it "
-                        f"there again."
+                        f"{self.url / name}: {actual}, but the manifest says {size} bytes. Copy "
+                        "it there again."
                     )
         return problems or self._first_read_problems()
 
     def size_problems(self) -> list[str]:
-        """Return an empty list: no file of a store is mapped."""
+        """Return an empty list, because no file in a store is mapped."""
         return []
 
     def check_sizes(self) -> None:
-        """Do nothing: `problems` has checked all sizes."""
+        """Do nothing, because `problems` has checked all sizes."""
 
     def _first_read_problems(self) -> list[str]:
         blocks = RemoteBlocks(RangeReader(self.url, STARTUP_RETRY_SECONDS), self.manifest, None)
@@ -144,7 +143,7 @@ class RemoteFiles:
         self._reset()
 
     def _blocks(self) -> RemoteBlocks:
-        """Return this process's blocks; a forked process does not have its parent's threads."""
+        """Return this process's blocks; a forked process has none of its parent's threads."""
         if self._pid != os.getpid():
             self._reset()
         if self._process_blocks is None:
@@ -156,7 +155,8 @@ class RemoteFiles:
     def counts(self) -> Counter[str]:
         """Return this process's traffic with the cache and the store so far.
 
-        Blocks: `hits` and `fetched`. Requests: `requests`, those `repeated`, and `bytes` received.
+        Blocks: `hits` and `fetched`. Requests: `requests`, `repeated` requests and received
+            `bytes`.
         """
         if self._pid != os.getpid() or self._process_blocks is None:
             return Counter()
@@ -165,10 +165,9 @@ class RemoteFiles:
     # ---- Reading
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[PendingFetch]:
-        """Start to fetch these (shard, first id, end) in this order, except cached blocks.
+        """Start fetching these (shard, first id, end) ranges in order, except cached blocks.
 
-        Returns:
-            The fetches; their blocks stay in memory while these are held.
+        Returns: The fetches; blocks stay in memory while the caller holds their fetches.
         """
         new, running = self._missing(self._blocks(), ranges)
         for fetch in new:
@@ -178,7 +177,7 @@ class RemoteFiles:
     def _missing(
         self, blocks: RemoteBlocks, ranges: Iterable[tuple[int, int, int]]
     ) -> tuple[list[PendingFetch], list[PendingFetch]]:
-        """Return the fetches of blocks that are not cached: (to be started, already pending)."""
+        """Return the fetches for blocks that are not cached: (to be started, already pending)."""
         pending: dict[PendingFetch, None] = {}
         new: list[PendingFetch] = []
         missing: dict[tuple[int, int], None] = {}
@@ -201,9 +200,9 @@ class RemoteFiles:
         return new, list(pending)
 
     def ids(self, number: int, start: int, stop: int, check_ids: bool = True) -> np.ndarray:
-        """Return the ids at [start, stop) of a shard; waits for blocks being fetched.
+        """Return the ids at [start, stop) in a shard; wait for blocks being fetched.
 
-        They have been compared with the vocabulary, whatever `check_ids` is.
+        All ids are compared with the vocabulary size, regardless of `check_ids`.
 
         Raises:
             ShardReadError: the store does not deliver a block, or delivers it damaged.
@@ -236,7 +235,7 @@ class RemoteFiles:
         return self._blocks().read(shard[key], 0, shard[f"{key}_size_bytes"], check)
 
     def read_file(self, name: str, digest: str) -> bytes:
-        """Return the content of an object, compared with its SHA-256."""
+        """Return the content of an object after verifying its SHA-256."""
         return self._blocks().read(name, None, None, sha256_check(digest))
 
     def read_index(self, number: int) -> bytes:
@@ -245,7 +244,7 @@ class RemoteFiles:
         return local_copies.index_content(digest, partial(self.read_sidecar, number, "index"))
 
     def tokenizer_directory(self) -> Path:
-        """Return a local directory with the copy of the tokenizer, fetched and verified.
+        """Return a local directory with a fetched and verified copy of the tokenizer.
 
         Raises:
             ShardReadError: the store's files do not match the manifest, or cannot be read.
@@ -259,23 +258,23 @@ class RemoteFiles:
         return local_copies.tokenizer_directory(files, fetch)
 
     def _block_range(self, start: int, stop: int) -> range:
-        """Return the numbers of the blocks that hold the ids at [start, stop) of a shard."""
+        """Return the numbers of the blocks that contain the ids at [start, stop) in a shard."""
         size = self.dtype.itemsize
         return range(start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES))
 
     # ---- Mirroring
 
     def start_mirror(self) -> None:
-        """Start to fetch all shards while the threads are idle, if the cache has room for them.
+        """Start fetching all shards while threads are idle, if the cache has room for them.
 
-        One process of a node does this, in requests of a few MiB.
+        One process per node does this, in requests of a few MiB.
         """
         blocks = self._blocks()
         if self.cache is None or not blocks.is_mirror:
             return
         try:
             lock = FileLock(self.cache.directory / "filling")
-        except OSError:  # another process does it, or the disk is full: reads fetch the blocks
+        except OSError:  # another process fills it, or the disk is full: reads fetch blocks
             return
         if lock.unsupported is not None:
             return lock.release()
@@ -297,16 +296,16 @@ class RemoteFiles:
 
 
 def _json_problem(content: bytes) -> str | None:
-    """Return why a manifest of unknown size must be incomplete; None if it is JSON."""
+    """Return why a manifest is not complete JSON; None if it is."""
     try:
         json.loads(content)
     except ValueError as error:
-        return f"not JSON ({error}): truncated, or no manifest"
+        return f"not JSON ({error}): truncated, or not a manifest"
     return None
 
 
 def _consecutive(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Join neighbouring blocks to requests: (shard, first block, end), in order of first need."""
+    """Merge neighbouring blocks into requests (shard, first block, end), in order of first need."""
     needed = {block: place for place, block in enumerate(blocks)}
     runs: list[tuple[int, int, int, int]] = []
     for number, block in sorted(needed):

@@ -1,6 +1,6 @@
-"""Fetches the blocks of one source from a store, verifies them, and caches them on the node.
+"""Fetch the blocks of one source from a store, verify them, and cache them on the node.
 
-Holds the state of one process; `RemoteFiles` turns blocks into ids. `FetchThreads` fetches blocks
+Holds the state of one process; `RemoteFiles` converts blocks to ids. `FetchThreads` fetches blocks
 in the background.
 """
 
@@ -24,19 +24,19 @@ from zerolm.shards.checksums import BLOCK_BYTES, block_checksum, num_blocks
 from zerolm.shards.manifest import wrong_id
 from zerolm.shards.range_reader import RangeReader
 
-MAX_CHECKSUM_SHARDS = 4096  # whose checksums stay in memory: 0.13 GB for shards of 256 MiB
-NUM_THREADS = 16  # with a latency of 50 ms, 16 requests of 64 KiB at a time are 20 MB/s
+MAX_CHECKSUM_SHARDS = 4096  # keep checksums of this many shards: 0.13 GB for shards of 256 MiB
+NUM_THREADS = 16  # at a latency of 50 ms, 16 parallel requests of 64 KiB reach 20 MB/s
 
 
 class RemoteBlocks:
-    """The blocks of a source, each named by its shard and its number in the shard.
+    """The blocks of a source, each identified by its shard and its number in the shard.
 
     Args:
         manifest: a checked manifest whose shards all have checksums.
-        cache: None: nothing is cached.
+        cache: the node's cache; None: nothing is cached.
 
     Attributes:
-        counts: blocks that were `hits` in the cache, and blocks that were `fetched`.
+        counts: numbers of cache `hits` and of blocks `fetched`.
     """
 
     def __init__(self, reader: RangeReader, manifest: dict[str, Any], cache: Cache | None):
@@ -46,14 +46,14 @@ class RemoteBlocks:
         self.first_keys = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).tolist()
         self.counts: Counter[str] = Counter(hits=0, fetched=0)
         self._cached: BlockCache | None = None
-        self._unverified = bytearray()  # for a mirror: a byte per block, 1 until it is verified
+        self._unverified = bytearray()  # for a mirror: one byte per block, 1 until verified
         self._checksums: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
         if cache is not None:
             try:
                 self._cache_lock = lock_cache(cache)
                 self._cached = BlockCache(cache.directory, self.first_keys[-1], cache.num_slots)
-            except OSError as error:  # the disk has become full since the run started
+            except OSError as error:  # the disk may have become full since the run started
                 self.cache = None
                 print(f"note: {cache.directory}: cannot be used as a cache ({error}); blocks of "
                       f"{reader.url} are fetched each time they are read", flush=True)  # fmt: skip
@@ -66,20 +66,20 @@ class RemoteBlocks:
         return bool(self._unverified)
 
     def key(self, number: int, block: int) -> int:
-        """Return a block's number in the source."""
+        """Return a block's number within the source."""
         return self.first_keys[number] + block
 
     def is_cached(self, number: int, block: int) -> bool:
-        """Return whether a block is probably in the cache; reads it only if that is necessary."""
+        """Return whether a block is probably in the cache; read the block only if necessary."""
         key = self.key(number, block)
         if self._cached is None or not self._cached.has(key):
             return False
         if not self._unverified:
-            return True  # verified when it is read
+            return True  # verified on reading
         return not self._unverified[key] or self._from_cache(number, block) is not None
 
     def read_part(self, number: int, block: int, first: int, end: int) -> bytes | memoryview:
-        """Return the bytes [first, end) of a block, verified, from the cache or the store."""
+        """Return the verified bytes [first, end) of a block, from the cache or the store."""
         key = self.key(number, block)
         if self._cached is not None and self._unverified and not self._unverified[key]:
             content = self._cached.get(key, end - first, first)
@@ -94,7 +94,7 @@ class RemoteBlocks:
         return memoryview(content)[first:end]
 
     def _from_cache(self, number: int, block: int) -> bytes | None:
-        """Return a block from the cache, or None if it is not there or damaged."""
+        """Return a block from the cache, or None if it is not cached or is damaged."""
         if self._cached is None:
             return None
         key = self.key(number, block)
@@ -107,7 +107,7 @@ class RemoteBlocks:
         return content
 
     def _require_ids(self, number: int, first: int, content: bytes) -> None:
-        """Check the ids of blocks, which checksums that were written with them cannot."""
+        """Check the ids in blocks; checksums do not detect ids that were written wrongly."""
         for at in range(0, len(content), BLOCK_BYTES):
             problem = wrong_id(memoryview(content)[at : at + BLOCK_BYTES], self.manifest)
             if problem:
@@ -115,16 +115,18 @@ class RemoteBlocks:
                 raise ShardReadError(f"{url}: block {first + at // BLOCK_BYTES} {problem}")
 
     def _offset(self, number: int, block: int) -> int:
-        """Return the byte offset of a block in its shard, at most the size of the shard."""
+        """Return the byte offset of a block in its shard, limited to the shard's size."""
         return min(block * BLOCK_BYTES, self.shards[number]["size_bytes"])
 
     def fetch(self, number: int, first: int, end: int) -> bytes:
-        """Return the blocks [first, end) of a shard from the store, verified, and cache them.
+        """Fetch the blocks [first, end) of a shard from the store, verify and cache them.
 
         Raises:
             ShardReadError: the store does not deliver them, or delivers them damaged.
         """
-        started_at = time.monotonic()  # one retry period for both reads: the watchdog has one too
+        started_at = (
+            time.monotonic()
+        )  # one retry period for both reads, to stay below the watchdog's timeout
         checksums = self.checksums(number, started_at)
 
         def find_damage(content: bytes) -> str | None:
@@ -141,7 +143,7 @@ class RemoteBlocks:
         name, start = self.shards[number]["file"], first * BLOCK_BYTES
         content = self.read(name, start, self._offset(number, end), find_damage, started_at)
         self._require_ids(number, first, content)
-        num_fetched = num_blocks(len(content))  # in `+=`, another thread's count would be lost
+        num_fetched = num_blocks(len(content))  # inside `+=` this could lose another thread's count
         self.counts["fetched"] += num_fetched
         if self._cached is not None:
             for at in range(0, len(content), BLOCK_BYTES):
@@ -152,7 +154,7 @@ class RemoteBlocks:
         return content
 
     def checksums(self, number: int, started_at: float | None = None) -> np.ndarray:
-        """Return a shard's block checksums, (B,) uint64, from memory, cache or store."""
+        """Return a shard's block checksums, (B,) uint64, from memory, the cache or the store."""
         with self._lock:
             checksums = self._checksums.get(number)
             if checksums is not None:
@@ -186,7 +188,7 @@ class RemoteBlocks:
         find_problem: Callable[[bytes], str | None] = lambda content: None,
         started_at: float | None = None,
     ) -> bytes:
-        """Return bytes of an object, like `RangeReader.read`.
+        """Return the bytes of an object, like `RangeReader.read`.
 
         Raises:
             ShardReadError: the store does not deliver them.
@@ -201,7 +203,7 @@ class RemoteBlocks:
 
 
 def sha256_check(expected: str) -> Callable[[bytes], str | None]:
-    """Return a function that returns the problem of a content with another SHA-256, else None."""
+    """Return a function that returns a problem if the content has another SHA-256, else None."""
 
     def find_problem(content: bytes) -> str | None:
         same = hashlib.sha256(content).hexdigest() == expected
@@ -215,7 +217,7 @@ def sha256_check(expected: str) -> Callable[[bytes], str | None]:
 
 
 class PendingFetch:
-    """A fetch of consecutive blocks, from number `first` on, that is queued, running or done."""
+    """A queued, running or finished fetch of consecutive blocks that begin at block `first`."""
 
     def __init__(self, fetch: Callable[[], bytes], first: int):
         self.first = first
@@ -225,7 +227,7 @@ class PendingFetch:
         self._started = threading.Lock()
 
     def result(self) -> bytes:
-        """Wait for the bytes of the blocks; fetch them here if no thread has started to.
+        """Wait for the bytes of the blocks; fetch them in this thread if no other has started.
 
         Raises:
             The exception that the fetch raised.
@@ -238,7 +240,7 @@ class PendingFetch:
         return self._content
 
     def run(self) -> None:
-        """Fetch the bytes, unless another thread has started to."""
+        """Fetch the bytes, unless another thread has started."""
         if not self._started.acquire(blocking=False):
             return
         try:
@@ -249,12 +251,12 @@ class PendingFetch:
 
 
 class FetchThreads:
-    """A queue of fetches and the threads that run them; these start with the first fetch."""
+    """A queue of fetches, and the threads that run them, which start with the first fetch."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[weakref.ref[PendingFetch]] = queue.SimpleQueue()
         self._started = False
-        self._working: set[int] = set()  # ids of the threads that fetch now
+        self._working: set[int] = set()  # ids of the threads that are fetching
 
     @property
     def idle(self) -> bool:
@@ -262,7 +264,7 @@ class FetchThreads:
         return self._queue.empty() and not self._working
 
     def submit(self, fetch: PendingFetch) -> None:
-        """Queue a fetch; it is dropped if nothing references it when its turn comes."""
+        """Queue a fetch; it is dropped if nothing references it when a thread takes it."""
         if not self._started:
             self._started = True
             for _ in range(NUM_THREADS):

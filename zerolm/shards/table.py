@@ -1,8 +1,9 @@
-"""`shards.table`: the entries of all shards as one memory-mapped table, so that a start is quick.
+"""`shards.table`: the entries of all shards in one memory-mapped table, for fast starts. 10 T
+tokens take 75,000 shards, whose manifest takes two seconds and 127 MB to parse.
 
-10 T tokens are 75,000 shards, whose manifest takes two seconds and 127 MB to parse. All processes
-of a node share the pages of the table instead. The manifest remains the definition of the data: a
-table that is torn or belongs to another manifest is not used. docs/formats.md describes the file.
+Instead, all processes on a node share the table's pages. The manifest still defines the data: a
+table that is damaged or belongs to another manifest is not used. docs/formats.md describes the
+file.
 """
 
 import struct
@@ -19,13 +20,13 @@ from zerolm.shards.disk import map_file
 from zerolm.shards.manifest import FILE_KEYS, MANIFEST
 
 TABLE = "shards.table"
-MIN_SHARDS = 256  # a manifest of fewer is parsed in a millisecond
+MIN_SHARDS = 256  # smaller manifests are parsed in a millisecond
 SUFFIXES = {"file": ".bin", "index": ".idx", "sums": ".sums", "origins": ".org", "fine": ".fine"}
 COUNTS = ("num_tokens", "num_documents")
 
 _MAGIC = b"zlmtbl01"
-# Magic, XXH3-64 of everything after it; XXH3-128 and size of the manifest, number of shards, size
-# of the head, and which files a shard has: a bit for each of FILE_KEYS.
+# Magic; XXH3-64 of everything after these two; XXH3-128 and size of the manifest; number of shards;
+# size of the head; and a bit for each of FILE_KEYS that shards have.
 _HEADER = struct.Struct("<8sQ16sQQII")
 _CHECKED_FROM = 16
 _BITS = {key: 1 << number for number, key in enumerate(FILE_KEYS)}
@@ -33,7 +34,7 @@ _READ_BYTES = 1 << 20
 
 
 class ShardTable(Sequence[dict[str, Any]]):
-    """The entries of a manifest's `shards`, made from a table's records (S,) when needed."""
+    """A manifest's `shards` entries, created on access from a table's records (S,)."""
 
     def __init__(self, records: np.ndarray):
         self.records = records
@@ -63,14 +64,14 @@ class ShardTable(Sequence[dict[str, Any]]):
 
 
 def column(shards: Sequence[dict[str, Any]], key: str) -> np.ndarray:
-    """Return a number of each shard, (S,) int64."""
+    """Return the value of a numeric key for each shard, (S,) int64."""
     if isinstance(shards, ShardTable):
         return shards.records[key].astype(np.int64)
     return np.array([shard[key] for shard in shards], np.int64)
 
 
 def digest_lines(shards: Sequence[dict[str, Any]]) -> str:
-    """Return the hex SHA-256 of each shard's token file, a line each."""
+    """Return the hex SHA-256 of each shard's token file, one per line."""
     if isinstance(shards, ShardTable):
         digests = np.ascontiguousarray(shards.records["sha256"])
         return digests.tobytes().hex("\n", digests.itemsize)
@@ -78,17 +79,17 @@ def digest_lines(shards: Sequence[dict[str, Any]]) -> str:
 
 
 def all_have(shards: Sequence[dict[str, Any]], key: str) -> bool:
-    """Return whether every shard has a file: `sums`, `origins`."""
+    """Return whether every shard has a certain file, such as `sums` or `origins`."""
     if isinstance(shards, ShardTable):
         return key in shards.files
     return all(key in shard for shard in shards)
 
 
 def encode_table(content: bytes) -> bytes | None:
-    """Return the table of a valid manifest file.
+    """Return the table for a valid manifest file.
 
-    None if the table cannot hold all that the manifest says about its shards: if they have names
-    not from this project's writers, files that only some shards have, or further keys.
+    Return None if a table cannot represent the manifest's shards, because of file names from other
+    writers, files that only some shards have, or further keys.
     """
     manifest = orjson.loads(content)
     shards = manifest.pop("shards")
@@ -117,10 +118,10 @@ def encode_table(content: bytes) -> bytes | None:
 
 
 def read_table(directory: Path) -> tuple[dict[str, Any], ShardTable] | None:
-    """Map the table of a directory: (manifest without its shards, shards); None if there is none.
+    """Map a directory's table; return (manifest without shards, shards), or None if there is none.
 
     Raises:
-        ShardError: the table is damaged, or made from another manifest.
+        ShardError: the table is damaged, or was made from another manifest.
     """
     path, manifest = directory / TABLE, directory / MANIFEST
     try:
@@ -129,7 +130,7 @@ def read_table(directory: Path) -> tuple[dict[str, Any], ShardTable] | None:
         return None
     content = map_file(path, size) if size >= _HEADER.size else b""
     if content[:8] != _MAGIC:
-        raise _unusable(path, f"does not begin with {_MAGIC.decode()}")
+        raise _unusable(path, f"does not start with {_MAGIC.decode()}")
     _, checksum, link, linked_size, num_shards, head_size, bits = _HEADER.unpack_from(content)
     if xxhash.xxh3_64_intdigest(memoryview(content)[_CHECKED_FROM:]) != checksum:
         raise _unusable(path, "is damaged: its checksum differs")
@@ -144,7 +145,8 @@ def read_table(directory: Path) -> tuple[dict[str, Any], ShardTable] | None:
 
 def _unusable(path: Path, reason: str) -> ShardError:
     return ShardError(
-        f"{path}: {reason}. Remove it: a start then parses {MANIFEST}, 2 s for 75,000 shards."
+        f"{path}: {reason}. Remove it; runs then parse {MANIFEST} at the start (2 s for 75,000 "
+        "shards)."
     )
 
 

@@ -1,7 +1,7 @@
-"""The UTF-8 bytes of text that each token id stands for, the denominator of bits per byte.
+"""UTF-8 bytes of text per token id, the denominator of bits per byte.
 
-Computed from the copy of the tokenizer beside the shards, and tested on texts, so that a tokenizer
-whose ids do not decode to their text is reported. Reads no shards. Imports tokenizers lazily.
+The bytes are computed from the shards' tokenizer copy, and tested on texts to report tokenizers
+whose ids do not decode to the original text. Reads no shards. Imports tokenizers lazily.
 """
 
 import codecs
@@ -17,8 +17,8 @@ import orjson
 from zerolm.common.errors import ConfigError, reason
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, TOKENIZER_FILE, load_backend, read_tiktoken
 
-WORD_START = "▁"  # of sentencepiece; stands for a space
-BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # of sentencepiece's byte fallback
+WORD_START = "▁"  # sentencepiece's symbol for a space
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece's byte fallback
 # Scripts, runs of white space, digits, code, combining and rare characters, a byte order mark.
 PROBES = (
     "The naïve café's owner paid 1,234.50 € in 2024 -- didn't she?",
@@ -33,10 +33,10 @@ class TokenBytes(NamedTuple):
     """Bytes of text by token id.
 
     Attributes:
-        counts: (V,) int64; 0 for special tokens, which stand for no text.
-        first: (V,) int64; counts for the first token of a document, where some tokenizers add a
+        counts: (V,) int64; 0 for special tokens, which represent no text.
+        first: (V,) int64; counts for the first token in a document, where some tokenizers insert a
             space that is not in the text.
-        notice: how the bytes differ from those of the original text; "" if they do not.
+        notice: how the bytes differ from the original text's; "" if they do not differ.
     """
 
     counts: np.ndarray
@@ -44,22 +44,22 @@ class TokenBytes(NamedTuple):
     notice: str = ""
 
     def rows(self) -> np.ndarray:
-        """Return `counts`, and `first` where it differs, as (1 or 2, V)."""
+        """Return `counts` and, if different, `first`, as a (1 or 2, V) array."""
         is_same = bool((self.counts == self.first).all())
         return np.stack([self.counts] if is_same else [self.counts, self.first])
 
     def of(self, ids: np.ndarray) -> int:
-        """Return the bytes of the text of a document, (N,) ids without its EOS."""
+        """Return the text bytes of a document, given its (N,) ids without the EOS."""
         if not len(ids):
             return 0
         return int(self.first[ids[0]] + self.counts[ids[1:]].sum())
 
 
 def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
-    """Return the bytes of each token of a tokenizer directory.
+    """Return the bytes of each token in a tokenizer directory.
 
     Args:
-        directory: the copy of the tokenizer beside shards, or an exported model.
+        directory: the tokenizer copy stored with shards, or an exported model.
         vocab_size: number of ids; ids unknown to the tokenizer have no bytes.
 
     Raises:
@@ -69,12 +69,12 @@ def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
         encoding = read_tiktoken(directory)
         texts = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         counts = _table({number: len(text) for number, text in texts.items()}, vocab_size)
-        return TokenBytes(counts, counts)  # every byte is a token, and encoding loses nothing
+        return TokenBytes(counts, counts)  # every byte is a token, and encoding is lossless
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(
-            f"{path}: no such file, so the bytes of a token are not known. Tokenize with a "
-            f"tokenizer that has one, or with tiktoken."
+            f"{path}: no such file, so the bytes per token are unknown. Tokenize with a tokenizer "
+            "that has this file, or with tiktoken."
         )
     try:
         backend = load_backend(path)
@@ -107,12 +107,12 @@ def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
 
 
 def exact_bytes(directory: Path, vocab_size: int) -> np.ndarray | None:
-    """Return the bytes of each token, (V,) int64, if their sum is the size of any text.
+    """Return the bytes of each token, (V,) int64, if they always add up to the size of the text.
 
-    That is sure of byte-level tokenizers alone, which change no text and skip none of it.
+    This is certain only for byte-level tokenizers, which neither change nor skip text.
 
     Raises:
-        ConfigError: as `read_token_bytes`.
+        ConfigError: as for `read_token_bytes`.
     """
     table = read_token_bytes(directory, vocab_size)
     if table.notice or not (table.counts == table.first).all():
@@ -137,14 +137,14 @@ def _table(sizes: dict[int, int], vocab_size: int) -> np.ndarray:
 
 
 def _sizes(content: dict[str, Any], vocab: Any, path: Path) -> tuple[dict[int, int], list[int]]:
-    """Return {id: bytes} of the model's vocabulary, and the ids that start with a space."""
+    """Return {id: bytes} for the model's vocabulary, and the ids of tokens with a leading space."""
     tokens: dict[str, int] = (
         vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
     )
     kinds = _kinds(content.get("decoder")) | _kinds(content.get("pre_tokenizer"))
     size: Callable[[str], int]
     if "ByteLevel" in kinds:
-        space, size = "Ġ", len  # each character stands for a byte
+        space, size = "Ġ", len  # each character represents a byte
     elif content["model"]["type"] == "WordPiece":
         prefix = content["model"].get("continuing_subword_prefix", "##")
 
@@ -162,15 +162,15 @@ def _sizes(content: dict[str, Any], vocab: Any, path: Path) -> tuple[dict[int, i
             return 1 if is_byte else len(token.replace(WORD_START, " ").encode())
     else:
         raise ConfigError(
-            f"{path}: its decoder joins tokens in a way that gives a token no text of its own. "
-            f"Use a byte-level, sentencepiece or WordPiece tokenizer."
+            f"{path}: with its decoder, single tokens have no text of their own. Use a byte-level, "
+            "sentencepiece or WordPiece tokenizer."
         )
     sizes = {number: size(token) for token, number in tokens.items()}
     return sizes, [number for token, number in tokens.items() if token.startswith(space)]
 
 
 def _kinds(component: Any) -> set[str]:
-    """Return the types of a component of tokenizer.json and of those inside it."""
+    """Return the types of a component in tokenizer.json and of its nested components."""
     if not isinstance(component, dict):
         return set()
     parts = [*component.get("decoders", []), *component.get("pretokenizers", [])]
@@ -180,7 +180,7 @@ def _kinds(component: Any) -> set[str]:
 def _notice(
     table: TokenBytes, encode: Callable[[str], np.ndarray], backend: Any, content: dict[str, Any]
 ) -> str:
-    """Compare the table with the text of the probes and with the decoded text."""
+    """Compare the table with the probe texts and with their decoded text."""
     counted = original = decoded = 0
     for text in PROBES:
         ids = encode(text)
@@ -194,6 +194,6 @@ def _notice(
         why = " its normalizer changes texts, so" if normalizer else ""
         return f"{why} bytes are those of the text after encoding and decoding".strip()
     return (
-        "bytes are those of each token by itself: the tokenizer does not give back the text it "
-        f"encodes (texts of {original} bytes have tokens of {counted})"
+        "bytes are summed over single tokens: the tokenizer does not reproduce the text that it "
+        f"encodes (the tokens of {original} bytes of text have {counted} bytes)"
     )

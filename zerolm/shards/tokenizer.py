@@ -1,4 +1,4 @@
-"""Loads the copy of the tokenizer that is stored beside shards.
+"""Load the copy of the tokenizer that is stored with shards.
 
 Imports the tokenizer libraries lazily.
 """
@@ -20,14 +20,15 @@ from zerolm.config.custom_code import tokenizer_problem
 
 TOKENIZER_FILE = "tokenizer.json"
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
-# Texts that classes encode differently from tokenizer.json: short, because they are shown.
+# Texts that some classes encode differently from tokenizer.json; short because they are printed.
 EXAMPLES = ("don't", "The 2024", "a  b", "a\n\nb", " e\u0301", "ﬁ", "日本", "A\tB ", "<s>x", "")
 
 
 def without_marks(directory: Path) -> Path:
-    """Return a tokenizer directory without byte order marks, which the libraries refuse.
+    """Return a tokenizer directory without byte order marks, which the libraries reject.
 
-    It is the directory itself, or one of links and of copies without marks, until the process ends.
+    The result is the directory itself or, until the process ends, a temporary one with links and
+    with copies without marks.
     """
     files = [path for path in directory.iterdir() if path.is_file()]
     marked = [path for path in files if path.suffix == ".json" and _starts_with_mark(path)]
@@ -57,13 +58,14 @@ def _starts_with_mark(path: Path) -> bool:
 
 def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None) -> Any:
     """Load a tokenizer with transformers; code that comes with it is refused, never executed.
+    tokenizer.json defines the tokenizer. transformers rebuilds some classes from the vocabulary
+    alone; only the special tokens of such a class are used.
 
-    Its tokenizer.json defines it. transformers rebuilds some classes from the vocabulary alone: of
-    such a class only the special tokens are used.
+
 
     Args:
         name: a directory, or a Hugging Face hub id.
-        notices: receives a line if the class differs from tokenizer.json.
+        notices: list to which a notice is added if the class differs from tokenizer.json.
     """
     if local and (problem := tokenizer_problem(Path(name))):
         raise ConfigError(problem)
@@ -90,10 +92,10 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
             name, local_files_only=is_local, trust_remote_code=False
         )
     except Exception as error:  # OSError, ValueError, KeyError, ImportError, bare Exception
-        if "trust_remote_code" in str(error):  # of a hub id, whose files are not here
+        if "trust_remote_code" in str(error):  # a hub id whose files are not stored locally
             raise ConfigError(
-                f"--tokenizer {name}: needs Python code of its own, which is never executed. "
-                f"Choose a tokenizer that transformers has a class for, or that has tokenizer.json."
+                f"--tokenizer {name}: needs its own Python code, which is never executed. Choose a "
+                "tokenizer that transformers has a class for, or one with tokenizer.json."
             ) from error
         where = "directory" if local else "directory, nor a hub id that can be loaded"
         raise ConfigError(
@@ -106,19 +108,19 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
     if notices is not None and (difference := _class_difference(of_class, tokenizer)):
         notices.append(
             f"{name}: AutoTokenizer loads it as {type(of_class).__name__}, which {difference}. "
-            f"tokenizer.json is used; load it with PreTrainedTokenizerFast elsewhere too"
+            "tokenizer.json is used; use PreTrainedTokenizerFast to load it elsewhere"
         )
     return tokenizer
 
 
 def _class_difference(of_class: Any, tokenizer: Any) -> str:
-    """Return how a class differs from its tokenizer.json on some text; empty if it does not."""
+    """Return how a class differs from its tokenizer.json; empty if it does not differ."""
     if getattr(of_class, "backend_tokenizer", None) is None:
         return "does not read tokenizer.json"
     theirs, ours = (
         json.loads(each.backend_tokenizer.to_str(pretty=False)) for each in (of_class, tokenizer)
     )
-    for model in (theirs["model"], ours["model"]):  # absent, "" and false have one meaning
+    for model in (theirs["model"], ours["model"]):  # absent, "" and false are equivalent
         model |= {key: None for key, value in model.items() if not value}
     parts = [
         key
@@ -130,23 +132,26 @@ def _class_difference(of_class: Any, tokenizer: Any) -> str:
         found = [_ordinary_ids(each, text) for each in (of_class, tokenizer)]
         if found[0] != found[1]:
             what = ", ".join(parts) or "added_tokens"
-            return f"replaces its {what}: {text!r} is {found[0]}, by tokenizer.json {found[1]}"
+            return (
+                f"replaces its {what}: {text!r} is {found[0]}, but {found[1]} with tokenizer.json"
+            )
     return f"replaces its {', '.join(parts)}, with equal ids for the texts tried" if parts else ""
 
 
 def _ordinary_ids(tokenizer: Any, text: str) -> list[int] | str:
     try:
         return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    except Exception as error:  # tokenizers raises bare Exception, for a missing unknown token
+    except Exception as error:  # tokenizers raises bare Exception if there is no unknown token
         return f"an error ({error})"
 
 
 def make_portable(directory: Path) -> None:
-    """Let all versions of transformers load a copy of a tokenizer as its tokenizer.json defines it.
+    """Make every version of transformers load a tokenizer copy as its tokenizer.json defines it.
 
-    Version 4 does not know the class TokenizersBackend nor a list of `extra_special_tokens`, and
-    sets `add_prefix_space` of the pre-tokenizer, to false by default. Without a post-processor no
-    text gets special tokens; llama.cpp would add a BOS, whose default id is an ordinary token here.
+    Version 4 supports neither the class TokenizersBackend nor a list of `extra_special_tokens`, and
+    sets the pre-tokenizer's `add_prefix_space`, by default to false. Without a post-processor, no
+    special tokens are added to text; llama.cpp would add a BOS, whose default id is an ordinary
+    token here.
     """
     path = directory / "tokenizer_config.json"
     if not ((directory / TOKENIZER_FILE).is_file() and path.is_file()):
@@ -165,10 +170,10 @@ def make_portable(directory: Path) -> None:
 
 
 def copy_problems(directory: Path, files: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each difference of a tokenizer's copy from the files of its manifest.
+    """Return a problem for each difference between a tokenizer copy and the files in the manifest.
 
     Args:
-        files: `file` and `sha256` of each; empty if the manifest does not list them.
+        files: `file` and `sha256` of each file; empty if the manifest lists none.
     """
     problems = []
     for entry in files:
@@ -178,7 +183,7 @@ def copy_problems(directory: Path, files: Sequence[dict[str, Any]]) -> list[str]
         elif (actual := sha256_file(path)) != entry["sha256"]:
             problems.append(
                 f"{path}: SHA-256 {actual}, but the manifest says {entry['sha256']}. The file is "
-                f"damaged: restore it, or tokenize again."
+                "damaged: restore it, or tokenize again."
             )
     listed = {entry["file"] for entry in files}
     found = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
@@ -194,13 +199,13 @@ def copy_problems(directory: Path, files: Sequence[dict[str, Any]]) -> list[str]
 def gives_equal_ids(one: Path, other: Path) -> bool:
     """Return whether two tokenizer directories encode ordinary text to the same ids.
 
-    Special tokens may differ: they are never encoded from text.
+    Special tokens may differ, because they are never encoded from text.
     """
     return _definition(one) == _definition(other)
 
 
 def _definition(directory: Path) -> Any:
-    """Return what determines the ids of ordinary text."""
+    """Return the parts of a tokenizer that determine the ids of ordinary text."""
     if (directory / TIKTOKEN_FILE).is_file():
         encoding = read_tiktoken(directory)
         return encoding._pat_str, encoding._mergeable_ranks

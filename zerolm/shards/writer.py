@@ -1,8 +1,8 @@
-"""`ShardWriter`: writes documents to a shard directory (format: docs/formats.md).
+"""`ShardWriter`: write documents to a shard directory (format: docs/formats.md).
 
-Every file is written under a temporary name, synced and renamed, and the manifest comes last, so a
-killed writer leaves nothing that could be mistaken for data. It leaves `.unfinished`, which tells
-the next writer that the other files may be removed.
+Every file is written under a temporary name, synced and renamed, and the manifest is written last,
+so a killed writer leaves nothing that could be mistaken for data. It leaves `.unfinished`, which
+permits the next writer to remove the other files.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.manifest import new_manifest, token_dtype
 from zerolm.shards.origins import ORIGINS_SUFFIX
 
-DEFAULT_SHARD_TOKENS = 1 << 27  # 256 MiB of uint16: few files, each quick to copy and verify
+DEFAULT_SHARD_TOKENS = 1 << 27  # 256 MiB as uint16: few files, each quick to copy and verify
 
 
 class ShardWriter:
@@ -29,11 +29,11 @@ class ShardWriter:
     everything that it wrote.
 
     Args:
-        directory: created if absent; it must be empty, or left by a writer that was killed.
+        directory: created if absent; must be empty, or left by a writer that was killed.
         tokenizer: manifest entry of the tokenizer: `name`, `fingerprint`, and `files`, a list of
             objects with `file` (inside tokenizer/), `size_bytes` and `sha256`.
-        shard_tokens: maximum tokens in a shard. Documents are never split; a longer one gets a
-            shard of its own.
+        shard_tokens: maximum number of tokens in a shard. Documents are never split; a longer
+            document gets its own shard.
     """
 
     def __init__(
@@ -72,9 +72,10 @@ class ShardWriter:
 
         Args:
             token_ids: (N,) integers; each document ends in the EOS id.
-            document_ends: (D,) ascending ends of documents in `token_ids`, the last one N;
-                by default the ids are one document.
-            origins: (D,) of `zerolm.shards.origins.pack_origins`; for all documents or for none.
+            document_ends: (D,) ascending document ends in `token_ids`, the last of which is N; by
+                default all ids form one document.
+            origins: (D,) results of `zerolm.shards.origins.pack_origins`, for all documents or
+                none.
         """
         tokens = np.asarray(token_ids)
         ends = np.asarray([len(tokens)] if document_ends is None else document_ends, np.int64)
@@ -84,8 +85,8 @@ class ShardWriter:
         if largest >= self.vocab_size or smallest < 0:
             raise ShardError(
                 f"{self.directory}: token id {largest if smallest >= 0 else smallest} is outside "
-                f"of the vocabulary of {self.vocab_size} ids: the tokenizer does not match its "
-                f"declared size. Use the tokenizer that made the ids."
+                f"the vocabulary of {self.vocab_size} ids: the tokenizer does not match its "
+                "declared size. Use the tokenizer that made the ids."
             )
         tokens = tokens.astype(self.dtype, copy=False)
         start = first = 0  # the next token and the next document to write
@@ -126,10 +127,10 @@ class ShardWriter:
         self.num_documents += len(ends)
 
     def finish_shard(self) -> None:
-        """Sync and rename the open shard, if any, so that all documents so far are on disk.
+        """Sync and rename the open shard, if any, so all documents so far are on disk.
 
-        Call it on all of several writers before the first `close()`: everything that can fail has
-        then happened before the first manifest is published.
+        With several writers, call this on all of them before the first `close()`, so everything
+        that can fail happens before the first manifest is published.
         """
         if self._file is None:
             return
@@ -159,7 +160,7 @@ class ShardWriter:
         """Finish the last shard, publish the manifest, and return it.
 
         Args:
-            provenance: further keys of the manifest, such as inputs and filter statistics.
+            provenance: further manifest keys, such as inputs and filter statistics.
 
         Raises:
             ShardError: no document has been added.
@@ -176,7 +177,7 @@ class ShardWriter:
     def abort(self) -> None:
         """Remove everything that was written, unless the manifest has been published."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk: what is buffered cannot be written
+            with contextlib.suppress(OSError):  # on a full disk, buffered data cannot be written
                 self._file.close()
             self._file = None
         self._locked.remove()

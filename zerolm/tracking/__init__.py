@@ -1,5 +1,6 @@
-"""Logging of a run: metrics, events, console, and the trackers that copy them.
+"""Logging of a run: metrics, events, console, and trackers.
 
-The files in the run directory are the record; trackers copy them. A tracker that fails is logged as
-an event, and never ends a run. Must not depend on the model, the data or the checkpoints.
+The files in the run directory are the record, which trackers copy. If a tracker fails, this is
+logged as an event, and the run continues. Must not depend on the model, the data or the
+checkpoints.
 """

@@ -1,6 +1,6 @@
-"""Alerts for people: which events and metrics raise one, at which level, and how often at most.
+"""Alerts for people: which events and metrics trigger alerts, their levels, and rate limits.
 
-Levels are those of W&B. Must not depend on a tracker.
+Levels are W&B's. Must not depend on a tracker.
 """
 
 import math
@@ -13,7 +13,7 @@ from zerolm.run_dir.events import EVENTS
 Row = dict[str, Any]
 
 INFO, WARN, ERROR = "INFO", "WARN", "ERROR"
-SAME_TITLE_SECONDS = 600.0  # between two alerts of one title
+SAME_TITLE_SECONDS = 600.0  # minimum time between two alerts with the same title
 MAX_PER_HOUR = 20
 LOW_MFU_SHARE, MFU_ROWS, LOW_ROWS = 0.7, 20, 3
 
@@ -27,9 +27,9 @@ class Alert(NamedTuple):
 
 
 def of_event(event: Row) -> Alert | None:
-    """Return the alert for an event of `events.jsonl`, None if its kind raises none."""
+    """Return the alert for an event in `events.jsonl`; None if this kind of event triggers none."""
     kind = EVENTS.get(event.get("event", ""))
-    if kind is None or kind.alert is None or event.get("slow") is False:  # fast again
+    if kind is None or kind.alert is None or event.get("slow") is False:  # the host is fast again
         return None
     level, title, detail = kind.alert
     if kind.name == "spike" and not _finite(event):
@@ -41,7 +41,7 @@ def of_event(event: Row) -> Alert | None:
 
 
 def _finite(event: Row) -> bool:
-    """Return whether loss and norm are finite. They may be text: JSON has no infinity."""
+    """Return whether loss and norm are finite. They may be strings: JSON has no infinity."""
     try:
         return all(math.isfinite(float(event.get(key, 0.0))) for key in ("loss", "grad_norm"))
     except (TypeError, ValueError):
@@ -56,7 +56,7 @@ class LowMfuDetector:
         self._low = 0
 
     def check(self, row: Row) -> Alert | None:
-        """Return an alert after three consecutive low rows; the next only after a normal row."""
+        """Return an alert after three consecutive low rows; a normal row re-arms the detector."""
         mfu = row.get("throughput/mfu")
         if mfu is None:
             return None
@@ -76,14 +76,14 @@ class LowMfuDetector:
 
 
 class RateLimit:
-    """Drops alerts whose title was sent recently, and beyond `MAX_PER_HOUR` all but errors."""
+    """Drops alerts whose title was sent recently and, above `MAX_PER_HOUR`, all except errors."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, float] = {}  # title: when it was last sent, in seconds
+        self._sent: dict[str, float] = {}  # {title: time of the last alert in seconds}
         self._hour: deque[float] = deque()
 
     def allows(self, alert: Alert, now: float) -> bool:
-        """Return whether to send an alert, which then counts as sent. The clock may jump back."""
+        """Return whether to send an alert, and count it as sent if so. The clock may jump back."""
         while self._hour and not 0 <= now - self._hour[0] < 3600:
             self._hour.popleft()
         last = self._sent.get(alert.title)

@@ -1,8 +1,8 @@
 """`Console`: the progress bar of a run on a terminal, with its key figures below all other output.
 
-Where standard output is not a terminal (a log file, a pipe) there is no bar, and the run prints
-plain lines. The bar is drawn when a step ends, at most five times a second, without a thread. If it
-cannot be drawn, the run continues without it. First rank only.
+If standard output is not a terminal (a log file, a pipe), there is no bar, and the run prints plain
+lines. The bar is drawn at the end of a step, at most five times a second, without a thread. If
+drawing fails, the run continues without the bar. First rank only.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from zerolm.parts.metrics import bar_figures
 from zerolm.tracking import console_log
 
 DRAW_SECONDS = 0.2
-MIN_BAR_WIDTH = 8  # characters; figures that leave less room are dropped, the last ones first
+MIN_BAR_WIDTH = 8  # characters; figures are dropped, the last ones first, to leave this much room
 
 
 class Console:
-    """The progress bar of a run, or nothing.
+    """The progress bar of a run.
 
     Args:
-        active: whether this is the first rank.
+        active: whether this is the first rank; False makes every method a no-op.
     """
 
     def __init__(self, active: bool):
@@ -47,7 +47,7 @@ class Console:
         from rich.console import Console as Terminal
         from rich.live import Live
 
-        shown = getattr(sys.stdout, "stream", sys.stdout)  # the bar is not kept in rank0.log
+        shown = getattr(sys.stdout, "stream", sys.stdout)  # the bar is not written to rank0.log
         terminal = Terminal(file=shown, force_terminal=True, force_interactive=True)
         self._live = Live(
             self,
@@ -61,7 +61,7 @@ class Console:
             sys.stderr = _LinesAboveBar(sys.stderr, terminal, self._give_up)
         with self._or_give_up():
             self._live.start()
-            terminal.show_cursor()  # rich hides it, and a killed run could not bring it back
+            terminal.show_cursor()  # rich hides it, and a killed run could not restore it
 
     def step(self, step: int) -> None:
         """Advance the bar; redraw it at most every `DRAW_SECONDS`. Takes microseconds."""
@@ -71,7 +71,7 @@ class Console:
                 self._draw()
 
     def figures(self, row: Mapping[str, Any], total_steps: int, seconds_left: float) -> bool:
-        """Show the figures of an interval; return False if there is no bar to show them."""
+        """Show the figures of an interval; return False if there is no bar to show them in."""
         if self._live is None:
             return False
         first, *others = [*bar_figures(row), f"{count(row['tokens'])} tokens"]
@@ -81,7 +81,7 @@ class Console:
         return True
 
     def close(self) -> None:
-        """Leave the bar as it is, and restore the streams."""
+        """Leave the bar on the terminal, and restore the streams."""
         if self._live is not None:
             with self._or_give_up():
                 self._live.stop()
@@ -94,7 +94,7 @@ class Console:
                 self._live.refresh()
 
     def __rich_console__(self, terminal: Any, options: Any) -> Iterator[Any]:
-        """Render the bar, with as many figures beside it as there is room for."""
+        """Render the bar, followed by as many figures as fit."""
         from rich.bar import Bar
         from rich.segment import Segment
 
@@ -111,16 +111,17 @@ class Console:
 
     @contextlib.contextmanager
     def _or_give_up(self) -> Iterator[None]:
-        """Continue without a bar if rich fails, since it would retry the same output forever.
+        """Continue without a bar if rich fails, because it would retry the same output forever.
+        rich fails if the terminal has been closed, or its encoding has no block characters.
 
-        It fails if the terminal has been closed, or its encoding has no block characters.
+
         """
         try:
             yield
         except Exception:
             self._give_up()
             with contextlib.suppress(Exception):
-                print(flush=True)  # leaves a partly drawn bar on a line of its own
+                print(flush=True)  # ends the line of a partly drawn bar
 
     def _give_up(self) -> None:
         self._live = None
@@ -138,7 +139,7 @@ class _LinesAboveBar:
         self._partial, self._pid = "", os.getpid()
 
     def write(self, text: str) -> int:
-        if os.getpid() != self._pid:  # in a forked loader worker, which has no bar
+        if os.getpid() != self._pid:  # a forked loader worker, which has no bar
             return self._stream.write(text)
         lines, newline, self._partial = (self._partial + text).rpartition("\n")
         if newline:

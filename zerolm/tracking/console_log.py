@@ -1,8 +1,8 @@
-"""`rank0.log`: the lines that rank 0 prints, kept in the run directory with their times.
+"""`rank0.log`: the lines that rank 0 prints, stored in the run directory with timestamps.
 
-It has what Python writes to standard output and standard error from the moment when the run has its
-directory. What libraries write to the descriptors themselves, as NCCL does, is only on the console.
-The file is for people: nothing reads it back, and without it a run continues.
+The file contains Python's output to standard output and standard error once the run has its
+directory. Output that libraries such as NCCL write directly to the file descriptors appears only on
+the console. The file is for people: no program reads it, and a run continues without it.
 """
 
 import contextlib
@@ -18,16 +18,16 @@ from zerolm.common.secrets import masked
 from zerolm.common.values import printable
 from zerolm.run_dir.files import RunFiles
 
-MAX_BYTES = 8 << 20  # of a file; an older one is kept beside it
+MAX_BYTES = 8 << 20  # per file; one older file is kept
 
-_log: "ConsoleLog | None" = None  # of this process
+_log: "ConsoleLog | None" = None  # the log of this process
 
 
 class ConsoleLog:
-    """The file, and the streams whose lines it gets.
+    """The log file of this process.
 
     Args:
-        run_dir: must exist.
+        run_dir: an existing run directory.
     """
 
     def __init__(self, run_dir: Path):
@@ -36,9 +36,9 @@ class ConsoleLog:
         self.pid, self.warned = os.getpid(), False
 
     def write(self, lines: str) -> None:
-        """Append complete lines. Where that fails they are lost, which is printed once."""
+        """Append complete lines. If this fails, the lines are lost, and a note is printed once."""
         if os.getpid() != self.pid:
-            return  # a forked loader worker, which would rename the file at the same time
+            return  # a forked loader worker, which might rename the file concurrently
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines.split("\n"))
         text = "".join(f"{stamp}{printable(masked(line), chr(9))}\n" for line in shown)
@@ -52,11 +52,11 @@ class ConsoleLog:
             if not self.warned:
                 self.warned = True
                 with contextlib.suppress(OSError):
-                    print(f"note: {self.path}: lacks lines from here on: {error.strerror}")
+                    print(f"note: {self.path}: lines are missing from here on: {error.strerror}")
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; raise OSError for a pipe that nothing reads."""
+    """Open a file; raise OSError for a pipe without a reader."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
@@ -72,7 +72,7 @@ class _KeptStream:
         if newline:
             self._log.write(lines)
         else:
-            self._partial = self._partial.rpartition("\r")[2]  # a bar that is drawn again and again
+            self._partial = self._partial.rpartition("\r")[2]  # a progress bar that is redrawn
         return written
 
     def __getattr__(self, name: str) -> Any:
@@ -80,9 +80,10 @@ class _KeptStream:
 
 
 def keep(run_dir: Path) -> None:
-    """Keep what this process prints from now on. Rank 0 only.
+    """Log everything that this process prints from now on. Rank 0 only.
 
-    Loggers that write to the streams already, such as DeepSpeed's, are switched to the kept ones.
+    Existing loggers that write to these streams, such as DeepSpeed's, are switched to the logged
+    streams.
     """
     global _log
     _log = ConsoleLog(run_dir)
@@ -99,6 +100,6 @@ def keep(run_dir: Path) -> None:
 
 
 def write(lines: str) -> None:
-    """Write lines to the log that the console shows in another form, or not at all."""
+    """Write lines to the log only; the console shows them in another form or not at all."""
     if _log is not None:
         _log.write(lines)

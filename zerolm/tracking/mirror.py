@@ -1,9 +1,9 @@
-"""`Mirror`: copies a run directory to a tracker during the run, `python -m zerolm mirror RUN NAME`.
+"""`Mirror`: copy a run directory to a tracker during the run, `python -m zerolm mirror RUN NAME`.
 
-A background process that `Trackers` starts. It outlives a killed run by a few seconds. One thread
-follows the files; another feeds the tracker, and may wait for a server for any length of time. A
-tracker checks which rows it already has when it is opened, so that a kill of either process neither
-loses nor repeats a row. Must not depend on torch.
+`Trackers` starts this background process, which outlives a killed run by a few seconds. One thread
+follows the files; another feeds the tracker, and may wait for a server for any length of time. On
+opening, a tracker checks which rows it already has, so killing either process neither loses nor
+repeats rows. Must not depend on torch.
 """
 
 import contextlib
@@ -29,25 +29,26 @@ from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow, parse_row
 from zerolm.tracking.tracker import Row, Tracker, tracker_class
 
 POLL_SECONDS = 0.5
-MAX_WAITING_ROWS = 1000  # in memory, for a slow tracker; further rows are read from the file later
-ORPHAN_SECONDS = 3.0  # time for the watchdogs of a killed run to log why it ended
-END_SECONDS = 22.0  # to send the rest; less than the run and a supervisor wait for this process
-CONNECT_SECONDS = 6.0  # part of it, for a tracker that has not connected yet
+MAX_WAITING_ROWS = 1000  # rows in memory for a slow tracker; more are read from the file later
+ORPHAN_SECONDS = 3.0  # time for a killed run's watchdogs to log why it ended
+END_SECONDS = 22.0  # to send the rest; less than a run or supervisor waits for this process
+CONNECT_SECONDS = 6.0  # of these, for a tracker that has not connected yet
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 2.0, 300.0
-MAX_ERRORS = 5  # of single events and samples that the run's log gets; mirror.log has all
+MAX_ERRORS = 5  # errors of events and samples to log in the run; mirror.log has all
 CRASHED = "crashed"
 
 
 class Tail:
-    """Reads the lines that are appended to a file of JSON lines."""
+    """Reads the lines that are appended to a JSON Lines file."""
 
     def __init__(self, path: Path, kind: Any):
         self.path, self.kind, self._end_bytes = path, kind, 0
 
     def read(self, max_lines: int = sys.maxsize) -> list[Row]:
-        """Return the new complete lines, at most `max_lines`. Unreadable lines are skipped.
+        """Return up to `max_lines` new complete lines; skip unreadable ones. A line that is still
+        being written is returned by a later call.
 
-        A line that is being written is returned by a later call.
+
         """
         rows: list[Row] = []
         with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as file:
@@ -62,11 +63,11 @@ class Tail:
 
 
 class Mirror:
-    """Follows the files of a run, and feeds a tracker.
+    """Follows a run's files, and feeds a tracker.
 
     Args:
         tracker: a tracker that is not open yet.
-        send: sends a message to the run: `log=` a line, `failed=` an error, or `read=True`.
+        send: sends a message to the run: `log=LINE`, `failed=ERROR` or `read=True`.
 
     Attributes:
         complete: whether the tracker has received everything.
@@ -81,17 +82,17 @@ class Mirror:
         self.ending = threading.Event()
         self.num_read = self.num_done = 0  # rows
         self.connected = self.complete = False
-        self.error = ""  # why it is not connected, or no longer
+        self.error = ""  # why it is not, or no longer, connected
         self.errors: set[str] = set()
         self.feeder = threading.Thread(target=self._feed, daemon=True)
 
     # ---- The thread that follows the files
 
     def follow(self) -> None:
-        """Read the lines that were appended since the last call, and queue them."""
+        """Read the lines appended since the last call, and queue them."""
         room = sys.maxsize if self.ending.is_set() else MAX_WAITING_ROWS - self.work.qsize()
         rows = self.rows.read(room) if room > 0 else []
-        # Read after the rows, so that samples written before a row are queued before it.
+        # Read after the rows, so samples written before a row are queued before it.
         samples = self.samples.read()
         if samples:
             self.work.put(("samples", samples))
@@ -105,10 +106,10 @@ class Mirror:
             self.work.put(("event", event))
 
     def end(self, how: str) -> None:
-        """Read and queue the rest, and wait for the tracker, at most `END_SECONDS`.
+        """Read and queue the rest, and wait for the tracker for at most `END_SECONDS`.
 
         Args:
-            how: see `Trackers.end`; or `CRASHED`.
+            how: how the run ended, as in `Trackers.end`, or `CRASHED`.
         """
         self.ending.set()
         self.follow()
@@ -124,8 +125,8 @@ class Mirror:
             self.feeder.join(END_SECONDS - CONNECT_SECONDS)
         if not self.complete:
             missing = self.num_read - self.num_done
-            rows = f"{missing} of {self.num_read} rows" if missing else "the last of its data"
-            reason = f"did not take them within {END_SECONDS:.0f} s"
+            rows = f"{missing} of {self.num_read} rows" if missing else "the last data"
+            reason = f"did not accept them within {END_SECONDS:.0f} s"
             if self.error or not self.connected:
                 reason = self.error or f"not connected within {CONNECT_SECONDS:.0f} s"
             self.send(failed=f"lacks {rows} ({reason}); {self.tracker.repair(self.run_dir)}")
@@ -162,7 +163,7 @@ class Mirror:
             self._try(kind, self.tracker.samples, content)
 
     def _try(self, kind: str, call: Callable[[Any], None], content: Any) -> None:
-        """Hand over an event or samples. An error is reported and must not stop the others."""
+        """Pass an event or samples to the tracker. Errors are reported, but do not stop others."""
         try:
             call(content)
         except Exception as error:
@@ -173,7 +174,7 @@ class Mirror:
                 self.send(failed=text)
 
     def _connect(self) -> None:
-        """Open the tracker, however long it takes. The same error in a row is reported once."""
+        """Open the tracker, however long it takes. Repetitions of an error are reported once."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -187,7 +188,7 @@ class Mirror:
                 self.error = text
             self.ending.wait(pause)
             pause = min(MAX_PAUSE_SECONDS, 2 * pause)
-            if self.ending.is_set():  # retry without a growing pause: this process ends soon
+            if self.ending.is_set():  # retry without growing pauses, because this process ends soon
                 time.sleep(POLL_SECONDS)
 
 
@@ -195,22 +196,22 @@ class Mirror:
 
 
 def mirror(run_dir: Path, name: str, of_process: int) -> None:
-    """Mirror a run to the tracker `name` until it ends, then end this process.
+    """Mirror a run to the tracker `name` until the run ends, then end this process.
 
-    Standard input is a socket.
+    Standard input must be a socket.
 
     Args:
         of_process: process ID of the run's first rank.
     """
     for number in processes.STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the run handles them, and sends how it ended
+        signal.signal(number, signal.SIG_IGN)  # the run handles them, and reports how it ended
     with contextlib.suppress(OSError):
         os.nice(19)
     channel = socket.socket(fileno=os.dup(0))
     lock = threading.Lock()
 
     def send(**message: Any) -> None:
-        with lock, contextlib.suppress(OSError):  # a killed run receives nothing
+        with lock, contextlib.suppress(OSError):  # a killed run cannot receive
             channel.sendall(json.dumps(message).encode() + b"\n")
 
     def orphaned() -> bool:
@@ -233,11 +234,11 @@ def mirror(run_dir: Path, name: str, of_process: int) -> None:
         send(failed=reason(error))
         code = 1
     sys.stdout.flush()
-    os._exit(code)  # without the exit hooks of libraries, which may wait for a server
+    os._exit(code)  # skips libraries' exit hooks, which may wait for a server
 
 
 def _received_end(channel: socket.socket) -> str | None:
-    """Wait for one poll; return how the run has ended, None if it still runs."""
+    """Wait for one poll interval; return how the run has ended, or None if it is running."""
     if not select.select([channel], [], [], POLL_SECONDS)[0]:
         return None
     try:
@@ -251,11 +252,11 @@ def _lock(path: Path, orphaned: Callable[[], bool]) -> FileLock:
     """Wait until the mirror of an earlier start, which may still be sending, has ended.
 
     Raises:
-        TimeoutError: the run was killed meanwhile. Its next start will start another mirror.
+        TimeoutError: the run was killed meanwhile; its next start will start another mirror.
     """
     try:
         return wait_for_lock(path, orphaned, POLL_SECONDS / 2)
     except LockTaken:
         raise TimeoutError(
-            "the run has ended while the mirror of an earlier start still ran"
+            "the run has ended while the mirror of an earlier start was still running"
         ) from None

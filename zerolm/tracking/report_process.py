@@ -1,7 +1,7 @@
-"""`HtmlReport`: updates `report.html` in the background, at intervals and at the end of a run.
+"""`HtmlReport`: update `report.html` in the background, at intervals and at the end of a run.
 
-The process `python -m zerolm report RUN_DIR`, one at a time, writes the report, so that nothing
-slow or broken there affects training. A supervisor uses `start_for` after a failed attempt.
+A separate process, `python -m zerolm report RUN_DIR`, writes the report, one at a time, so slow or
+failing reports do not affect training. A supervisor calls `start_for` after a failed attempt.
 """
 
 import os
@@ -18,12 +18,10 @@ from zerolm.run_dir.records import find_run_json
 from zerolm.watchdog.progress import record_progress
 
 FIRST_SECONDS = 30.0  # from the start of a run to its first report
-# How long the end of a run waits for its report: a run of a million lines takes a minute.
+# How long a run waits for its report at the end; a million lines take a minute.
 FINISH_SECONDS, MAX_FINISH_SECONDS = 20.0, 180.0  # minimum, maximum
-FINISH_FACTOR = 3.0  # in between: this times the duration of the last report
-MAX_BUSY_SHARE = (
-    0.05  # of the time a report may be in progress, so slow ones are written less often
-)
+FINISH_FACTOR = 3.0  # between these limits: this factor times the duration of the last report
+MAX_BUSY_SHARE = 0.05  # maximum share of time spent on reports, so slow ones are written less often
 
 
 class HtmlReport:
@@ -44,7 +42,7 @@ class HtmlReport:
         self._last_seconds = 0.0  # duration of the last report
 
     def tick(self) -> None:
-        """Start a process if a report is due and none is being written. Takes microseconds."""
+        """Start a report process if a report is due and none is running. Takes microseconds."""
         if not self.active:
             return
         if self._child.running:
@@ -53,7 +51,7 @@ class HtmlReport:
             self._start()
 
     def finish(self) -> None:
-        """Write the last report of a run, and wait for it, for a bounded time."""
+        """Write the last report of a run, and wait for it for a bounded time."""
         if not self.active:
             return
         seconds = min(max(FINISH_SECONDS, FINISH_FACTOR * self._last_seconds), MAX_FINISH_SECONDS)
@@ -71,7 +69,7 @@ class HtmlReport:
             self._warn(str(error))
 
     def _check(self, code: int | None) -> None:
-        """Schedule the next report after the process has ended with an exit code."""
+        """Schedule the next report once the process has ended with an exit code."""
         if code is None:
             return
         now = time.monotonic()
@@ -98,10 +96,10 @@ class HtmlReport:
 
 
 def start_for(run_dir: Path) -> Child | None:
-    """Start a process that writes the report of a run whose own processes have ended.
+    """Start a process that writes the report for a run whose own processes have ended.
 
-    It ends with this process. None if the run's reports are off, the run never started, or the
-    process cannot be started.
+    The process ends with this one. Returns None if the run's reports are disabled, the run never
+    started, or the process cannot be started.
     """
     try:
         record = find_run_json(run_dir)

@@ -1,7 +1,7 @@
-"""`RunLog`: writes metrics.jsonl, events.jsonl and samples.jsonl, which the trackers copy.
+"""`RunLog`: write metrics.jsonl, events.jsonl and samples.jsonl, which the trackers copy.
 
-These files are the record of a run. A tracker that is down, slow or misconfigured is logged as an
-event, and never ends a run. Only the `RunLog` of rank 0 writes.
+These files are the record of a run. If a tracker is down, slow or misconfigured, this is logged as
+an event, and the run continues. Only rank 0's `RunLog` writes.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ class RunLog:
     """The metrics and events of one run directory.
 
     Args:
-        resumed_step: step from which the run resumes. Lines of later steps, which are repeated, are
-            removed, and so is an incomplete line of a killed run.
+        resumed_step: step from which the run resumes. Lines of later steps, which will be repeated,
+            and an incomplete line left by a killed run are removed.
         writes: whether this is rank 0; False makes every method a no-op.
     """
 
@@ -42,9 +42,9 @@ class RunLog:
         self._metrics: LineFile | None = None
         self._events: LineFile | None = None
         self._values: dict[str, dict[int, float]] = {}  # {key given to ranked_steps: {step: value}}
-        self._samples_named = False  # the name of samples.jsonl is on the disk
-        self._newest: tuple[int, set[str]] = (-1, set())  # the last step, and its keys
-        self.lacks_rows: str | None = None  # what is missing before the step of a resume
+        self._samples_named = False  # whether the directory entry of samples.jsonl is durable
+        self._newest: tuple[int, set[str]] = (-1, set())  # the newest step, and its keys
+        self.lacks_rows: str | None = None  # describes rows missing before the resumed step
         if not writes:
             return
         path = self.files.metrics
@@ -53,7 +53,7 @@ class RunLog:
         for row in written:
             if row["step"] == resumed_step:
                 self._set_newest(row)
-        if resumed_step and self._newest[0] != resumed_step:  # every save has written a row
+        if resumed_step and self._newest[0] != resumed_step:  # every save writes a row
             last = jsonl.last_step(path)
             has = "has no rows" if last is None else f"ends at step {last}"
             self.lacks_rows = f"{path} {has}: the rows up to step {resumed_step} are missing"
@@ -65,29 +65,29 @@ class RunLog:
         incomplete = path.is_file() and not path.read_bytes().endswith(b"\n")
         self._events = LineFile(path, print_safely)
         if incomplete and path.stat().st_size:
-            self._events.write("")  # ends the line of a writer that was killed
+            self._events.write("")  # ends the line that a killed writer left
 
     def has(self, step: int, key: str) -> bool:
-        """Return whether the newest step is `step` and has `key`, which may end in a slash.
+        """Return whether the newest step is `step` and has `key`.
 
-        Then any key below it counts. Rank 0 only.
+        If `key` ends in a slash, any key that starts with it counts. Rank 0 only.
         """
         newest, keys = self._newest
         found = key in keys or (key.endswith("/") and any(each.startswith(key) for each in keys))
         return newest == step and found
 
     def ranked_steps(self, key: str) -> list[int]:
-        """Return the steps with a value of `key`, the lowest first; none on ranks other than 0."""
+        """Return the steps with a value for `key`, sorted by value; none on ranks other than 0."""
         if not self.writes:
             return []
-        if key not in self._values:  # read once: a run may have a million lines
+        if key not in self._values:  # read once, because a run may have a million lines
             rows = jsonl.read_rows(self.files.metrics, MetricsRow, key=key)
             self._values[key] = {row["step"]: row[key] for row in rows if row[key] is not None}
         values = self._values[key]
         return sorted(values, key=lambda step: (values[step], step))
 
     def metrics(self, row: Row) -> None:
-        """Append one line. `row` has `step` and `tokens`."""
+        """Append one line. `row` must contain `step` and `tokens`."""
         if self._metrics is None:
             return
         row = {key: _json_value(value) for key, value in row.items()}
@@ -104,7 +104,7 @@ class RunLog:
         self._newest = row["step"], {*row, *(keys if step == row["step"] else ())}
 
     def samples(self, rows: Sequence[Row]) -> None:
-        """Append the samples of one step to samples.jsonl, one line per prompt."""
+        """Append the samples from one step to samples.jsonl, one line per prompt."""
         if not self.writes:
             return
         with open(self.files.samples, "a") as file:
@@ -116,7 +116,7 @@ class RunLog:
             self._samples_named = True
 
     def sampled_tokens(self) -> int:
-        """Return the token count of the last samples, 0 if there are none. Rank 0 only."""
+        """Return the token count of the last samples; 0 if there are none. Rank 0 only."""
         tokens = 0
         for row in jsonl.read_rows(self.files.samples, SampleRow):
             tokens = row["tokens"]
@@ -128,9 +128,9 @@ class RunLog:
             self._events.write(events.event_line(event, step, **values))
 
     def sync(self) -> None:
-        """Sync the lines to disk, so that no checkpoint is ahead of its metrics after a power cut.
+        """Sync the lines to disk, so no checkpoint is ahead of its metrics after a power cut.
 
-        On a full disk the lines stay in memory.
+        If the disk is full, the lines stay in memory.
         """
         for file in (self._metrics, self._events):
             if file is not None:
@@ -138,10 +138,10 @@ class RunLog:
                     file.sync()
 
     def track(self, settings: Settings, before: Trackers | None = None) -> None:
-        """Start the trackers that are enabled. They read run.json.
+        """Start the enabled trackers, which read run.json.
 
         Args:
-            before: trackers of the log from before a rollback, which may still send messages.
+            before: trackers started before a rollback, which may still send messages.
         """
         if self.writes and (names := enabled_trackers(settings)):
             self.trackers = Trackers(self.run_dir, names, self._tracker_event, before)
@@ -157,8 +157,8 @@ class RunLog:
         """Sync and close the files, and make the trackers finish.
 
         Args:
-            how: `done`, `stopped`, `gave_up` or `failed`; or `rollback`, after which the run
-                continues with another log.
+            how: how the run ended: `done`, `stopped`, `gave_up`, `failed`, or `rollback`, after
+                which the run continues with another log.
         """
         self.sync()
         if self.trackers is not None:
@@ -168,7 +168,7 @@ class RunLog:
                 file.close()
 
     def finish_trackers(self) -> None:
-        """Wait for the trackers, for a bounded time; called last."""
+        """Wait for the trackers for a bounded time; call this last."""
         if self.trackers is not None:
             self.trackers.finish()
 
@@ -176,8 +176,8 @@ class RunLog:
 def archive(run_dir: Path, number: int, step: int) -> None:
     """Copy the metrics after `step`, which rollback `number` discards, to a separate file.
 
-    Rank 0 only, before the next `RunLog` of the directory removes them. If the file exists, it was
-    written before a crash, and is kept.
+    Call this on rank 0 only, before the directory's next `RunLog` removes them. An existing file
+    was written before a crash, and is kept.
     """
     files = RunFiles(run_dir)
     path = files.archived_metrics(number)
@@ -188,11 +188,11 @@ def archive(run_dir: Path, number: int, step: int) -> None:
 
 
 def _json_value(value: Any) -> Any:
-    """Return None for infinities and NaN, which JSON does not have."""
+    """Return None for infinities and NaN, which JSON does not support."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def console_line(row: Row, total_steps: int, seconds_left: float) -> str:
-    """Format one interval as `key=value`, the same in a terminal and in a log file."""
+    """Format the figures of an interval as `key=value` pairs."""
     progress = [f"step={row['step']}/{total_steps}", f"tokens={count(row['tokens'])}"]
     return " ".join([*progress, *line_figures(row), f"eta={duration(seconds_left)}"])

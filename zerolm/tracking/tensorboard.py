@@ -1,9 +1,9 @@
-"""`TensorboardTracker`: copies metrics.jsonl to TensorBoard's event files, over tokens.
+"""`TensorboardTracker`: copy metrics.jsonl to TensorBoard event files, with tokens as steps.
 
-The files are local, so every start reads those of earlier starts, finds the first row that is
+The files are local, so each start reads the files of earlier starts, finds the first row that is
 missing or has changed, and writes from there on. A purge marker in the new file makes TensorBoard
-ignore the rows that are repeated. The rows that a rollback discarded become a separate TensorBoard
-run, in a subdirectory.
+ignore repeated rows. The rows discarded by a rollback become a separate TensorBoard run in a
+subdirectory.
 """
 
 import os
@@ -24,7 +24,7 @@ Scalars = dict[str, np.float32]
 
 
 def scalars(row: Row) -> Scalars:
-    """Return the numbers of a row as TensorBoard stores them, in single precision."""
+    """Return the numbers in a row in single precision, as TensorBoard stores them."""
     return {
         key: np.float32(value)
         for key, value in row.items()
@@ -43,7 +43,7 @@ class TensorboardTracker(Tracker):
         self.where = f"tensorboard --logdir {self.directory}"
 
     def open(self) -> None:
-        """Find the rows that the files lack, and start another file.
+        """Find the rows missing from the files, and start a new file.
 
         Raises:
             ImportError: the package tensorboard is not installed.
@@ -68,7 +68,7 @@ class TensorboardTracker(Tracker):
         _add(self.writer, row)
 
     def samples(self, rows: list[Row]) -> None:
-        """Write generated texts, with one tag per prompt."""
+        """Write generated texts with one tag per prompt."""
         from tensorboard.plugins.text.summary_v2 import text_pb
 
         for row in rows:
@@ -86,9 +86,9 @@ class TensorboardTracker(Tracker):
 
 
 def write_all(directory: Path, rows: Iterable[Row]) -> None:
-    """Write rows into a new directory, which appears only when it is complete."""
+    """Write rows to a new directory, which appears only once it is complete."""
     unfinished = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     writer = EventFile(unfinished, None)
     for row in rows:
         _add(writer, row)
@@ -97,12 +97,11 @@ def write_all(directory: Path, rows: Iterable[Row]) -> None:
 
 
 def read_back(directory: Path) -> tuple[list[tuple[int, int]], set[tuple[int, str]]]:
-    """Read the rows and texts in the files, without those that a later start purged.
+    """Read the rows and texts in the files, except those purged by a later start.
 
-    The files may be large: only a fingerprint of each row stays in memory.
+    The files may be large, so only a fingerprint of each row is kept in memory.
 
-    Returns:
-        (tokens, fingerprint of the scalars) of every row; (tokens, tag) of every text.
+    Returns: (tokens, fingerprint of the scalars) for every row; (tokens, tag) for every text.
     """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
@@ -129,9 +128,8 @@ def read_back(directory: Path) -> tuple[list[tuple[int, int]], set[tuple[int, st
 def _compare(written: list[tuple[int, int]], rows: Iterable[Row]) -> tuple[int, int | None]:
     """Compare the rows in the files with metrics.jsonl.
 
-    Returns:
-        (number of rows to keep, token count from which the files are purged; None if all of their
-        rows are kept).
+    Returns: (number of rows to keep, token count from which to purge the files, or None to keep all
+    rows).
     """
     num_same, purge_tokens = 0, None
     for row in rows:
@@ -150,7 +148,7 @@ def _compare(written: list[tuple[int, int]], rows: Iterable[Row]) -> tuple[int, 
 
 
 def _fingerprint(row: Scalars) -> int:
-    """Return a number that is equal for equal scalars; valid in this process only."""
+    """Return a number that is equal for equal scalars; valid only in this process."""
     return hash(tuple(sorted((key, value.tobytes()) for key, value in row.items())))
 
 
@@ -159,13 +157,14 @@ def _files(directory: Path) -> list[Path]:
 
 
 class EventFile:
-    """An event file, which TensorBoard reads after the existing ones of its directory.
+    """An event file, which TensorBoard reads after the existing files in the directory.
 
-    TensorBoard sorts files by name. The name begins with the creation time in seconds, or, if the
-    clock is behind the newest file, with the number after that of the newest file.
+    TensorBoard sorts files by name. The name starts with the creation time in seconds or, if the
+    clock is behind the newest file, with that file's number plus one.
 
     Args:
-        purge_tokens: TensorBoard ignores rows of the existing files from this token count on.
+        purge_tokens: token count from which TensorBoard ignores rows in existing files; None: keep
+            all.
     """
 
     def __init__(self, directory: Path, purge_tokens: int | None):

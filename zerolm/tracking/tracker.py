@@ -1,16 +1,16 @@
-"""`Tracker`: the interface of a tracker (W&B, TensorBoard), and how a run finds its trackers.
+"""`Tracker`: the interface of trackers (W&B, TensorBoard), and how a run finds its trackers.
 
 To add one:
 
-1. Write a subclass of `Tracker` in a new module of this folder.
+1. Write a subclass of `Tracker` in a new module in this folder.
 2. Give it a flag in zerolm/config/settings.py, with `tracker="zerolm.tracking.MODULE:CLASS"`.
 3. Describe it in docs/operate.md, and its files in docs/run_directory.md.
 
-No other code names it. The flag's name is the tracker's name in messages and the name of its
-directory in the run directory, which exists before `open` and holds `mirror.log` and `lock`. The
-object lives in a separate process, which `Trackers` starts and `Mirror` drives: it may block, and
-may raise anything. The run imports its module for the class methods, so the module must not import
-the tracker's library at the top.
+No other code refers to a particular tracker. The flag's name is the tracker's name in messages and
+the name of its directory in the run directory, which exists before `open` and contains `mirror.log`
+and `lock`. The object exists in a separate process, which `Trackers` starts and `Mirror` drives, so
+it may block, and may raise any exception. The run imports its module for the class methods, so the
+module must not import the tracker's library at the top level.
 """
 
 import importlib
@@ -27,16 +27,16 @@ Row = dict[str, Any]
 
 
 class Tracker:
-    """A copy of a run directory on a tracker. One thread calls all of its methods.
+    """A copy of a run directory in a tracker. One thread calls all its methods.
 
     Args:
         of_process: process ID of the run's first rank.
 
     Attributes:
-        package: Python package that it needs, and zerolm's extra that installs it; "" if none.
+        package: required Python package, and the zerolm extra that installs it; "" if none.
         state_files: files in the tracker's directory that let a run restored from an object store
             continue the same tracker run.
-        where: the place of its data, printed on the console.
+        where: location of its data, to print on the console.
     """
 
     package = ""
@@ -51,7 +51,7 @@ class Tracker:
 
     @classmethod
     def is_enabled(cls, value: Any) -> bool:
-        """Return whether the value of the tracker's flag enables it."""
+        """Return whether this value of its flag enables the tracker."""
         return bool(value)
 
     @classmethod
@@ -68,20 +68,20 @@ class Tracker:
 
     @classmethod
     def repair(cls, run_dir: Path) -> str:
-        """Return how a user can send the rows that the tracker lacks after a failure."""
-        return "metrics.jsonl has everything, and the next start writes what is missing"
+        """Return how a user can send missing rows after a failure."""
+        return "metrics.jsonl is complete, and the next start writes the missing rows"
 
     # ---- Called in the tracker's process
 
     def open(self) -> None:
         """Connect, and find which rows the tracker has from earlier starts of the run.
 
-        Retried, with growing pauses, until it does not raise. Every start of a run hands over all
-        rows from the first one on, so a tracker starts from scratch here, or overrides `lacks`.
+        Retried with growing pauses until it succeeds. Every start of a run passes all rows from the
+        first on, so a tracker starts from scratch here, or overrides `lacks`.
         """
 
     def lacks(self, row: Row) -> bool:
-        """Return whether the tracker lacks a row. Called once for each row of the run, in order."""
+        """Return whether the tracker lacks a row. Called once for each row in the run, in order."""
         return True
 
     def log(self, row: Row) -> None:
@@ -95,18 +95,18 @@ class Tracker:
         """Write one line of events.jsonl."""
 
     def flush(self) -> None:
-        """Make the written data visible; called when there is nothing more to write for now."""
+        """Make the written data visible; called when there is currently nothing more to write."""
 
     def finish(self, exit_code: int) -> None:
-        """Write the rest, and close. `exit_code` is 0 if the run was done or stopped."""
+        """Write the rest, and close. `exit_code` is 0 if the run finished or was stopped."""
 
 
 def tracker_class(name: str) -> type[Tracker]:
-    """Import the class of the tracker with this name."""
+    """Import and return the class of a tracker."""
     module, _, attribute = TRACKERS[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
 def enabled_trackers(settings: Settings) -> list[str]:
-    """Return the names of the trackers that are enabled."""
+    """Return the names of the enabled trackers."""
     return [name for name in TRACKERS if tracker_class(name).is_enabled(getattr(settings, name))]

@@ -1,9 +1,9 @@
 """`Trackers`: one background process for each tracker (W&B, TensorBoard) of a run.
 
-No tracker runs in the training process. Its process, `python -m zerolm mirror` (`Mirror`), reads
-the lines that the run appends to metrics.jsonl, events.jsonl and samples.jsonl. These files are the
-queue, so a step never waits for a slow or broken tracker. First rank only. Must not depend on a
-particular tracker.
+Trackers never run in the training process. A tracker's process, `python -m zerolm mirror`
+(`Mirror`), reads the lines that the run appends to metrics.jsonl, events.jsonl and samples.jsonl.
+These files serve as the queue, so a step never waits for a slow or broken tracker. First rank only.
+Must not depend on a particular tracker.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ from zerolm.tracking.tracker import tracker_class
 from zerolm.watchdog.progress import record_progress
 
 POLL_SECONDS = 2.0
-READ_SECONDS = 5.0  # a process that is alive polls the files more often than this
+READ_SECONDS = 5.0  # a live process polls the files more often than this
 FINISH_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 30.0
-MAX_FAILURES = 4  # of one tracker per start of the run: each process may write all rows again
+MAX_FAILURES = 4  # per tracker and start of the run, because each process may write all rows again
 
 Note = Callable[..., None]
 
@@ -35,10 +35,9 @@ class Trackers:
     """The trackers of a run. Only `finish` waits for their servers.
 
     Args:
-        run_dir: the processes read their settings from its run.json.
+        run_dir: run directory; the processes read their settings from its run.json.
         note: `note(event, **values)` appends an event to the run's log.
-        before: trackers of the log from before a rollback. Their messages are received until they
-            have ended.
+        before: trackers started before a rollback, whose messages are received until they end.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Trackers:
         self._poll_at = 0.0
 
     def tick(self) -> None:
-        """Receive messages, and restart a process that has died. Takes microseconds."""
+        """Receive messages, and restart processes that have died. Takes microseconds."""
         now = time.monotonic()
         if now >= self._poll_at:
             self._poll_at = now + POLL_SECONDS
@@ -66,7 +65,7 @@ class Trackers:
         """Announce that nothing more will be written, and wait until everything has been read.
 
         Args:
-            how: `done`, `stopped`, `rollback`, `failed` or `gave_up`.
+            how: how the run ended: `done`, `stopped`, `rollback`, `failed` or `gave_up`.
         """
         for process in self._processes:
             process.end(how)
@@ -74,14 +73,14 @@ class Trackers:
             process.wait_until_read()
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
-        """Wait at most `seconds` for the processes, and report what a tracker lacks."""
+        """Wait at most `seconds` for the processes, and report which trackers lack data."""
         deadline = time.monotonic() + seconds
         for process in (*self._ending, *self._processes):
             process.finish(deadline)
 
 
 class TrackerProcess:
-    """The process of one tracker, and the socket to it."""
+    """A tracker's process, and the socket connected to it."""
 
     def __init__(self, run_dir: Path, name: str, note: Note):
         self.name, self.note = name, note
@@ -110,11 +109,11 @@ class TrackerProcess:
         theirs.close()
 
     def poll(self) -> None:
-        """Receive messages; restart the process if it has died and is due."""
+        """Receive messages; restart the process if it has died and a restart is due."""
         self._receive()
         code = self.child.poll()
         if code is not None:
-            self._receive()  # messages from just before it ended
+            self._receive()  # messages sent just before it ended
             self._close()
             if self._end_sent:
                 self._report_end(complete=code == 0)
@@ -156,14 +155,14 @@ class TrackerProcess:
         self._report_end(code == 0, "it did not end in time" if late else "")
 
     def _report_end(self, complete: bool, reason: str = "") -> None:
-        """Report, once, that the process has ended and its tracker may lack rows."""
+        """Report once that the process has ended and its tracker may lack rows."""
         if not (complete or self._repair_was_logged or self._ended):
             reason = reason or f"its process ended ({self.log})"
             self._fail(f"may lack rows: {reason}; {self.repair}")
         self._ended = True
 
     def _receive(self) -> None:
-        """Read the messages of the process without waiting, and log them."""
+        """Read the process's messages without waiting, and log them."""
         while self.channel is not None:
             try:
                 data = self.channel.recv(1 << 16)

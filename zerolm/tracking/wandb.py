@@ -1,6 +1,6 @@
-"""`WandbTracker`: copies a run directory to W&B: rows, references to checkpoints, samples, alerts.
+"""`WandbTracker`: copy a run directory to W&B: rows, references to checkpoints, samples, alerts.
 
-It reads nothing but the files of the run directory. It may block, and raises whatever W&B raises:
+Reads only the files in the run directory. May block, and raises any exception that W&B raises;
 `Mirror` handles both.
 """
 
@@ -33,17 +33,19 @@ from zerolm.tracking.wandb_identity import (
 )
 
 INIT_SECONDS, FINISH_SECONDS = 30, 15
-STEP_NUMBERS = 100  # W&B steps per training step: rows from the first one on, samples in the last
+STEP_NUMBERS = 100  # W&B steps per training step: rows use the first ones, samples the last
 SAMPLE_COLUMNS = ("step", "tokens", "prompt_number", "prompt", "text", "seed", "temperature")
 
 
 def close() -> None:
-    """Stop W&B's service process if this process started one, and connect to no existing one."""
+    """Stop W&B's service process if this process started one, and disconnect from any other."""
     import wandb
 
     with contextlib.suppress(Exception):
         wandb.teardown()
-    os.environ.pop("WANDB_SERVICE", None)  # its address: it may already have a run with this id
+    os.environ.pop(
+        "WANDB_SERVICE", None
+    )  # the address of a service that may already have a run with this id
 
 
 class _Manifest(TypedDict):
@@ -52,21 +54,21 @@ class _Manifest(TypedDict):
 
 
 class WandbTracker(Tracker):
-    """A W&B run that mirrors a run directory, with one id over all starts of the run.
+    """A W&B run that mirrors a run directory, with the same id for all starts of the run.
 
-    A rollback starts another W&B run of the same group, with every row of metrics.jsonl. W&B cannot
-    delete rows, so the rows of repeated steps, on other data, would mix with the rows of the steps
-    that were rolled back. The earlier W&B run keeps those.
+    A rollback starts another W&B run in the same group, with every row in metrics.jsonl. This is
+    because W&B cannot delete rows: rows of repeated steps, on other data, would be mixed with rows
+    of the steps that were rolled back. The earlier W&B run keeps the latter.
 
-    The number of a row (W&B's step) depends only on the training step and increases from row to
-    row: a repeated step has the same numbers, on any machine. So the newest number on W&B's server
-    shows which rows it has. Offline, every start writes a file with all rows, which replaces the
+    A row's number (W&B's step) depends only on the training step, and increases from row to row. A
+    repeated step gets the same numbers on any machine, so the newest number on W&B's server shows
+    which rows the server has. Offline, every start writes a file with all rows, which replaces the
     files of earlier starts.
 
     Args:
         of_process: ID of the process whose memory and threads W&B shows as system metrics.
-        separate: identity of a W&B run that `wandb-sync` creates: it is never resumed, and sends
-            no alerts.
+        separate: identity of a W&B run created by `wandb-sync`, which is never resumed and sends no
+            alerts.
         separate_id: id of that W&B run (default: a new one).
     """
 
@@ -86,7 +88,7 @@ class WandbTracker(Tracker):
         self.settings: Row = self.config.get("settings", {})
         self.live = separate is None
         rollbacks = read_rollbacks(run_dir)
-        # Not their count: a branch counts on from the rollbacks of its trunk.
+        # Not the count, because a branch continues the numbering of its trunk's rollbacks.
         self.num_rollbacks = rollbacks[-1]["number"] if rollbacks else 0
         self._last_rollback = 0
         suffix = f"-rollback-{self.num_rollbacks}" if rollbacks else ""
@@ -94,17 +96,17 @@ class WandbTracker(Tracker):
         self.identity = replace(self.identity, mode=resolve_mode(self.identity.mode))
         self.run_id = self._saved_id() if self.live else separate_id or new_id()
         self.run: Any = None
-        self._first = 0  # lowest number that W&B's server lacks
-        self._number = -1  # of the newest row
+        self._first = 0  # lowest number missing on W&B's server
+        self._number = -1  # number of the newest row
         self._logged: set[str] = set()  # texts of alerts, names of checkpoints
         self._earlier_files: list[Path] = []
         self._table: Any = None
         self._sample_keys: set[tuple[int, int]] = set()  # (step, prompt number)
-        self._waiting: list[Row] = []  # samples, until the first row of a later step
+        self._waiting: list[Row] = []  # samples to log before the first row of a later step
         self._mfu, self._limit = alerts.LowMfuDetector(), alerts.RateLimit()
 
     def _saved_id(self) -> str:
-        """Return the id that earlier starts have used since the last rollback, or a new one."""
+        """Return the id that starts since the last rollback have used, or a new one."""
         with contextlib.suppress(RecordError):
             state = read_record(self.directory / TRACKER_STATE, TrackerState)
             if state is not None and state.get("rollbacks", 0) == self.num_rollbacks:
@@ -112,7 +114,7 @@ class WandbTracker(Tracker):
         return new_id()
 
     def _save_state(self, url: str | None = None) -> None:
-        """Write which W&B run the next start continues, and its page for the report."""
+        """Record which W&B run the next start continues, and its URL for the report."""
         if self.live:
             state = {"id": self.run_id, "rollbacks": self.num_rollbacks}
             write_json(self.directory / TRACKER_STATE, state | ({"url": url} if url else {}))
@@ -134,7 +136,7 @@ class WandbTracker(Tracker):
 
     @classmethod
     def repair(cls, run_dir: Path) -> str:
-        return f"metrics.jsonl has everything: zerolm wandb-sync {quote(str(run_dir))}"
+        return f"metrics.jsonl is complete; send it with: zerolm wandb-sync {quote(str(run_dir))}"
 
     # ---- Called in the tracker's process
 
@@ -143,7 +145,8 @@ class WandbTracker(Tracker):
         self.directory.mkdir(exist_ok=True)
         os.environ.setdefault("WANDB_DATA_DIR", str((self.directory / "data").resolve()))
         os.environ["WANDB_SILENT"] = "true"
-        # Telemetry, which W&B sends to its makers even offline. Rows need none.
+        # Telemetry, which W&B sends to its developers even offline, and which logging does not
+        # need.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -198,22 +201,27 @@ class WandbTracker(Tracker):
             self._alert(alert, time.time())
 
     def samples(self, rows: list[Row]) -> None:
-        """Keep samples until the rows of their step have been logged.
+        """Hold samples back until the rows of their step have been logged.
 
-        W&B accepts no number below an earlier one, so they must come before rows of later steps.
+        W&B rejects numbers below earlier ones, so samples must be logged before rows of later
+        steps.
         """
         for row in rows:
-            _ = row["tokens"]  # a line without this key must fail here, where only it is skipped
+            _ = row[
+                "tokens"
+            ]  # a line without this key must fail here, where only this line is skipped
             key = row["step"], row["prompt_number"]
-            if key not in self._sample_keys:  # a resumed run writes them again
+            if key not in self._sample_keys:  # a resumed run writes samples again
                 self._sample_keys.add(key)
-                if _samples_number(row["step"]) >= self._first:  # else W&B's table has it
+                if (
+                    _samples_number(row["step"]) >= self._first
+                ):  # otherwise W&B's table already has it
                     self._waiting.append(row)
 
     def _log_samples(self, before: int | None = None) -> None:
-        """Log the samples of steps before `before` (default: all) as one table.
+        """Log the samples from steps before `before` (default: all) as one table.
 
-        The table grows: each version has the samples of all steps.
+        The table grows: each version contains the samples of all steps.
         """
         import wandb
 
@@ -230,7 +238,7 @@ class WandbTracker(Tracker):
             self.run.log(content, step=_samples_number(first["step"]), commit=True)
 
     def event(self, event: Row) -> None:
-        """Send the alert or checkpoint reference for an event, unless an earlier start has sent it.
+        """Send an event's alert or checkpoint reference, unless an earlier start has sent it.
 
         Events before the last rollback belong to the earlier W&B run.
         """
@@ -245,7 +253,7 @@ class WandbTracker(Tracker):
             self._alert(alert, _seconds(event))
 
     def flush(self) -> None:
-        """Retire the files of earlier starts: the file of this start has all their rows."""
+        """Retire the files of earlier starts, because this start's file contains all their rows."""
         if self._earlier_files:
             wandb_files.retire(self._earlier_files)
             self._earlier_files = []
@@ -254,17 +262,17 @@ class WandbTracker(Tracker):
         """Send the rest, and end the W&B run.
 
         Raises:
-            TimeoutError: W&B did not take everything within `FINISH_SECONDS`.
+            TimeoutError: W&B did not accept everything within `FINISH_SECONDS`.
         """
         self._log_samples()
         self.run.finish(exit_code=exit_code)
         self.flush()
-        close()  # offline, its service process writes the file until it ends
+        close()  # offline, the service process writes the file until it ends
 
     # ---- Alerts and checkpoints
 
     def _alert(self, alert: alerts.Alert, when: float) -> None:
-        """Send an alert, unless it was sent before or there were too many."""
+        """Send an alert, unless it was already sent or the rate limit is reached."""
         if alert.text not in self._logged and self._limit.allows(alert, when):
             self.run.alert(
                 f"{self.identity.name[:40]}: {alert.title}",
@@ -274,12 +282,12 @@ class WandbTracker(Tracker):
             )
 
     def _log_reference(self, event: Row) -> None:
-        """Log a checkpoint as an artifact with its URL and metadata; its files are not uploaded."""
+        """Log a checkpoint as an artifact with URL and metadata, without uploading its files."""
         import wandb
 
         uploaded = self.settings.get("upload_to") not in (None, "off")
         if uploaded != (event["event"] == "upload"):
-            return  # with uploads, refer to the store's copy, which outlives the local one
+            return  # with uploads, reference the store's copy, which outlives the local one
         name = event["checkpoint"]
         if name in self._logged:
             return
@@ -307,7 +315,7 @@ class WandbTracker(Tracker):
         try:
             try:
                 artifact.add_reference(url, name=name, checksum=False)
-            except Exception:  # W&B lacks the library for this store; the metadata has the URL
+            except Exception:  # W&B lacks the library for this store; the metadata contains the URL
                 artifact.add_reference(path.as_uri(), name=name, checksum=False)
         except Exception:
             if not (path / MANIFEST).exists():
@@ -325,7 +333,7 @@ def _samples_number(step: int) -> int:
 
 
 def _seconds(event: Row) -> float:
-    """Return the time of an event in seconds since the epoch; now, if it has none."""
+    """Return the time of an event in seconds since the epoch; the current time if it has none."""
     try:
         return datetime.strptime(event["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except (KeyError, ValueError):

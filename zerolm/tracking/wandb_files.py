@@ -1,8 +1,8 @@
-"""Reads W&B's own files of a run (`run-ID.wandb`), to find what a W&B run already has.
+"""Read W&B's own files (`run-ID.wandb`) to find what a W&B run already contains.
 
-The files are logs in LevelDB's format: after a header of 7 bytes, blocks of 32 KiB with records,
-which may be divided into fragments. A file whose writer was killed ends within a record; the
-records before it are valid.
+The files are logs in LevelDB's format: after a 7-byte header, 32 KiB blocks with records, which may
+be split into fragments. A file whose writer was killed ends within a record; the records before it
+are valid.
 Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
 """
 
@@ -15,23 +15,23 @@ from typing import Any
 from zerolm.run_dir.files import RunFiles
 
 BLOCK_BYTES, HEADER_BYTES = 32768, 7
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4  # types of fragments
+FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4  # fragment types
 
 
 def files_of(run_dir: Path, run_id: str) -> list[Path]:
-    """Return the files of a W&B run in a run directory, in the order of its starts."""
+    """Return a W&B run's files in a run directory, in the order of its starts."""
     paths = RunFiles(run_dir).tracker("wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
     return sorted(paths, key=lambda path: path.parent.name.rpartition("run-2")[2])
 
 
 def raw_records(path: Path) -> Iterator[bytes]:
-    """Yield the complete records of a file."""
+    """Yield the complete records in a file."""
     position, record, size_bytes = HEADER_BYTES, b"", path.stat().st_size
     with open(path, "rb") as file:
         file.seek(position)
         while position + HEADER_BYTES <= size_bytes:
             left = BLOCK_BYTES - position % BLOCK_BYTES
-            if left < HEADER_BYTES:  # the end of a block has no room for a header
+            if left < HEADER_BYTES:  # too short for a header: the block ends here
                 position += len(file.read(left))
                 continue
             header = file.read(HEADER_BYTES)
@@ -46,7 +46,7 @@ def raw_records(path: Path) -> Iterator[bytes]:
 
 
 def records(path: Path) -> Iterator[Any]:
-    """Yield the records of a file, as W&B's protocol buffers."""
+    """Yield the records in a file as W&B protocol buffers."""
     from wandb.proto import wandb_internal_pb2
 
     new_record: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
@@ -58,11 +58,11 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def retire(files: list[Path]) -> None:
-    """Mark offline files of earlier starts as sent; remove all but the newest one's directory.
+    """Mark offline files of earlier starts as sent; remove all their directories but the newest.
 
-    The files are in the order of the starts, and the next start's file has all their rows. If they
-    are not marked, `wandb sync` sends every file of a run from the first line, each overwriting the
-    one before (W&B 0.31).
+    The files must be in order of the starts; the next start's file contains all their rows. Without
+    the marks, `wandb sync` sends every file of a run from the first line, each overwriting the one
+    before (W&B 0.31).
     """
     offline = [path for path in files if path.parent.name.startswith("offline-")]
     for path in offline:
@@ -72,7 +72,7 @@ def retire(files: list[Path]) -> None:
 
 
 def logged(run_dir: Path, run_id: str) -> set[str]:
-    """Return the texts of all alerts and the aliases of all artifacts of a W&B run."""
+    """Return the texts of all alerts and the aliases of all artifacts in a W&B run."""
     found: set[str] = set()
     for path in files_of(run_dir, run_id):
         for record in records(path):

@@ -1,6 +1,6 @@
 """The names under which W&B shows a run, and whether W&B is used online or offline.
 
-From run.json, the environment and netrc; must not import W&B.
+Reads run.json, the environment and netrc; must not import W&B.
 """
 
 import os
@@ -14,7 +14,7 @@ from zerolm.common.records import Count, Name, read_record
 from zerolm.run_dir.files import TRACKER_STATE, RunFiles
 from zerolm.run_dir.records import ancestors
 
-MAX_TAG_CHARACTERS = 64  # W&B refuses longer ones
+MAX_TAG_CHARACTERS = 64  # W&B rejects longer tags
 
 
 class _Id(TypedDict):
@@ -22,7 +22,7 @@ class _Id(TypedDict):
 
 
 class TrackerState(_Id, total=False):
-    """The content of `wandb/run.json`: the W&B run that the next start continues, and its page."""
+    """The content of `wandb/run.json`: the W&B run that the next start continues, and its URL."""
 
     rollbacks: Count
     url: str
@@ -30,11 +30,11 @@ class TrackerState(_Id, total=False):
 
 @dataclass(frozen=True)
 class Identity:
-    """What W&B calls a run.
+    """The names of a run in W&B.
 
     Attributes:
         entity: user or team; None: the owner of the key.
-        group: name that all W&B runs of one run directory have in common.
+        group: common name of all W&B runs for one run directory.
     """
 
     mode: str
@@ -49,8 +49,8 @@ def identity(run_dir: Path, record: Mapping[str, Any], suffix: str = "") -> Iden
     """Return the identity of a W&B run.
 
     Args:
-        run_dir: its name is the default name.
-        suffix: appended to the name, for another W&B run of the same group.
+        run_dir: run directory, whose name is the default name.
+        suffix: appended to the name, for another W&B run in the same group.
     """
     settings = record.get("settings", {})
     name = settings.get("wandb_name") or run_dir.resolve().name
@@ -69,7 +69,7 @@ def identity(run_dir: Path, record: Mapping[str, Any], suffix: str = "") -> Iden
 
 
 def page_of(run_dir: Path) -> str | None:
-    """Return the address of the page that W&B has of a run, None if it has none or is offline."""
+    """Return the URL of a run's W&B page; None if the run has none, or is offline."""
     try:
         state = read_record(RunFiles(run_dir).tracker("wandb") / TRACKER_STATE, TrackerState)
     except RecordError:
@@ -78,9 +78,9 @@ def page_of(run_dir: Path) -> str | None:
 
 
 def resolve_mode(mode: str) -> str:
-    """Return the mode for `auto`: that of `WANDB_MODE`, or else online if there is a key.
+    """Resolve `auto` to the mode set by `WANDB_MODE`, else to online if there is a key.
 
-    With `WANDB_MODE=disabled` a run has no W&B tracker, and `wandb-sync` writes offline files.
+    With `WANDB_MODE=disabled`, a run has no W&B tracker, and `wandb-sync` writes offline files.
     """
     if mode != "auto":
         return mode
@@ -90,7 +90,7 @@ def resolve_mode(mode: str) -> str:
 
 
 def has_key(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether W&B can log in without a prompt: with a key in the environment or in netrc."""
+    """Return whether W&B can log in without a prompt, using a key from the environment or netrc."""
     import netrc
 
     if environment.get("WANDB_API_KEY"):
@@ -102,7 +102,7 @@ def has_key(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def mode_variable(environment: Mapping[str, str] = os.environ) -> str:
-    """Return `WANDB_MODE` as W&B reads it: online, offline or disabled; empty if it is not set."""
+    """Return `WANDB_MODE` as W&B interprets it: online, offline or disabled; empty if not set."""
     mode = environment.get("WANDB_MODE", "").strip()
     mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)
     return mode if mode in ("online", "offline", "disabled") else ""

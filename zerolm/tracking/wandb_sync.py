@@ -1,7 +1,7 @@
-"""`zerolm wandb-sync RUN`: sends a run directory to W&B, whatever W&B already has.
+"""`zerolm wandb-sync RUN`: send a run directory to W&B, regardless of what W&B already has.
 
-One W&B run gets metrics.jsonl, references to the checkpoints, and the samples. The rows that each
-rollback discarded become a separate W&B run of the same group. The run may still be running.
+One W&B run gets metrics.jsonl, references to the checkpoints, and the samples. The rows discarded
+by each rollback become a separate W&B run in the same group. The run may still be in progress.
 """
 
 import os
@@ -38,8 +38,8 @@ def wandb_sync(
     """Send the current content of a run directory to W&B.
 
     Args:
-        project: default: the run's.
-        entity: user or team; default: the run's.
+        project: W&B project; default: the run's.
+        entity: W&B user or team; default: the run's.
         same_id: overwrite the run's own W&B run instead of creating a new one.
         log: called with a line for each W&B run.
 
@@ -57,7 +57,7 @@ def wandb_sync(
     parts = [("", files.metrics)]
     parts += [(f"-{rollback_name(path)}", path) for path in files.all_archived_metrics()]
     for path in (*(path for _, path in parts), files.events, files.samples):
-        try:  # an error of a file is none of W&B's
+        try:  # report file errors as such, not as W&B errors
             if (file := open_regular(path)) is not None:
                 file.close()
         except OSError as error:
@@ -79,8 +79,8 @@ def wandb_sync(
         except Exception as error:  # network, key or disk; W&B raises many classes
             close()
             raise ZerolmError(
-                f"{path}: W&B did not accept it: {reason(error, named=False)}. Try again, or write "
-                f"it into the run directory with --mode offline."
+                f"{path}: W&B did not accept the data: {reason(error, named=False)}. Try again, or "
+                "write the data to the run directory with --mode offline."
             ) from error
     return ids
 
@@ -95,14 +95,14 @@ def _id_in_use(files: RunFiles) -> str:
         FileLock(files.tracker_lock("wandb")).release()
     except LockTaken as error:
         raise ConfigError(
-            f"--same_id: {files.run_dir} is still running and writes to that W&B run. Wait until "
-            f"it has ended, or leave --same_id out."
+            f"--same_id: {files.run_dir} is still running and writes to this W&B run. Wait until "
+            "the run has ended, or omit --same_id."
         ) from error
     return state["id"]
 
 
 def _send(files: RunFiles, metrics: Path, one: Identity, run_id: str, everything: bool) -> str:
-    """Send one file of metrics as one W&B run; return a line about it.
+    """Send a metrics file as one W&B run; return a line that describes the W&B run.
 
     Args:
         everything: also send samples and events.

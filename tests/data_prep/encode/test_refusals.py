@@ -58,7 +58,7 @@ def test_every_problem_of_a_command_is_shown_before_any_work(tmp_path, tokenizer
         "--workers many: is not a whole number from 1",
         "--shard_tokens 0: is not a whole number from 1 up",
         "--val_fraction 1.5: is not a number between 0 and 1",
-        "is not empty (it holds 'thesis.txt')",
+        "is not empty (it contains 'thesis.txt')",
         "must not equal, contain or be inside --output",
         "absent.jsonl: no such file",
         "file is not one of .txt",

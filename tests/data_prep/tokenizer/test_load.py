@@ -114,7 +114,7 @@ def test_ids_are_those_of_tokenizer_json_whatever_its_class_does(
     text = " e\u0301"  # which these classes normalize
     [ids], [[*of_class]] = file_ids(directory, [text]), reference_ids(directory, [text])
     said = f"{name}, which replaces its "
-    shown = f": {text!r} is {of_class}, by tokenizer.json {ids}. "
+    shown = f": {text!r} is {of_class}, but {ids} with tokenizer.json. "
     assert [said in each and shown in each for each in tokenizer.notices] == [True] * (
         ids != of_class
     )

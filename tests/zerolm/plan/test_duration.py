@@ -93,7 +93,7 @@ def test_check_prints_the_duration_on_this_device(inputs):
         "--max_epochs 1e12")  # fmt: skip
     done = run_module("pretrain", *words)
     assert done.returncode == 0, done.stderr
-    measured = r" years at \d+% MFU of 1 x .*, as one block of the model has here\n"
+    measured = r" years at \d+% MFU of 1 x .*, measured here on one block of the model\n"
     assert re.search(measured, done.stdout) and "note: this run would" in done.stdout
 
 
@@ -102,7 +102,7 @@ def test_a_block_of_the_model_is_timed_on_a_cpu(plan, monkeypatch):
     mfu = duration._timed_mfu(plan, rate)
     assert mfu and mfu == pytest.approx(10 * duration._timed_mfu(plan, 10 * rate), rel=0.9)
     line, _ = duration.expected(plan, rate, mfu)
-    assert line.endswith(", as one block of the model has here")
+    assert line.endswith(", measured here on one block of the model")
     monkeypatch.setattr(duration, "TIMED_PARAMETERS", 10)
     assert duration._timed_mfu(plan, rate) is None, "a large model"
     monkeypatch.undo()

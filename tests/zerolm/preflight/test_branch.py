@@ -109,13 +109,13 @@ def test_a_decay_of_the_trunk_before_the_branch_point_and_a_jump_are_reported(tr
     early["settings"] |= {"total_tokens": 12288, "decay_tokens": 4096}
     write_json(trunk / "run.json", early)
     notices = " ".join(plan_of(trunk, "--total_tokens 15360").notices)
-    assert "the decay of the trunk began at 8,192 tokens" in notices and "jumps" in notices
+    assert "the trunk's decay began at 8,192 tokens" in notices and "jumps" in notices
 
 
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        ("--total_tokens 10240", ["must be above the 10240 tokens", "--total_tokens"]),
+        ("--total_tokens 10240", ["must exceed the 10240 tokens", "--total_tokens"]),
         ("--branch {trunk}@15", ["no complete checkpoint of step 15", "10, 20, 30"]),
         ("--branch {trunk}-gone", ["--branch", "there is no", "run.json"]),
         ("--model_config {other}", ["model_config.hidden_size: 64 -> 32", "cannot change"]),
@@ -137,7 +137,7 @@ def test_a_directory_with_another_run_is_refused(inputs, trunk) -> None:
     assert any("is the --run_dir itself" in line for line in refused(trunk, run="trunk"))
     make_run(inputs, trunk.parent / "other", WSD)
     (problem,) = refused(trunk, run="other")
-    assert "has a run that did not begin there" in problem
+    assert "contains a run that did not start there" in problem
 
 
 def begin(trunk, *flags, run="branch"):

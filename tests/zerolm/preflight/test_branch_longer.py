@@ -87,7 +87,7 @@ def test_a_longer_branch_reads_what_the_trunk_has_not(
     require_disjoint([trunk, plan], [(0, 16 * steps), (start, start + 640)], in_block)
     (notice,) = [line for line in plan.notices if "sequences of 128 tokens instead of 32" in line]
     assert notice.endswith(
-        "those of which the trunk has read nothing; a source loses less than one"
+        "only sequences that the trunk has not read; each source loses less than one"
     )
     shutil.rmtree(tmp_path / "trunk")
     again = plan_of(tmp_path / "trunk", f"--branch {tmp_path}/trunk@{steps}", flags)
@@ -156,10 +156,10 @@ def test_other_data_and_later_stages_of_a_longer_branch(inputs, tmp_path, long_c
 @pytest.mark.parametrize(
     ("run", "flags", "part"),
     [
-        (WSD, "--seq_len 128", "it reads them in random order"),
+        (WSD, "--seq_len 128", "the trunk reads them in random order"),
         (LATER, "--seq_len 256", "Branch from a run with --later_seq_len 256"),
-        (LATER, "--seq_len 80", "that is no divisor of 80. Choose 64"),
-        (LATER, "--seq_len 16", "no divisor of 16"),
+        (LATER, "--seq_len 80", "this does not divide 80. Choose 64"),
+        (LATER, "--seq_len 16", "does not divide 16"),
         (f"{WSD} --later_seq_len 100", "", "must be a multiple of --seq_len 32"),
         (f"{WSD} --later_seq_len 32000", "", "must be at least --later_seq_len + 1 = 32001"),
     ],
@@ -176,7 +176,7 @@ def test_a_length_that_cannot_continue_is_refused(
     config = f"--model_config {long_config}"
     assert any(part in problem for problem in refused(tmp_path / "trunk", flags, config))
     anew = plan_of(tmp_path / "trunk", flags, config, "--seed 3 --batch_tokens 1280")
-    assert any("in a new order, in which text" in notice for notice in anew.notices)
+    assert any("all data is reordered, so text" in notice for notice in anew.notices)
 
 
 def test_other_positions_are_named_and_other_keys_refused_at_once(inputs, tmp_path) -> None:

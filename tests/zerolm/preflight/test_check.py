@@ -49,8 +49,8 @@ BAD = {
     "the two configs exchanged": (
         "--model_config bf16.json --deepspeed_config llama.json",
         [
-            "bf16.json is a DeepSpeed JSON, and",
-            "llama.json of --deepspeed_config is a model config",
+            "bf16.json is a DeepSpeed JSON, and --deepspeed_config ",
+            "llama.json is a model config. Swap the two",
         ],
     ),
     "a profile as model": (
@@ -222,7 +222,10 @@ def test_the_second_weights_of_hpz_are_among_the_estimated_model_states(inputs):
     )
     plan = check.check(command(inputs, "--deepspeed_config hpz.json"), {"WORLD_SIZE": "2"})
     second = shown_bytes(plan.model.num_parameters)  # two bytes of half of them
-    assert f"({second} of them hpZ's second weights)" in plan.derived["memory per rank"]
+    assert (
+        f"(including {second} for hpZ's second copy of the weights)"
+        in plan.derived["memory per rank"]
+    )
     plan = check.check(command(inputs), {"WORLD_SIZE": "2"})
     assert "hpZ" not in plan.derived["memory per rank"]
 

@@ -155,7 +155,7 @@ def test_changes_that_affect_the_curve_are_allowed_if_accepted(inputs, a_run):
         ("--model_config dropout.json", "attention_dropout: 0.0 -> 0.1 (--model_config) cannot"),
         (
             "--deepspeed_config fp32.json",
-            "precision: bf16 -> fp32 (--deepspeed_config; the run began",
+            "precision: bf16 -> fp32 (--deepspeed_config; the run started",
         ),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_run_keeps_its_precision_on_another_kind_of_cpu(inputs, tmp_path, monk
     assert "bf16 is 57 times slower than float32 on EPYC 7763" in notices
     (problem,) = refusal(inputs, f"{change} --precision fp32")
     assert "precision: bf16 -> fp32 (" in problem
-    assert "the run began on EPYC 9455, this is EPYC 7763" in problem
+    assert "the run started on EPYC 9455, this is EPYC 7763" in problem
     new = check.check(command(inputs, f"{change} --run_dir {tmp_path / 'new'}"), {})
     assert new.profile.precision == "fp32"
     assert "EPYC 7763 multiplies bf16 57 times slower than float32" in "\n".join(new.notices)
@@ -196,7 +196,7 @@ def test_a_run_in_bf16_is_refused_on_a_device_without_it_and_both_are_named(
     monkeypatch.setattr("zerolm.preflight.host.local_device", lambda *_: old)
     (problem,) = refusal(inputs, change)
     assert "bf16: enabled, but an old device does not support it" in problem
-    assert f"the run of {tmp_path}/run.json began in it on EPYC 9455" in problem
+    assert f"the run in {tmp_path}/run.json began in bf16 on EPYC 9455" in problem
 
 
 def cpu(monkeypatch, name, ratio):

@@ -100,7 +100,7 @@ def test_shards_of_another_tokenizer_are_refused(base, ours, problem) -> None:
     with_tokenizer(base / "data" / "tokenizer", ours)
     if problem:
         text = refusal()
-        assert f"data: its tokenizer is not that of --init_from model: {problem}" in text
+        assert f"data: its tokenizer differs from that of --init_from model: {problem}" in text
     else:
         assert not any("--init_from" in notice for notice in plan_of().notices)
 
@@ -111,8 +111,8 @@ def test_shards_of_another_tokenizer_are_refused(base, ours, problem) -> None:
         ("data/nothing", "no such directory. Give a Hugging Face model directory"),
         ("model/config.json", "--init_from model/config.json: is a file. Give a Hugging Face"),
         ("no/such/directory", "no such directory. Give a Hugging Face model directory"),
-        ("someone/model", "nor a model that the Hugging Face client can fetch or has in its"),
-        ("data", "data: has neither model.safetensors nor model"),
+        ("someone/model", "nor a model that the Hugging Face client can fetch or find in its"),
+        ("data", "data: contains neither model.safetensors nor model"),
         ("run@12", "run has no complete checkpoint of step 12"),
     ],
 )

@@ -108,7 +108,7 @@ def test_models_that_see_the_future_are_refused(family, tmp_path):
         ),
         (
             {**toy_config("llama4_text"), "layer_types": ["chunked_attention"] * 2},
-            "attention_chunk_size: 8: 2 of 23 positions do not see the token before them. Use 8192",
+            "attention_chunk_size: 8: 2 of 23 positions do not see the previous token. Use 8192",
         ),
         ({**LLAMA, "intermediate_size": 0}, "no gradient reaches model.layers.*.mlp.down_proj"),
         (

@@ -44,7 +44,7 @@ def test_a_rank_that_is_bound_to_one_core_of_several_is_told(tmp_path, monkeypat
         found = Findings([])
         host.detect(RunSettings(run_dir=str(tmp_path)), ["pretrain.py"], {"LOCAL_SIZE": "8"}, found)
         notices.append([line for line in found.notices if "cores" in line])
-    told = "this rank may use 1 of the host's 64 cores, for its loader workers too. Start it with"
+    told = "this rank and its loader workers may use only 1 of the host's 64 cores. Start it with"
     assert notices == [[f"{told} `srun --cpus-per-task 8` or `mpirun --bind-to none`"], []]
 
 

@@ -60,11 +60,11 @@ def test_a_tensor_in_two_files_is_refused(sharded) -> None:
 
 
 def test_pickles_adapters_and_empty_directories_are_refused_with_the_fix(tmp_path) -> None:
-    assert "has neither model.safetensors nor" in refusal(tmp_path)
+    assert "contains neither model.safetensors nor" in refusal(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     assert "pickles (pytorch_model.bin)" in refusal(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert "holds an adapter" in refusal(tmp_path)
+    assert "contains an adapter" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("complete_bytes", [1 << 26, 0])

@@ -28,8 +28,8 @@ def test_only_what_the_weights_mean_must_agree(changes, problem, notice) -> None
 def test_another_architecture_is_refused_at_once() -> None:
     found = compare(config_of("gpt2"), "NEW", config_of("llama"), "SOURCE")
     assert found.problems == [
-        "NEW: model_type: 'gpt2', the weights of SOURCE are 'llama'. Remove --model_config to use "
-        "the source's config."
+        "NEW: model_type: 'gpt2', but the weights in SOURCE are 'llama'. Remove --model_config to "
+        "use the source's config."
     ]
 
 
@@ -42,7 +42,7 @@ LONGROPE = {"short_factor": [1.0] * 4, "original_max_position_embeddings": 32}
 @pytest.mark.parametrize(
     ("scaling", "notices", "problem"),
     [
-        ({}, ["rope_theta: 80000.0, --init_from SOURCE has 10000.0: the larger this base"], ""),
+        ({}, ["rope_theta: 80000.0, --init_from SOURCE has 10000.0: a larger base lowers"], ""),
         ({"rope_type": "linear", "factor": 4.0}, ["divides all", "factor: 4.0"], ""),
         ({"type": "dynamic", "factor": 4.0}, ["none in training", "factor: 4.0"], ""),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
@@ -52,9 +52,9 @@ LONGROPE = {"short_factor": [1.0] * 4, "original_max_position_embeddings": 32}
           "original_max_position_embeddings": 32},
          ["slower than", "factor: 4", "low_freq", "high_freq", "original"], ""),
         ({"rope_type": "longrope", "long_factor": [2.0] * 4, **LONGROPE},
-         ["a factor of its own", "long_factor", "short_factor", "original"], ""),
+         ["its own factor", "long_factor", "short_factor", "original"], ""),
         ({"rope_type": "longrope", "long_factor": [2.0] * 3, **LONGROPE},
-         ["a factor of its own", "long_factor", "short_factor", "original"], "as long as short_f"),
+         ["its own factor", "long_factor", "short_factor", "original"], "as long as short_f"),
     ],
 )  # fmt: skip
 def test_rotary_positions_may_be_others_and_a_notice_says_what_that_does(

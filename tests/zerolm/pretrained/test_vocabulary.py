@@ -22,7 +22,7 @@ def test_a_saved_tokenizer_gives_its_ids_with_added_tokens(tmp_path) -> None:
         (WORDS, ""),
         ({**WORDS, "new": 8}, ""),
         ({**WORDS, "g": 7, "h": 6}, "2 of 8 common tokens have other ids: 'g' is 7, not 6"),
-        ({f"▁{word}": number for word, number in WORDS.items()}, "only 0 of 8 ids are of the"),
+        ({f"▁{word}": number for word, number in WORDS.items()}, "only 0 of 8 ids stand for the"),
         ({("reserved" if n == 7 else w): n for w, n in WORDS.items()}, ""),
     ],
 )

@@ -102,7 +102,7 @@ def test_batch_text_equals_the_text_of_its_windows(run_dir, words, expected) -> 
         assert text == whole.replace("\n", "")
     assert ".jsonl, byte " in done.stdout
     assert ("before rollback 1" in done.stdout) == (words == ("--step", 6))
-    assert ("after the end of the run, step 10" in done.stdout) == (words == ("--step", 12))
+    assert ("after the last step of the run, 10" in done.stdout) == (words == ("--step", 12))
 
 
 def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
@@ -121,7 +121,7 @@ def test_a_step_is_counted_from_the_checkpoint_before_it(run_dir) -> None:
     [
         (("--step", 0), "--step 0: steps are numbered from 1"),
         (("--sequences", "9-9"), "--sequences 9-9: A-B excludes B"),
-        (("--sequences", "x-9"), "--sequences x-9: not A-B or a number"),
+        (("--sequences", "x-9"), "--sequences x-9: neither A-B nor a number"),
     ],
 )
 def test_invalid_arguments_are_refused(run_dir, words, expected) -> None:

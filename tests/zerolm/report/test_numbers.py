@@ -210,7 +210,7 @@ def test_the_figures_at_the_head_of_the_report(run_dir, expected) -> None:
     assert figures["Effective time"][0] == f"{1 - sum(lost.values()):.1%}"
     assert figures["Effective time"][1].startswith(
         f"lost to saves {lost['saves']:.2%}, repeated steps {lost['repeated']:.2%}, restarts "
-        f"{lost['restarts']:.2%}; 2 faults; with one an hour "
+        f"{lost['restarts']:.2%}; 2 faults; with one per hour "
     )
     assert figures["Refused steps"] == ("3", "1 rollback(s)")
     # One event a minute; between the last one of a start and the next start devices are free.

@@ -29,7 +29,7 @@ def test_a_message_needs_no_key_and_fears_no_value(name) -> None:
         ),
         (
             {"event": "checkpoint_stall", "seconds": 7.0, "wait_seconds": 6.0},
-            "training was paused for 7 s, 6 s of it for the previous checkpoint",
+            "training was paused for 7 s, of which 6 s waiting for the previous checkpoint",
         ),
         (
             {"event": "rollback", "from_step": 60, "to_step": 40, "skipped_window": [400, 480],
@@ -42,7 +42,7 @@ def test_a_message_needs_no_key_and_fears_no_value(name) -> None:
             "rank 1 on b was killed (in step)",
         ),
         ({"event": "changed", "changes": {"seed": [1, 2]}}, "seed: 1 -> 2"),
-        ({"event": "stage", "stage": 2, "shares": {"a": 1}}, "stage 2 of the mixture: a 100.000%"),
+        ({"event": "stage", "stage": 2, "shares": {"a": 1}}, "mixture stage 2: a 100.000%"),
         ({"event": "tracker_failed", "tracker": "wandb", "error": "{no} net"}, "wandb: {no} net"),
         ({"event": "attempt_failed", "reasons": ["a", "b"], "attempt": 1}, "a; b"),
         ({"event": "done", "tokens": 120000}, "120,000 tokens"),

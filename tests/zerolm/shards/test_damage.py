@@ -143,7 +143,7 @@ def test_an_id_beyond_the_vocabulary_is_named_with_its_shard_and_block(tmp_path,
             del values["shards"][0][key]
     write_shard_manifest(directory, values)
     where = r"" if kind == "store" else r" \(bytes from 65536, tokens 32768 to 40002\)"
-    named = rf"shard-00000\.bin: block 1{where} has token id 999, .* size 999 of its manifest"
+    named = rf"shard-00000\.bin: block 1{where} contains token id 999, .* manifest's vocabulary"
     with pytest.raises(ShardError, match=named):
         source = open_source(f"file://{directory}" if kind == "store" else directory)
         assert source.ids(0, 0, 5).tolist() == [7] * 5
@@ -227,7 +227,7 @@ def test_windows_with_ids_beyond_the_vocabulary_are_refused_wherever_they_are(tm
             shards, offsets = reader.locate(np.zeros(2, int), np.array([0, window]))
             if window * seq_len <= 200 <= (window + 1) * seq_len:
                 found += 1
-                with pytest.raises(ShardReadError, match=r"block 0 .* has token id 999"):
+                with pytest.raises(ShardReadError, match=r"block 0 .* contains token id 999"):
                     reader.read(shards, offsets)
             else:
                 assert reader.read(shards, offsets).max() == 7

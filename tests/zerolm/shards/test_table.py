@@ -79,7 +79,7 @@ def test_any_damage_to_a_table_is_found_and_the_manifest_is_read_instead(shards,
         source = open_source(shards)
         assert isinstance(source.shards, list)
         note = capsys.readouterr().err
-        assert str(path) in note and "Remove it: a start then parses manifest.json" in note
+        assert str(path) in note and "Remove it; runs then parse manifest.json" in note
     assert facts(source) == expected
     with pytest.raises(ShardError, match=r"shards\.table: is damaged: its checksum differs"):
         verify(shards)

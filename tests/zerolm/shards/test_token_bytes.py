@@ -128,7 +128,7 @@ def test_a_tokenizer_that_changes_text_is_named_with_what_is_counted(tmp_path) -
     assert table.of(ids) == len("éx".encode())
 
     table = read_token_bytes(save(word_piece(), tmp_path / "words"), 500)
-    assert "does not give back the text" in table.notice
+    assert "does not reproduce the text" in table.notice
     text = "The value of the expression"  # WordPiece decodes it in lower case
     (ids,) = encoded(tmp_path / "words", [text])
     assert table.of(ids) == len(text)
@@ -141,7 +141,7 @@ def test_a_directory_without_a_usable_tokenizer_is_refused(tmp_path) -> None:
         ("{", "cannot be read"),
         ("", "cannot be read"),
         ('{"model": {"type": "BPE"}}', "cannot be read"),
-        (Tokenizer(models.BPE()).to_str(), "its decoder joins tokens"),
+        (Tokenizer(models.BPE()).to_str(), "with its decoder, single tokens"),
     ):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ConfigError, match=why):

@@ -55,4 +55,4 @@ def test_the_log_is_bounded_and_a_pipe_in_its_place_is_named(tmp_path, monkeypat
     os.mkfifo(log.path)
     log.write("lost")
     log.write("lost")
-    assert capsys.readouterr().out.count("lacks lines") == 1
+    assert capsys.readouterr().out.count("lines are missing") == 1

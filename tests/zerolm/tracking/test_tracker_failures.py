@@ -103,7 +103,7 @@ class Slow(Broken):
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [(Refused, "ConnectionError: 401 Unauthorized"), (Slow, "did not take them within 2 s")],
+    [(Refused, "ConnectionError: 401 Unauthorized"), (Slow, "did not accept them within 2 s")],
 )
 def test_the_last_line_says_why_rows_are_lacking(run_dir, monkeypatch, kind, reason) -> None:
     monkeypatch.setattr(mirror_module, "CONNECT_SECONDS", 1.0)
@@ -211,7 +211,7 @@ def test_a_directory_that_cannot_be_synced_is_refused_in_one_line(
     (run_dir / "wandb" / "run.json").write_text('{"id": "first"}')
     with open(run_dir / "wandb" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as the tracker of a run that is going on
-        with pytest.raises(ConfigError, match="is still running and writes to that W&B run"):
+        with pytest.raises(ConfigError, match="is still running and writes to this W&B run"):
             wandb_sync(run_dir, mode="offline", same_id=True)
     with monkeypatch.context() as patched:
         patched.setattr(locks.fcntl, "flock", without_locks)
@@ -220,5 +220,5 @@ def test_a_directory_that_cannot_be_synced_is_refused_in_one_line(
     monkeypatch.setattr(wandb, "INIT_SECONDS", 1)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(ZerolmError, match=r"W&B did not accept it: .*refused"):
+    with pytest.raises(ZerolmError, match=r"W&B did not accept the data: .*refused"):
         wandb_sync(run_dir, mode="online")
