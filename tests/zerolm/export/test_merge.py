@@ -76,7 +76,7 @@ def test_every_problem_is_reported_at_once_and_nothing_is_written(tmp_path, caps
         return capsys.readouterr().err
 
     error = refused(f"{run}@150,200,x", f"{run}@400:", tmp_path / "none", out)
-    assert "no complete checkpoint of step 150. It has those of steps: 100, 200, 300" in error
+    assert "no complete checkpoint of step 150. It has checkpoints of steps: 100, 200, 300" in error
     assert "'x' is not a step" in error and "of step 400:." in error and "none" in error
     error = refused(run, out)
     assert "hidden_size: 32, but 64 in" in error and "use_cache" not in error
