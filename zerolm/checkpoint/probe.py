@@ -65,8 +65,7 @@ def measure(engine: Engine, batches: Iterable[Mapping[str, torch.Tensor]], plan:
 
 
 def sample_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the first tokens of a micro-batch, all from the same document, and some of their
-    logits.
+    """Return the first tokens of a micro-batch, all from one document, and some of their logits.
 
     The tokens are the model's only input, without a mask or positions, as for an exported model. So
     an export check with the same shape can get bit-identical logits.
