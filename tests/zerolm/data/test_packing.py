@@ -184,7 +184,7 @@ def test_an_index_of_other_tokens_is_refused(tmp_path, other):
     pack(source, SEQ_LEN)
     file = tmp_path / f"packing-{SEQ_LEN}.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"source_fingerprint": other}))
-    with pytest.raises(ShardError, match="it was made from other tokens"):
+    with pytest.raises(ShardError, match="it was built from other tokens"):
         open_packing(source, SEQ_LEN)
 
 

@@ -71,7 +71,7 @@ BAD = {
     "weight of zero": ("--data web=0 --data code=1", ["--data", "web=0", "above 0"]),
     "weight for one only": ("--data web=0.5 --data code", ["code", "no weight", "all of them"]),
     "tiny weight": ("--data web=1e-9 --data code=1", ["1e-09", "2^-20"]),
-    "data twice": ("--data web=1 --data web=2", ["holds the same tokens", "give it once"]),
+    "data twice": ("--data web=1 --data web=2", ["contains the same tokens", "give it once"]),
     "validation on training data": ("--val_data web", ["--val_data", "held out", "Remove one"]),
     "ids beyond the vocabulary": (
         "--data wide",
