@@ -91,7 +91,7 @@ class Layout(NamedTuple):
         return self.training_shard(rank) if self.tensor > 1 else (rank, self.world_size)
 
     def describe(self) -> str:
-        """Return the layout to display next to the device count; empty for plain data parallelism."""
+        """Return the layout to show next to the device count; empty for plain data parallelism."""
         if self.shard_within:
             return f"{self.copies} groups of {self.shards} with all optimizer states"
         if self.replica_size == 1:

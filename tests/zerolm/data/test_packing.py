@@ -213,7 +213,7 @@ def test_a_damaged_row_is_refused_unless_it_could_be_one(tmp_path, part):
         pieces = np.fromfile(file, PIECE)
         pieces["start"][0] = (1 << 64) - 1
         pieces.tofile(file)
-        with pytest.raises(ShardReadError, match="row 0 is not in the source"):
+        with pytest.raises(ShardReadError, match="row 0 is outside the source"):
             packing.pieces(0)
 
 
