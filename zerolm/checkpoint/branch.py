@@ -97,7 +97,7 @@ def _link_or_copy(source: Path, target: Path) -> bool:
 
 
 def _copy_rows(source: Path, target: Path, step: int, kind: Any) -> None:
-    """Copy the lines of a file up to a step, byte for byte. The trunk may be writing more."""
+    """Copy a file's lines up to a step, byte for byte. The trunk may still be appending to it."""
     _, end = jsonl.rows_from(source, step, kind)
     write_atomically(target, partial(_copy_bytes, source, end))
 

@@ -209,7 +209,7 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
 
 
 def locate(reference: str | Path) -> Checkpoint:
-    """Return the checkpoint that a reference selects.
+    """Return the checkpoint selected by a reference.
 
     Args:
         reference: `RUN` (its newest), `RUN@STEP`, or the directory of a checkpoint.
@@ -231,7 +231,7 @@ def locate(reference: str | Path) -> Checkpoint:
 
 
 def locate_several(reference: str) -> list[Checkpoint]:
-    """Return the checkpoints that a reference selects, oldest first.
+    """Return the checkpoints selected by a reference, oldest first.
 
     Args:
         reference: `RUN` (all its checkpoints), `RUN@100,200`, `RUN@100:300` (steps 100 to 300),

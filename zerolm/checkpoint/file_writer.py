@@ -106,7 +106,7 @@ class _BlockFile:
 def write_hashed(
     path: Path, state: Any, cancelled: Callable[[], bool], *, durable: bool = True
 ) -> dict[str, Any]:
-    """Write a state with `torch.save`, and sync it.
+    """Write a state to a file with `torch.save`, and sync the file.
 
     Args:
         cancelled: called before each block; True stops the write.

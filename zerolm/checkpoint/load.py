@@ -58,7 +58,7 @@ def newest_complete(
 
     Raises:
         CheckpointError: on every rank: all checkpoints are damaged or lost.
-        ConfigError: on every rank: the hosts do not see the same files.
+        ConfigError: on every rank: hosts see different files.
     """
     listed: list[tuple[str, str]] = []
     damage: list[DamagedCheckpoint] = []
@@ -97,7 +97,7 @@ def newest_copy(
 ) -> tuple[Checkpoint | None, list[str]]:
     """Find the newest step, after the checkpoints on disk, whose copy all ranks have in memory.
 
-    The other copies are removed. Every rank must call this.
+    All other copies are removed. Every rank must call this.
 
     Args:
         usable: whether this run can resume from a copy.

@@ -112,7 +112,7 @@ def check(
         The result as text, for the log.
 
     Raises:
-        CheckpointError: on every rank: the loss on some rank differs from the saved one.
+        CheckpointError: on every rank: the loss on at least one rank differs from the saved loss.
     """
     saved = manifest.get("probe")
     if saved is None:
@@ -122,7 +122,7 @@ def check(
     branch: Mapping[str, Any] = plan.branch or {}
     begins = branch.get("step") == manifest["progress"]["step"]
     if begins and any(map(is_position, branch.get("changes", ()))):
-        return "not compared, because the branch has different positions from its trunk"
+        return "not compared, because the branch's positions differ from its trunk's"
     if fault_point("resume.probe", manifest["progress"]["step"]) == "x10":
         for parameter in engine.module.parameters():
             multiply(parameter, 10)

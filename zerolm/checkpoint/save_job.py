@@ -194,7 +194,7 @@ class OnDisk:
         try:
             job.retired, problems = rotate(final, self.retention, self.ranked)
             job.problems += problems
-        except Exception as error:  # the checkpoint exists, so it has not failed
+        except Exception as error:  # the checkpoint is published, so the save has not failed
             job.problems.append(f"{final.parent}: {error or repr(error)}")
         job.published = True
 

@@ -71,7 +71,7 @@ class CheckpointWriter:
 
     @property
     def copying_to_memory(self) -> bool:
-        """Whether a copy in memory is in progress."""
+        """Whether a copy to host memory is in progress."""
         return self._job is not None and not self._job.target.publishes
 
     @property

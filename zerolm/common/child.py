@@ -1,4 +1,4 @@
-"""`Child`: a process of zerolm that works in the background of a run.
+"""`Child`: a zerolm process that works in the background of a run.
 
 Each tracker, the HTML report and the uploads run in child processes, so a slow or failing one
 neither delays a step nor ends the run. The run uses `Child`; the child process calls `serve`.
@@ -28,8 +28,8 @@ class Child:
 
     Args:
         arguments: a zerolm command and its arguments.
-        log: file to append its output to, created with its directory; None: the output goes where
-            that of this process goes.
+        log: file to append the output to, created with its directory; None: inherit the output of
+            this process.
         supervised: whether `launch supervise` waits for the process to end before restarting the
             run.
         endless: whether the process should never exit on its own, so even exit code 0 is a failure.
@@ -122,7 +122,7 @@ class Child:
             waiting: called every `WAIT_SECONDS` to record progress, since waiting is not a hang.
 
         Returns:
-            The exit code; None if the process is still running, or does not exist.
+            The exit code, or None if the process is still running or does not exist.
         """
         while (code := self.poll()) is None and self.running:
             if time.monotonic() >= deadline or cancelled():

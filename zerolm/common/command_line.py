@@ -56,7 +56,7 @@ SYNTAX = (
     "durations as 3h50m or 90s."
 )
 
-SYNONYMS = {  # {name in other programs: ours, in each command that has it}
+SYNONYMS = {  # {other programs' name: our name}, for each command that has the flag
     **dict.fromkeys(("output_dir", "out_dir", "output_prefix", "save_dir", "out"), "output"),
     **dict.fromkeys(("input_dir", "input_path", "files", "dataset", "data_path"), "input"),
     **dict.fromkeys(("num_proc", "num_workers", "nproc", "processes", "jobs"), "workers"),
@@ -174,7 +174,7 @@ class PrintableOutput:
         self.stream, self.kept = stream, kept
 
     def write(self, text: str) -> int:
-        is_move = not text.replace(CURSOR_UP, "")  # by tqdm, to the bar above
+        is_move = not text.replace(CURSOR_UP, "")  # tqdm moves to the bar above
         self.stream.write(text if is_move else printable(text, self.kept))
         return len(text)
 

@@ -58,7 +58,7 @@ def _shortened(problem: str) -> str:
     if len(problem) <= MAX_PROBLEM_CHARACTERS:
         return problem
     half = MAX_PROBLEM_CHARACTERS // 2
-    return f"{problem[:half]} ... {problem[-half:]}"  # the rule and the fix are at the end
+    return f"{problem[:half]} ... {problem[-half:]}"  # the end states the rule and the fix
 
 
 class RecordError(ConfigError):
@@ -70,7 +70,7 @@ class ShardError(ConfigError):
 
 
 class ShardReadError(ShardError):
-    """One process of a run could not read token data."""
+    """A process of the run could not read token data."""
 
     exit_code = EXIT_BUG
     on_all_ranks = False

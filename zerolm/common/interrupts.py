@@ -3,7 +3,7 @@
 Imports almost nothing, since an interrupted import prints a traceback.
 """
 
-import _signal  # the module `signal` imports more
+import _signal  # the module `signal` imports other modules
 
 _raised = False
 

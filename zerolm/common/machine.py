@@ -1,4 +1,4 @@
-"""Inspect this machine and the launch: build locks, directories, number of nodes.
+"""Inspects this machine and the launch: build locks, directories, number of nodes.
 
 Changes no files."""
 

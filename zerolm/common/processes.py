@@ -90,7 +90,7 @@ def children(parent: int) -> list[Process]:
 
 
 def handles_signal(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; without one SIGQUIT would end it."""
+    """Return whether a process has a handler for a signal; SIGQUIT ends one that does not."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = (PROC / str(pid) / "status").read_text()
         caught = int(text.partition("SigCgt:")[2].split()[0], 16)
@@ -112,7 +112,7 @@ def files_in_use(paths: Collection[Path]) -> set[Path]:
 
 
 def is_working_directory(directory: Path) -> bool:
-    """Return whether a process of this user runs in a directory."""
+    """Return whether a directory is the working directory of a process of this user."""
     directory = directory.resolve()
     for pid in all_pids():
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
@@ -125,7 +125,7 @@ def is_working_directory(directory: Path) -> bool:
 
 
 def is_marked(pid: int, mark: str) -> bool:
-    """Return whether the environment of a process has an entry that begins with `mark`.
+    """Return whether the environment of a process contains an entry that begins with `mark`.
 
     Args:
         mark: `NAME=value`, or `NAME=` and the beginning of a value.
@@ -138,7 +138,7 @@ def is_marked(pid: int, mark: str) -> bool:
 
 
 def marked_pids(mark: str) -> list[int]:
-    """Return the marked processes of this machine, without this process."""
+    """Return the marked processes on this machine, except this process."""
     return [pid for pid in all_pids() if pid != os.getpid() and is_marked(pid, mark)]
 
 

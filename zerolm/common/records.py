@@ -110,7 +110,7 @@ CONVERT_YAML = (
 def read_json(
     path: str | Path, what: str, loads: Callable[..., Any] = json.loads
 ) -> dict[str, Any]:
-    """Read a JSON object from a file that a user has written.
+    """Read a JSON object from a file written by the user.
 
     Args:
         what: what the file should be, for messages: "a model config".

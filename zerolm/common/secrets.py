@@ -61,7 +61,7 @@ def masked_values(value: Any) -> Any:
 
 
 def redacted(name: str, value: Any) -> str:
-    """Return a setting as text in which secrets are replaced by `HIDDEN`.
+    """Return a setting as text, with secrets replaced by `HIDDEN`.
 
     Args:
         name: dotted key of the setting; its last part decides whether the value is a secret.

@@ -66,7 +66,7 @@ def shield(environment: MutableMapping[str, str]) -> None:
 
 
 def _shield_multiprocessing() -> None:
-    """Do for multiprocessing what PYTHONSAFEPATH does from Python 3.11 on."""
+    """Give multiprocessing the effect that PYTHONSAFEPATH has from Python 3.11 on."""
     import multiprocessing.util
 
     util: Any = multiprocessing.util

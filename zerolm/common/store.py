@@ -46,7 +46,7 @@ class Mismatch(StoreError):
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of `call`.
+    """Return the result of `call`, with a time limit.
 
     A call that hangs inside a library cannot be interrupted; its daemon thread is left behind.
 

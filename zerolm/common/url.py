@@ -85,7 +85,7 @@ def ask_hub(name: str, revision: str | None = None, kind: str = "model") -> str 
     return None
 
 
-def announce_hub(name: str, fact: str = "nothing here has this name") -> None:
+def announce_hub(name: str, fact: str = "no local file has this name") -> None:
     """Print on rank 0 that the hub is queried for a name, and why."""
     from huggingface_hub import constants
 
@@ -95,7 +95,7 @@ def announce_hub(name: str, fact: str = "nothing here has this name") -> None:
 
 
 @contextlib.contextmanager
-def hub_client(name: str, fact: str = "nothing here has this name") -> Iterator[None]:
+def hub_client(name: str, fact: str = "no local file has this name") -> Iterator[None]:
     """Query the hub once, after printing a line about it; if it does not answer, read only caches.
 
     For libraries whose clients would retry each request for half a minute.

@@ -153,7 +153,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
         raise ShardError(error.problems) from None
     if found is None:
         raise ShardError(
-            f"{path}: no such file, and --packing {BEST_FIT} with --seq_len {seq_len} needs it. "
+            f"{path}: no such file, but --packing {BEST_FIT} with --seq_len {seq_len} needs it. "
             f"{command}"
         )
     manifest: dict[str, Any] = dict(found)

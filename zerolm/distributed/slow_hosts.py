@@ -3,8 +3,8 @@
 Training is as fast as its slowest rank. At each report, the ranks share the time per step in which
 they do not wait for other ranks (`Stopwatch.own_seconds`), by one small sum when the device is idle
 anyway. A host is slow if its slowest rank needs a tenth more time than the median of the other
-hosts, by the median over the reports of the last three minutes, of which there must be at least
-five.
+hosts. This is decided by the median over the last three minutes' reports, of which there must be at
+least five.
 """
 
 import socket

@@ -239,7 +239,7 @@ def _other_trackers(profile: Profile) -> list[str]:
     instead = {
         "wandb": "pretrain.py logs to W&B itself, with the block's project, group and team; see "
         "--wandb",
-        "tensorboard": "pretrain.py writes TensorBoard files itself, to tensorboard/ of the run "
+        "tensorboard": "pretrain.py writes TensorBoard files itself, to tensorboard/ in the run "
         "directory; the block's paths are not used",
         "csv_monitor": "pretrain.py writes no CSV files; metrics.jsonl in the run directory has "
         "every metric",

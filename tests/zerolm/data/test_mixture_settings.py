@@ -77,7 +77,7 @@ def test_the_lowest_cap_of_a_source_is_one_of_its_sequences():
         ({"data_stage": ("2k:wbe=1,math=1",)}, "wbe=1 names no source"),
         ({"data_stage": ("2k:web=x,math=1",)}, "web=x is not a number"),
         ({"data_stage": ("2k:web=-1,math=2",)}, "web=-1: a weight must not be below 0"),
-        ({"data_stage": ("2k:math=1,math=2",)}, "math is named twice"),
+        ({"data_stage": ("2k:math=1,math=2",)}, "math is listed twice"),
         ({"data_stage": ("2k:math=0",)}, "every weight is 0"),
         ({"data_stage": ("2k:math=1", "1990:web=1")}, "starts at or before the previous stage"),
         ({"data_stage": ("1k:math=1", "3k:web=1", "2k:code=1")}, "2k:code=1 starts at or before"),
