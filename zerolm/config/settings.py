@@ -24,7 +24,7 @@ ATTENTION_IMPLEMENTATIONS = (
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
 PRECISIONS = ("bf16", "fp16", "fp32")
-HIGHEST, HIGH = "highest", "high"  # --float32_matmul, as torch names them
+HIGHEST, HIGH = "highest", "high"  # --float32_matmul, with torch's names
 SELECTIVE = "selective"
 # Values of --gradient_checkpointing. False: keep all activations; True: recompute each block;
 # "selective": recompute everything except matmuls and attention.
@@ -262,8 +262,8 @@ class Settings:
     precision: str | None = flag(
         "model",
         "text",
-        'precision of the weights, where the DeepSpeed JSON has "auto" or nothing (default: for '
-        "auto bf16, or fp32 on a device that emulates it; else fp32)",
+        'precision of the weights, if the DeepSpeed JSON has "auto" or does not set it (default: '
+        'with "auto" bf16, or fp32 on a device that emulates bf16; otherwise fp32)',
         choices=PRECISIONS,
         probed=True,
     )

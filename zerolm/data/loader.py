@@ -91,7 +91,7 @@ class TokenStream(WindowStream):
         position = self.position
         while position < self.end_position:
             size = self.batch_schedule(position)
-            assert size > 0 and size % step == 0, f"global batch {size} is no multiple of {step}"
+            assert size > 0 and size % step == 0, f"global batch {size} is not a multiple of {step}"
             first = position + self.rank * self.micro_batch_size
             yield from range(first, first + size, step)
             position += size

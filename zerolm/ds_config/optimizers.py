@@ -284,7 +284,7 @@ def scheduler_problems(profile: Profile) -> list[str]:
     ]
     if "total_num_steps" in known and "total_num_steps" not in params:
         problems.append(
-            f'scheduler.params.total_num_steps: missing, {kind} needs it. Write "auto".'
+            f'scheduler.params.total_num_steps: missing, but {kind} needs it. Write "auto".'
         )
     if "warmup_type" in known and (shape := params.get("warmup_type", "log")) not in WARMUP_TYPES:
         problems.append(

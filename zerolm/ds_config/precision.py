@@ -90,8 +90,8 @@ def _automatic(
     if begun is not None and begun.precision != fitting:
         where = f" on {begun.device}" if begun.device else ""
         return begun.precision, [
-            f"{profile.name}: training in {begun.precision}, since the run of {begun.path} began "
-            f"so{where}; a new run would train in {fitting} on {device.name}"
+            f"{profile.name}: training in {begun.precision}, since the run of {begun.path} started "
+            f"with it{where}; a new run would train in {fitting} on {device.name}"
         ]
     if why:
         other = _others(fitting)

@@ -50,7 +50,9 @@ REFUSALS = (
         "true",
         "pretraining trains every weight",
     ),
-    Refusal("zero_optimization.compute_grad_norm", "false", "spikes are found by train/grad_norm"),
+    Refusal(
+        "zero_optimization.compute_grad_norm", "false", "spike detection needs train/grad_norm"
+    ),
     Refusal(
         "zero_optimization.load_from_fp32_weights",
         "false",
@@ -59,8 +61,8 @@ REFUSALS = (
     Refusal(
         "zero_optimization.offload_optimizer.super_offload",
         "true",
-        "it needs CUDA, updates weights before a step can be refused, and its moments are in no "
-        "checkpoint (docs/settings.md)",
+        "it needs CUDA, updates weights before a step can be refused, and its moments are not "
+        "saved in checkpoints (docs/settings.md)",
     ),
     Refusal(
         "zero_optimization.zenflow",
@@ -72,7 +74,11 @@ REFUSALS = (
     Refusal(
         "gradient_allreduce_op", '"sum"', "it multiplies gradients by the world size", "Use mean"
     ),
-    Refusal("managed_gradient_accumulation", "false", "the training loop would have to accumulate"),
+    Refusal(
+        "managed_gradient_accumulation",
+        "false",
+        "the training loop would have to accumulate gradients",
+    ),
     Refusal(
         "compile.deepcompile",
         "true",
@@ -103,27 +109,27 @@ REFUSALS = (
         "not disabled",
         "DeepSpeed's pipeline engine steps the optimizer inside its own training loop, where a "
         "step cannot be checked (docs/parallelism.md)",
-        "Remove the block, use ZeRO 3",
+        "Remove the block, and use ZeRO 3",
     ),
     Refusal(
         "expert_parallel",
         "enabled",
         "with DeepSpeed's AutoEP a checkpoint can be neither resharded nor exported "
         "(docs/experts.md)",
-        "Remove the block, use ZeRO 3",
+        "Remove the block, and use ZeRO 3",
     ),
     Refusal(
         "data_efficiency",
         "enabled",
         "it works only through DeepSpeed's own data loader; the data order here depends only on "
         "--data and the seed",
-        "Remove the block, use stages of the mixture (docs/data_order.md)",
+        "Remove the block, and use mixture stages (docs/data_order.md)",
     ),
     Refusal(
         "autotuning",
         "enabled",
         "pretrain.py is one run, not a search",
-        "Remove the block, use zerolm plan --search",
+        "Remove the block, and use zerolm plan --search",
     ),
     Refusal("fp8", "enabled", "DeepSpeed does not read it", "Remove the block, use bf16 and --fp8"),
     Refusal("hybrid_engine", "enabled", "it is for reinforcement learning", "Remove the block"),
@@ -241,8 +247,8 @@ def _other_trackers(profile: Profile) -> list[str]:
         "--wandb",
         "tensorboard": "pretrain.py writes TensorBoard files itself, to tensorboard/ in the run "
         "directory; the block's paths are not used",
-        "csv_monitor": "pretrain.py writes no CSV files; metrics.jsonl in the run directory has "
-        "every metric",
+        "csv_monitor": "pretrain.py writes no CSV files; metrics.jsonl in the run directory "
+        "contains every metric",
         "comet": "pretrain.py does not log to Comet; use --wandb or --tensorboard",
     }
     return [
@@ -258,7 +264,7 @@ def _reduction(profile: Profile) -> tuple[str, str]:
         # deepspeed/runtime/torch_autocast.py sets it for each weight of a linear layer.
         return "bf16", "; torch_autocast requires it"
     dtype = str(profile.communication_dtype or profile.precision)
-    return dtype, '; "communication_data_type": "fp32" is exact, at twice the bytes'
+    return dtype, '; "communication_data_type": "fp32" is exact, but sends twice the bytes'
 
 
 def _refusals(profile: Profile) -> list[str]:
