@@ -1,9 +1,9 @@
 """Copies of the states in host memory, in addition to the checkpoints on disk.
 
-    /dev/shm/zerolm-1000/0f3a5c7e9b1d2f40-8c6e.../    of a run: its path's digest, and its token
+    /dev/shm/zerolm-1000/0f3a5c7e9b1d2f40-8c6e.../    one run: digest of its path, and its token
         run_dir                                 the path of the run directory
         step-00000040/                          files of this host's ranks, as in a checkpoint
-            MANIFEST-00003.json                 written last by rank 3: its part is complete
+            MANIFEST-00003.json                 written last by rank 3, whose part is then complete
 
 The copies survive the death of all processes of a run, but not a reboot. Writing a copy needs no
 rename and no agreement between ranks: when a run starts, the ranks load the newest step that is

@@ -50,9 +50,7 @@ REFUSALS = (
         "true",
         "pretraining trains every weight",
     ),
-    Refusal(
-        "zero_optimization.compute_grad_norm", "false", "spike detection needs train/grad_norm"
-    ),
+    Refusal("zero_optimization.compute_grad_norm", "false", "spike checks need train/grad_norm"),
     Refusal(
         "zero_optimization.load_from_fp32_weights",
         "false",
@@ -75,9 +73,7 @@ REFUSALS = (
         "gradient_allreduce_op", '"sum"', "it multiplies gradients by the world size", "Use mean"
     ),
     Refusal(
-        "managed_gradient_accumulation",
-        "false",
-        "the training loop would have to accumulate gradients",
+        "managed_gradient_accumulation", "false", "the loop would have to sum gradients itself"
     ),
     Refusal(
         "compile.deepcompile",

@@ -111,8 +111,7 @@ def _type_problems(kind: Any, value: Any, where: str) -> list[str]:
         return [
             _problem(".".join([where, *map(str, found["loc"])]), found)
             for found in error.errors()
-            if (where, *found["loc"])
-            != ("zero_optimization", "stage")  # `rules` reports a better message
+            if (where, *found["loc"]) != ("zero_optimization", "stage")  # `rules` reports it
         ]
     except (AttributeError, TypeError) as error:
         return [f"{where}: is refused by DeepSpeed: {error}. Correct the block."]
