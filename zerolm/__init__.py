@@ -1,6 +1,6 @@
-"""The library of pretrain.py, and of the commands of `zerolm`."""
+"""The library behind pretrain.py and the `zerolm` commands."""
 
-__version__: str  # of the installed package; looked up on first use, because that takes time
+__version__: str  # of the installed package; looked up on first use, because the lookup is slow
 
 
 def __getattr__(name: str) -> str:

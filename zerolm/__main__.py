@@ -1,4 +1,4 @@
-"""Every command of the project: `zerolm COMMAND`, which is also `python -m zerolm COMMAND`."""
+"""Every command of the project: `zerolm COMMAND`, or `python -m zerolm COMMAND`."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ COMMANDS = Group(
                     "export": "write a checkpoint as a Hugging Face model directory",
                     "generate": "continue a prompt with the model of a run",
                     "merge": "write a weighted mean of checkpoints as a model directory",
-                    "evaluate": "compute loss and downstream tasks of an exported model",
+                    "evaluate": "compute the loss and downstream scores of an exported model",
                     "upload": "copy the checkpoints of a run to an object store",
                     "restore": "restore a run from an object store",
                     "wandb-sync": "send a run directory to W&B as a new W&B run",

@@ -1,4 +1,4 @@
-"""The console script `zerolm`: Ctrl-C ends it without a traceback, also while it imports."""
+"""The console script `zerolm`: Ctrl-C ends it without a traceback, even during imports."""
 
 from zerolm.common import interrupts
 

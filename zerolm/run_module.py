@@ -1,8 +1,8 @@
 """`python zerolm/run_module.py MODULE ARGUMENTS`: `python -m MODULE` without the directory's files.
 
-`python -m` puts the working directory before the standard library, so that a json.py or queue.py
-there is imported in place of Python's (and `python -P` needs Python 3.11). Must not be imported:
-`zerolm.common.shipped` has the command.
+`python -m` puts the working directory before the standard library, so a json.py or queue.py there
+is imported in place of Python's own (`python -P`, which avoids this, needs Python 3.11). Must not
+be imported: `zerolm.common.shipped` builds the command.
 """
 
 import os  # Python itself has imported it

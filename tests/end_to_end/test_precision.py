@@ -36,7 +36,7 @@ def test_a_run_resumed_on_another_kind_of_cpu_keeps_its_precision(tmp_path, llam
     assert "ZeRO-2, bf16" in first and "training in" not in first
     longer = [*command, "--total_tokens", 2 * STEPS * STEP_TOKENS]
     output = run_workers(1, WORKER, 0, "57", *longer)
-    assert "ZeRO-2, bf16" in output and "began so on CPU of ratio 0.5" in output
+    assert "ZeRO-2, bf16" in output and "started with it on CPU of ratio 0.5" in output
     assert "bf16 is 57 times slower than float32 on CPU of ratio 57" in output
     assert f"resume: {tmp_path / 'run/checkpoints/step-00000004'}" in output
     assert sorted(rows(tmp_path / "run", "train/loss")) == list(range(1, 2 * STEPS + 1))

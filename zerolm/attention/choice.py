@@ -1,4 +1,4 @@
-"""Chooses the attention kernel of a run, and says where it is slower than it could be."""
+"""Chooses a run's attention kernel, and returns notices when a faster one cannot be used."""
 
 import warnings
 from itertools import takewhile
@@ -29,12 +29,12 @@ def agreed_attention(
     seq_len: int,
     document_mask: bool,
 ) -> str:
-    """Return the result of `choose_attention`, equal on all ranks. Every rank must call this.
+    """Return the result of `choose_attention`, the same on all ranks. Every rank must call this.
 
     The choice depends on installed packages and devices, which may differ between hosts.
 
     Raises:
-        ConfigError: on every rank, if a rank cannot use the requested one, or the choices differ.
+        ConfigError: on every rank, if any rank cannot use the requested one or the choices differ.
     """
     chosen, problem = "", ""
     try:
@@ -61,13 +61,13 @@ def choose_attention(
     seq_len: int = 0,
     document_mask: bool = False,
 ) -> str:
-    """Return the attention implementation to build with, which transformers knows by this name.
+    """Return the name of the attention implementation to build the model with, for transformers.
 
     Args:
-        requested: one of `ATTENTION_IMPLEMENTATIONS`; "auto" takes the first that works of
-            flash_attention_3, varlen, flash_attention_2, sdpa and eager; varlen only where sdpa
-            would need a mask.
-        seq_len: tokens in a row; 0: rows are not longer than the model's windows.
+        requested: one of `ATTENTION_IMPLEMENTATIONS`. "auto" selects the first of
+            flash_attention_3, varlen, flash_attention_2, sdpa and eager that works; varlen is tried
+            only if sdpa would need a mask.
+        seq_len: tokens in a row; 0 if rows are no longer than the model's sliding windows.
     """
     if requested not in ATTENTION_IMPLEMENTATIONS:
         raise ConfigError(
@@ -118,7 +118,7 @@ def _unsupported_reason(
 
 
 def needs_mask(config: "PretrainedConfig", seq_len: int, *, document_mask: bool) -> bool:
-    """Return whether `sdpa` needs a mask: for documents, or a window shorter than the row."""
+    """Return whether `sdpa` needs a mask, for documents or for a window shorter than the row."""
     windows = [getattr(each, "sliding_window", None) for each in layer_configs(config)]
     narrow = any(isinstance(width, int) and width < seq_len for width in windows)
     return document_mask or (narrow and SLIDING_ATTENTION in layer_types(config))
@@ -127,7 +127,7 @@ def needs_mask(config: "PretrainedConfig", seq_len: int, *, document_mask: bool)
 def failed_kernels_notice(
     config: "PretrainedConfig", chosen: str, device_type: str, dtype: torch.dtype, *, masked: bool
 ) -> str | None:
-    """Return a notice which installed kernels `auto` passed over because they fail, or None.
+    """Return a notice with the installed kernels that `auto` skipped because they fail, or None.
 
     Args:
         chosen: the implementation that `auto` chose.
@@ -146,7 +146,7 @@ def failed_kernels_notice(
 def dense_mask_notice(
     config: "PretrainedConfig", chosen: str, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Return a notice that a GPU computes masked scores, and why, or None.
+    """Return a notice that a GPU computes scores that are then masked, and why, or None.
 
     Args:
         chosen: the implementation that `auto` chose for a model that needs a mask.
@@ -155,8 +155,8 @@ def dense_mask_notice(
         return None
     reason = varlen.unsupported_reason(config, device_type, dtype) or ""
     return (
-        f"attention: {chosen} takes a mask of --seq_len x --seq_len values for each row, and "
-        f"computes what it hides: varlen {reason.removesuffix(' Use auto.')}"
+        f"attention: {chosen} needs a mask of --seq_len x --seq_len values for each row, and also "
+        f"computes the masked scores, because varlen {reason.removesuffix(' Use auto.')}"
     )
 
 
@@ -166,7 +166,7 @@ def unfused_attention_notice(
     """Return a notice if `sdpa` has no fused kernel for this model here, or None.
 
     Args:
-        document_mask: whether attention gets a mask tensor.
+        document_mask: whether the attention function receives a mask tensor.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
@@ -186,7 +186,7 @@ def unfused_attention_notice(
     ]
     try:
         with sdpa_kernel(fused), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's reasons, on several lines
+            warnings.simplefilter("ignore")  # torch prints its reasons on several lines
             scaled_dot_product_attention(
                 query,
                 query,

@@ -1,8 +1,8 @@
 """Checks whether a FlashAttention kernel can train a model on this GPU.
 
-Where transformers only warns, or falls back to another kernel, the functions here return a reason
-for a refusal. The limits of each version are from its source: Dao-AILab/flash-attention at 0251105a
-(August 2026), `flash_attn/`, `hopper/` and `flash_attn/cute/interface.py`. Must not depend
+Where transformers only warns or falls back to another kernel, the functions here return a reason to
+refuse the run. The limits of each version come from its source: Dao-AILab/flash-attention at
+0251105a (August 2026), `flash_attn/`, `hopper/` and `flash_attn/cute/interface.py`. Must not depend
 on settings.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 VERSIONS = {f"flash_attention_{version}": version for version in (2, 3, 4)}
 PACKAGES = {2: "flash-attn", 3: "flash-attn-3", 4: "flash-attn-4"}
 MAX_HEAD_DIM = 256
-# By major compute capability. Version 4 has a forward pass for 8.x too, but no backward pass
+# By major compute capability. On 8.x, version 4 has a forward pass but no backward pass
 # (`_flash_attn_bwd`).
 SUPPORTED_GPUS = {3: {9}, 4: {9, 10, 11, 12}}
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop")
@@ -58,9 +58,9 @@ def unsupported_reason(
 def trial_problem(
     attend: Callable[..., Any], device: torch.device, dtype: torch.dtype, width: int
 ) -> str | None:
-    """Return why a kernel fails, forward or backward, on a few tokens; None if it does not.
+    """Return why a kernel's forward or backward pass fails on a few tokens; None if neither does.
 
-    A package whose metadata is in order may be built for another torch or GPU.
+    A package with valid metadata may still have been built for another torch version or GPU.
 
     Args:
         attend: an attention function of transformers that needs no module.
@@ -76,21 +76,21 @@ def trial_problem(
         output, _ = attend(query, key, key, None, **boundary_arguments(boundaries, length))
         output.sum().backward()
         torch.cuda.synchronize(device)
-    except Exception as error:  # of any class: loading a library runs its code
+    except Exception as error:  # any class: loading a library runs its code
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"{FAILS} ({lines[0]}). Use auto."
     return None
 
 
 def register(implementation: str) -> None:
-    """Replace transformers' attention function of this name by `attend`. May be called again."""
+    """Replace transformers' attention function of this name with `attend`. May be called again."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(implementation, attend)
 
 
 class _AnyLayer:
-    """What transformers' function needs from a layer, without its number."""
+    """The attributes of a layer that transformers' function needs, without the layer's number."""
 
     def __init__(self, module: Any):
         self.config, self.is_causal = module.config, getattr(module, "is_causal", True)
@@ -106,13 +106,13 @@ def attend(
     position_ids: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Call transformers' function for a FlashAttention, which imports the package.
+    """Call transformers' FlashAttention function, which imports the package.
 
-    It gets documents as boundaries, and neither positions nor a layer number. In positions it would
-    search for documents, so each layer would synchronise with the device and break a compiled
-    graph; a layer number would give each layer a graph of its own. Queries that a float32 rotary
-    table has made float32 are cast here, because a cast inside that function would break the graph
-    too.
+    The function receives document boundaries, but no positions or layer number. With positions,
+    every layer would search them for documents, which synchronises with the device and breaks a
+    compiled graph; with a layer number, each layer would be compiled to its own graph. Queries that
+    a float32 rotary table has turned into float32 are cast here, because a cast inside the function
+    would also break the graph.
     """
     from transformers.integrations.flash_attention import flash_attention_forward
 
@@ -122,19 +122,20 @@ def attend(
 
 
 def cuda_problem(device_type: str, dtype: torch.dtype) -> str | None:
-    """Return why no FlashAttention runs on a device, with the fix; None if one may."""
+    """Return why no FlashAttention version can run on a device, with the fix; None if one might."""
     if device_type != "cuda" or not torch.cuda.is_available():
-        return f"needs a CUDA device, this run is on {device_type}. Use auto."
+        return f"needs a CUDA device, but this run is on {device_type}. Use auto."
     if dtype not in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         return (
-            f"needs bf16 or fp16, this run is in {name}. Enable bf16 in the ds config, or use auto."
+            f"needs bf16 or fp16, but this run is in {name}. Enable bf16 in the ds config, or use "
+            "auto."
         )
     return None
 
 
 def gpu_problem(version: int, major: int) -> str | None:
-    """Return why a GPU of a major compute capability cannot train with a version, or None."""
+    """Return why GPUs with this major compute capability cannot train with a version, or None."""
     if version == 2:
         return None if major >= 8 else "needs compute capability 8.0 or higher."
     if major in SUPPORTED_GPUS[version] and not torch.version.hip:
@@ -145,14 +146,14 @@ def gpu_problem(version: int, major: int) -> str | None:
 
 
 def model_problem(config: "PretrainedConfig", implementation: str, major: int) -> str | None:
-    """Return which part of a model the kernel does not support, or computes differently."""
+    """Return which part of a model the kernel does not support or computes differently, or None."""
     version, text = VERSIONS[implementation], config.get_text_config()
     model_class: Any = causal_lm_class(config)
-    # Transformers would use the first of these instead, from the hub, with a warning.
+    # Transformers would warn, and use the first of these from the hub instead.
     known = getattr(model_class, "_compatible_flash_implementations", None)
     if known is not None and implementation not in known:
         return f"is not among the kernels of {model_class.__name__} ({', '.join(known)})."
-    if version > 2:  # no dropout; transformers omits it, mostly without a warning
+    if version > 2:  # has no dropout; transformers drops the argument, mostly without a warning
         for key in DROPOUT_KEYS:
             if getattr(text, key, 0.0):
                 return f"does not support dropout, but the model has {key} {getattr(text, key)}."
@@ -160,9 +161,9 @@ def model_problem(config: "PretrainedConfig", implementation: str, major: int) -
     if width is None:
         return None
     if width > MAX_HEAD_DIM:
-        return f"supports head dimensions up to {MAX_HEAD_DIM}, the model has {width}."
+        return f"supports head dimensions up to {MAX_HEAD_DIM}, but the model has {width}."
     if version == 4 and width % 8:
-        return f"supports multiples of 8 as head dimension, the model has {width}."
+        return f"supports only multiples of 8 as head dimensions, but the model has {width}."
     if version == 4 and major >= 10:
         if width > 128 and (width != 256 or major == 12):
             also = "" if major == 12 else ", and 256,"
@@ -173,7 +174,7 @@ def model_problem(config: "PretrainedConfig", implementation: str, major: int) -
 
 
 def head_dim(config: "PretrainedConfig") -> int | None:
-    """Return the largest dimension of an attention head of all layers; None without heads."""
+    """Return the largest attention head dimension of all layers; None if there are no heads."""
     widths = [_head_dim(layer) for layer in layer_configs(config)]
     return max((width for width in widths if width), default=None)
 

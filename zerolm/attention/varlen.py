@@ -1,9 +1,9 @@
 """`--attn_implementation varlen`: torch's own FlashAttention 2, `torch.nn.attention.varlen`.
 
-It attends within the documents of a micro-batch, in full or in a sliding window, without a mask.
-`register` makes it known to transformers; `zerolm.model.document_mask` gives a model its arguments,
-the boundaries of the documents. `unsupported_reason` says why a model needs something that it does
-not compute. Must not depend on settings.
+The kernel computes full or sliding-window attention within the documents of a micro-batch, without
+a mask. `register` adds it to transformers; `zerolm.model.document_mask` passes its arguments, the
+document boundaries, to the model. `unsupported_reason` returns why a model cannot use it. Must not
+depend on settings.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,14 +30,14 @@ from zerolm.model.document_mask import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-MULTIPLE = 8  # of head dimensions; smaller ones are padded
+MULTIPLE = 8  # head dimensions are padded to a multiple of this
 MAX_HEAD_DIM = 256
-# Arguments of attention functions that change the result, and that torch's function does not take.
+# Arguments of attention functions that change the result, but that torch's function lacks.
 EXTRAS = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 def register() -> None:
-    """Make the kernel known to transformers, under its name. May be called again."""
+    """Register the kernel with transformers, under its name. May be called again."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -46,17 +46,17 @@ def register() -> None:
 
 
 def torch_kernel() -> Callable[..., Any]:
-    """Return torch's function, for queries with as many heads as keys or a multiple of them.
+    """Return torch's function, with support for grouped-query attention.
 
     Raises:
-        ImportError: this torch has no such function with sliding windows.
+        ImportError: torch is too old: it has no such function with sliding windows.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     parameters = signature(varlen_attn).parameters
     if "window_size" not in parameters:
         raise ImportError("varlen_attn has no window_size")
-    if "enable_gqa" not in parameters:  # torch 2.11 needs no permission
+    if "enable_gqa" not in parameters:  # torch 2.11 allows it by default
         return varlen_attn
     return partial(varlen_attn, enable_gqa=True)
 
@@ -76,12 +76,13 @@ def attend(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within documents; an attention function of transformers.
+    """Attend within documents, as an attention function for transformers.
 
-    Without boundaries, as when text is generated or scored, it is transformers' `sdpa`.
+    Without boundaries, as when text is generated or scored, it calls transformers' `sdpa`.
 
     Args:
-        sliding_window: number of keys of a query, itself included; None: all of its document.
+        sliding_window: number of keys for each query, including its own token; None: the document
+            up to that token.
         cu_seq_lens_q, max_length_q: see `document_mask.boundary_arguments`.
 
     Returns:
@@ -102,7 +103,7 @@ def attend(
         )
     assert attention_mask is None and not dropout, "preflight refuses both"
     rows, heads, length, width = query_BHTD.shape
-    # Rotary tables in float32 give queries and keys in float32.
+    # Rotary tables in float32 turn queries and keys into float32.
     flat = [
         _flat(each, _padded(width)).to(value_BKTE.dtype)
         for each in (query_BHTD, key_BKTD, value_BKTE)
@@ -120,7 +121,7 @@ def attend(
 
 
 def _flat(values_BHTD: torch.Tensor, width: int) -> torch.Tensor:
-    """Return values by token, (B T, H, width), with zeros after the last."""
+    """Return values by token, (B T, H, width), padded with zeros up to `width`."""
     values_NHD = values_BHTD.transpose(1, 2).flatten(0, 1)
     missing = width - values_NHD.shape[-1]
     return functional.pad(values_NHD, (0, missing)) if missing else values_NHD
@@ -142,7 +143,7 @@ def unsupported_reason(
 def model_problem(config: "PretrainedConfig") -> str | None:
     """Return why `varlen` cannot compute a model's attention, or None.
 
-    Found in a forward pass on the meta device: what the model passes to its attention function.
+    Runs a forward pass on the meta device, and observes the arguments of the attention function.
     """
     return _model_problem(ConfigKey.of(config))
 
@@ -159,11 +160,11 @@ def _model_problem(key: ConfigKey) -> str | None:
         windows.append(given.get("sliding_window"))
         if (width := query.shape[-1]) > MAX_HEAD_DIM:
             limit = MAX_HEAD_DIM
-            found.add(f"supports head dimensions up to {limit}, the model has {width}.")
+            found.add(f"supports head dimensions up to {limit}, but the model has {width}.")
         if mask is not None or given.get("is_causal") is False:
-            found.add("takes no mask, but the model makes one of its own.")
+            found.add("accepts no mask, but the model builds its own.")
         if given.get("cu_seq_lens_q") is None:
-            found.add("gets no document boundaries from the model.")
+            found.add("receives no document boundaries from the model.")
         if dropout := given.get("dropout"):
             found.add(f"does not support dropout, but the model has {dropout}.")
         found.update(f"does not support {name}." for name in EXTRAS if given.get(name) is not None)
@@ -172,14 +173,14 @@ def _model_problem(key: ConfigKey) -> str | None:
         model = meta_model(config).train()
         with torch.no_grad(), fused_kernels(model, False), intercepted_attention(model, observe):
             _forward_with_boundaries(model)
-    except Exception as error:  # of any class: the class depends on values
-        return f"cannot be tried out with {config.model_type} ({type(error).__name__})."
+    except Exception as error:  # any class: it depends on values of the config
+        return f"could not be tested with {config.model_type} ({type(error).__name__})."
     if not windows:
         return (
             f"needs a model with the attention functions of transformers, not {config.model_type}."
         )
     if SLIDING_ATTENTION in types and not any(windows):
-        found.add("gets no sliding window from the model.")
+        found.add("receives no sliding window from the model.")
     return min(found, default=None)
 
 

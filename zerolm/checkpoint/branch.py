@@ -1,8 +1,8 @@
-"""Begins a branch: links the trunk's checkpoint and copies its curve into the run directory.
+"""Starts a branch: links the trunk's checkpoint into the run directory and copies its curve.
 
-Afterwards the directory is that of a run which has stopped at this step: resuming, resharding,
-rollbacks, uploads and reports know nothing of branches, and the trunk may be removed. The
-checkpoint is published last, so a killed beginning is simply repeated.
+Afterwards the directory looks like that of a run that stopped at this step: resuming, resharding,
+rollbacks, uploads and reports need no code for branches, and the trunk may be removed. The
+checkpoint is published last, so a start that was killed can simply be repeated.
 """
 
 import os
@@ -22,19 +22,19 @@ from zerolm.run_dir import events, jsonl
 from zerolm.run_dir.files import TEMPORARY, RunFiles, traces_of_checkpoints
 from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow
 
-THREADS = 8  # that read or copy files
+THREADS = 8  # to read or copy files
 
 
 def begin(plan: Plan, record: Callable[[], dict[str, Any]], log: Callable[[str], None]) -> None:
-    """Give the run directory of a branch its first checkpoint, unless it has one. Rank 0 only.
+    """Create the first checkpoint of a branch in its run directory, unless one exists. Rank 0 only.
 
     Args:
-        record: returns the content of run.json.
-        log: called with a line of text.
+        record: builds the content of run.json.
+        log: receives a line of text.
 
     Raises:
-        CheckpointError: the trunk's checkpoint is damaged, or was removed. Nothing was written.
-        OSError: a file cannot be written. The same command tries again.
+        CheckpointError: the trunk's checkpoint is damaged or was removed. Nothing was written.
+        OSError: a file cannot be written. Running the same command again retries.
     """
     files = RunFiles(plan.run_dir)
     if plan.branch is None or plan.branch_from is None or traces_of_checkpoints(files.checkpoints):
@@ -56,13 +56,13 @@ def begin(plan: Plan, record: Callable[[], dict[str, Any]], log: Callable[[str],
 
 
 def _verified(directory: Path, digest: str) -> Checkpoint:
-    """Return the trunk's checkpoint, with files that all match its manifest."""
+    """Return the trunk's checkpoint, after comparing all its files with the manifest."""
     source = read(directory)
     with ThreadPoolExecutor(THREADS) as pool:
         shares = pool.map(lambda share: verify_files(source, share, THREADS), range(THREADS))
         problems = [problem for share in shares for problem in share]
     if source.digest != digest:
-        problems.append(f"{directory}: was written again since it was checked")
+        problems.append(f"{directory}: has been rewritten since it was checked")
     if problems:
         raise CheckpointError(
             [*problems, f"--branch: {directory} is damaged. Branch from another step."]
@@ -84,12 +84,12 @@ def _link(source: Checkpoint, temporary: Path) -> int:
 
 
 def _link_or_copy(source: Path, target: Path) -> bool:
-    """Link a file, or copy it where that is not possible; return whether it was copied."""
+    """Link a file, or copy it if it cannot be linked; return whether it was copied."""
     try:
         os.link(source, target)
     except FileNotFoundError:
         raise
-    except OSError:  # another file system, one without links, or another user's file
+    except OSError:  # another file system, no support for links, or another user's file
         shutil.copyfile(source, target)
         sync_file(target)
         return True
@@ -97,7 +97,7 @@ def _link_or_copy(source: Path, target: Path) -> bool:
 
 
 def _copy_rows(source: Path, target: Path, step: int, kind: Any) -> None:
-    """Copy the lines of a file up to a step, byte for byte. The trunk may be writing more."""
+    """Copy a file's lines up to a step, byte for byte. The trunk may still be appending to it."""
     _, end = jsonl.rows_from(source, step, kind)
     write_atomically(target, partial(_copy_bytes, source, end))
 

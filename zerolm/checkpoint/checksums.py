@@ -1,9 +1,10 @@
-"""Checksums of the files of a checkpoint, in ranges, so that ranks can divide a large file.
+"""Checksums of checkpoint files, by range, so that several ranks can share a large file.
 
-`xxh3_128` of an entry of a manifest is the XXH3 (128 bits) of each 64 MiB of the file, joined. It
-finds damage as SHA-256 does, in a fifteenth of the CPU time (19 and 1.2 GB/s on one core of an AMD
-EPYC with SHA-NI, 2026-11). Neither keeps out anyone who can also write the manifest. Manifests of
-version 2 have the SHA-256 of each file instead. Must not know directories.
+`xxh3_128` in a manifest entry is the concatenation of the 128-bit XXH3 digests of each 64 MiB of
+the file. XXH3 detects damage as reliably as SHA-256, in a fifteenth of the CPU time (19 against 1.2
+GB/s on one core of an AMD EPYC with SHA-NI, 2026-11). Neither protects against anyone who can also
+write the manifest. Version 2 manifests contain the SHA-256 of each file instead. Must not know
+directories.
 """
 
 import errno
@@ -35,7 +36,7 @@ class Checksum(NamedTuple):
 
 
 class Hasher(Protocol):
-    """An object that computes a digest, with hashlib's methods."""
+    """An object that computes a digest, with the methods of hashlib's objects."""
 
     def update(self, data: Any, /) -> None: ...
     def hexdigest(self) -> str: ...
@@ -60,7 +61,7 @@ class RangeHash:
                 self._current, self._room = xxhash.xxh3_128(), RANGE_BYTES
 
     def hexdigest(self) -> str:
-        """Return the digests, joined; for an empty file the digest of no bytes."""
+        """Return the concatenated digests; for an empty file, the digest of zero bytes."""
         if self._full and self._room == RANGE_BYTES:
             return "".join(self._full)
         return "".join([*self._full, self._current.hexdigest()])
@@ -70,7 +71,7 @@ HASHERS: dict[str, Callable[[], Hasher]] = {XXH3: RangeHash, SHA256: hashlib.sha
 
 
 def checksum_of(entry: Mapping[str, Any]) -> Checksum:
-    """Return the checksum in an entry of a manifest, whose types were checked."""
+    """Return the checksum in a manifest entry whose types were already checked."""
     kind = XXH3 if XXH3 in entry else SHA256
     return Checksum(kind, entry[kind])
 
@@ -85,7 +86,7 @@ def checksum_file(path: str | Path, kind: str = XXH3) -> Checksum:
 
 
 class Piece(NamedTuple):
-    """A part of a listed file that one rank compares: range `number`, or all ranges if None."""
+    """The part of a listed file that one rank verifies: range `number`, or all ranges if None."""
 
     entry: Mapping[str, Any]
     number: int | None
@@ -94,10 +95,10 @@ class Piece(NamedTuple):
 def share(
     entries: Sequence[Mapping[str, Any]], rank: int, world_size: int, written_by: int | None
 ) -> list[Piece]:
-    """Return what a rank compares: the files that it will load, and its part of all others.
+    """Return what a rank verifies: the files that it will load, and its share of all others.
 
-    So a rank's own files come from the network once, and are in the page cache when it loads them.
-    All ranks together compare every file once.
+    A rank's own files are thus read from the network once, and are in the page cache when it loads
+    them. Together, the ranks verify every file exactly once.
     """
     own: list[Piece] = []
     common: list[Piece] = []
@@ -113,15 +114,15 @@ def share(
 
 
 def piece_problem(path: Path, piece: Piece, *, read: bool = True) -> str | None:
-    """Return how a file differs from its entry, None if it does not.
+    """Return how a file differs from its entry, or None.
 
-    A wrong size is a problem of the first range only, so that one rank reports it.
+    A wrong size is reported for the first range only, so only one rank reports it.
     """
     entry, number = piece
     expected, size = checksum_of(entry), entry["size_bytes"]
     reports = number in (None, 0)
     try:
-        opened = open_regular(path)  # a pipe would be waited for
+        opened = open_regular(path)  # never waits, as opening a pipe would
         if opened is None:
             raise FileNotFoundError
         with opened as file:
@@ -143,14 +144,14 @@ def piece_problem(path: Path, piece: Piece, *, read: bool = True) -> str | None:
     except (FileNotFoundError, IsADirectoryError):
         return f"{path}: missing; the manifest lists {size} bytes" if reports else None
     except OSError as error:
-        if error.errno not in (None, errno.ELOOP):  # a server that does not answer is no damage
+        if error.errno not in (None, errno.ELOOP):  # an unreachable server is not damage
             raise
         return f"{path}: {why(error)}; the manifest lists {size} bytes" if reports else None
     return _difference(path, Checksum(expected.kind, hasher.hexdigest()), expected, number)
 
 
 def _difference(path: Path, actual: Checksum, expected: Checksum, number: int | None) -> str | None:
-    """Return a line with the first range that differs."""
+    """Return a line that names the first range that differs."""
     wanted = expected.digest
     if number is not None:
         wanted = wanted[number * DIGEST_CHARACTERS :][:DIGEST_CHARACTERS]

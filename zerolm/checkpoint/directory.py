@@ -1,9 +1,9 @@
 """The layout of checkpoints on disk: publish, find, verify and remove them.
 
-A checkpoint is a directory `checkpoints/step-00001000`. Its `MANIFEST.json` is written last and has
-the size and checksum of every other file; a directory without one is not a checkpoint. Checkpoints
-that are being written or removed have names that begin with `.tmp-`. The run's progress is in the
-manifest. Links are never followed: one that has such a name is removed. Must not depend on torch or
+A checkpoint is a directory `checkpoints/step-00001000`. Its `MANIFEST.json` is written last and
+contains the size and checksum of every other file, and the run's progress; a directory without a
+manifest is not a checkpoint. While a checkpoint is being written or removed, its name begins with
+`.tmp-`. Links are never followed; a link with such a name is removed. Must not depend on torch or
 DeepSpeed: `CheckpointWriter` writes the files, and zerolm/checkpoint/load.py loads them.
 """
 
@@ -55,7 +55,7 @@ class Checkpoint:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest, and so of the checksums of all files."""
+        """SHA-256 of the manifest, which covers the checksums of all files."""
         return self.manifest["digest"]
 
     @property
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files together, without the manifest."""
+        """Total size of all files, without the manifest."""
         size = sum(entry["size_bytes"] for entry in self.manifest["files"])
         return size + sum(one["files_bytes"] for one in self.manifest.get("lists", []))
 
@@ -79,13 +79,13 @@ class Checkpoint:
 
 
 def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
-    """Publish a temporary directory as the newest checkpoint. Only rank 0 calls.
+    """Publish a temporary directory as the newest checkpoint. Only rank 0 may call this.
 
-    A crash at any point is safe because of the order: manifest, rename, pointer (in `rotate`). A
-    directory that already has the name (damaged, or rolled back) is set aside.
+    The order (manifest, rename, then the pointer in `rotate`) makes a crash at any point safe. An
+    existing directory of that name (damaged or rolled back) is set aside.
 
     Raises:
-        OSError: a write failed. The checkpoint is either published or not, never half.
+        OSError: a write failed. The checkpoint is published completely or not at all.
     """
     step = manifest["progress"]["step"]
     fault_point("checkpoint.manifest", step)
@@ -100,7 +100,7 @@ def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
 
 
 def make_way(path: Path) -> None:
-    """Free the name of a checkpoint: remove a link, set a directory or a foreign file aside."""
+    """Free the name of a checkpoint: remove a link, or set another directory or file aside."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -140,7 +140,7 @@ def read(directory: str | Path) -> Checkpoint:
 
 
 def _no_manifest(path: Path) -> str:
-    """Return the problem of a directory, as a user names it, that is no checkpoint."""
+    """Return the problem of a path from the user that is not a checkpoint."""
     fact = "neither a run with checkpoints nor a checkpoint"
     if not path.is_dir():
         fact = "no such directory"
@@ -152,11 +152,11 @@ def _no_manifest(path: Path) -> str:
 def verify_files(
     checkpoint: Checkpoint, rank: int = 0, world_size: int = 1, *, checksums: bool = True
 ) -> list[str]:
-    """Compare files with the manifest; return a line for each difference.
+    """Compare files with the manifest; return one line for each difference.
 
     Args:
-        rank, world_size: reads only this rank's share: its own files, and a part of the others.
-        checksums: read the files; otherwise only names and sizes are compared.
+        rank, world_size: select this rank's share: its own files, and part of the others.
+        checksums: whether to read the files; otherwise only names and sizes are compared.
     """
     directory = checkpoint.directory
     try:
@@ -167,7 +167,7 @@ def verify_files(
         problems = [problem for problem in found if problem is not None]
         if rank == 0:
             present = set(_files_below(directory)) - {MANIFEST}
-            # With lists, names are read only if there are too many: readers find what is missing.
+            # With lists, read names only if there are too many files; readers notice missing ones.
             if "lists" not in checkpoint.manifest or len(present) != checkpoint.num_files:
                 names = {entry["file"] for entry in checkpoint.entries()}
                 problems += [
@@ -180,7 +180,7 @@ def verify_files(
 
 
 def _files_below(directory: Path, prefix: str = "") -> Iterator[str]:
-    """Yield the relative paths of the files in a directory, without a system call for each."""
+    """Yield the relative paths of the files below a directory, without a system call per file."""
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -192,7 +192,7 @@ def _files_below(directory: Path, prefix: str = "") -> Iterator[str]:
 
 
 def newest(run_dir: str | Path) -> Checkpoint | None:
-    """Return the newest published checkpoint of a run, None if there has never been one.
+    """Return the newest published checkpoint of a run, or None if none was ever published.
 
     Raises:
         CheckpointError: its manifest is damaged, or all checkpoints are lost (see `candidates`).
@@ -200,7 +200,7 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
     published = published_checkpoints(RunFiles(run_dir).checkpoints)
     try:
         if published:
-            return read(published[-1])  # no other manifest: every rank of a start reads this one
+            return read(published[-1])  # and no others: every rank calls this at each start
     except CheckpointError:
         candidates(run_dir)
         raise
@@ -209,13 +209,13 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
 
 
 def locate(reference: str | Path) -> Checkpoint:
-    """Return the checkpoint that a reference selects.
+    """Return the checkpoint selected by a reference.
 
     Args:
         reference: `RUN` (its newest), `RUN@STEP`, or the directory of a checkpoint.
 
     Raises:
-        CheckpointError: there is none, or its manifest is damaged.
+        CheckpointError: there is no such checkpoint, or its manifest is damaged.
     """
     path, step = split_step(reference)
     files = RunFiles(path)
@@ -231,11 +231,11 @@ def locate(reference: str | Path) -> Checkpoint:
 
 
 def locate_several(reference: str) -> list[Checkpoint]:
-    """Return the checkpoints that a reference selects, oldest first.
+    """Return the checkpoints selected by a reference, oldest first.
 
     Args:
-        reference: `RUN` (all that are kept), `RUN@100,200`, `RUN@100:300` (those of steps 100 to
-            300), `RUN@100:`, or the directory of a checkpoint.
+        reference: `RUN` (all its checkpoints), `RUN@100,200`, `RUN@100:300` (steps 100 to 300),
+            `RUN@100:`, or the directory of a checkpoint.
     """
     match = re.fullmatch(r"(.+)@([^@/]*)", reference)
     if match is None or Path(reference).exists():
@@ -275,23 +275,23 @@ def locate_several(reference: str) -> list[Checkpoint]:
 def _no_checkpoint(reference: object, run_dir: Path, step: object, kept: list[Path]) -> str:
     steps = ", ".join(str(checkpoint_step(each.name)) for each in kept) or "none"
     return (
-        f"{reference}: {run_dir} has no complete checkpoint of step {step}. It has those of steps: "
-        f"{steps}."
+        f"{reference}: {run_dir} has no complete checkpoint of step {step}. It has checkpoints of "
+        f"steps: {steps}."
     )
 
 
 def candidates(run_dir: str | Path) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """Return the checkpoints that a run may resume from, newest first, and the damaged ones.
+    """Return the checkpoints that a run may resume from, newest first, and the damaged checkpoints.
 
     The pointer `latest` is for people and tools; only manifests decide what exists.
 
     Returns:
-        Checkpoints with a valid manifest; {directory: problem} of those with a damaged one. Both
-        are empty if the run never had a checkpoint.
+        The checkpoints with a valid manifest, and {directory: problem} for the others. Both are
+        empty if the run never had a checkpoint.
 
     Raises:
-        CheckpointError: there were checkpoints and none is left. Starting again at step 0 would
-            hide the loss.
+        CheckpointError: the run had checkpoints, but none is left. Restarting at step 0 would hide
+            their loss.
     """
     files = RunFiles(run_dir)
     found: list[Checkpoint] = []

@@ -1,9 +1,9 @@
-"""`FILES.jsonl` of a checkpoint of many ranks: their entries of the manifest, in lists.
+"""`FILES.jsonl` in a checkpoint of many ranks: the manifest's file entries, split into lists.
 
-Every rank reads the manifest, which would grow with the number of ranks. So it has only the files
-that all ranks share, and the place and checksum of each list; a list has the files of
-`LISTED_RANKS` ranks. A rank then reads a few kilobytes, however many ranks there are. A list counts
-only if it matches its checksum in the manifest. Must not know directories.
+Every rank reads the manifest, whose size would grow with the number of ranks. So the manifest lists
+only the files that all ranks share, and the position and checksum of each list; a list contains the
+files of `LISTED_RANKS` ranks. A rank then reads a few kilobytes, however many ranks there are. A
+list must match its checksum in the manifest. Must not know directories.
 """
 
 import json
@@ -29,7 +29,7 @@ class _Content(TypedDict):
 
 
 def with_lists(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Write the lists for more than `LISTED_RANKS` ranks; return the rest of the manifest."""
+    """Write lists if there are more than `LISTED_RANKS` ranks; return the rest of the manifest."""
     own = sorted((e for e in manifest["files"] if "rank" in e), key=lambda entry: entry["rank"])
     groups = [
         (number, list(entries))
@@ -58,7 +58,7 @@ def with_lists(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_list(directory: Path, one: dict[str, Any]) -> list[ListedFile]:
-    """Read a list, whose entry in the manifest is `one`, and compare it with its checksum."""
+    """Read the list of a manifest entry `one`, and compare it with its checksum."""
     path = directory / FILES
     where = f"{path}, {one['size_bytes']} bytes from byte {one['start_byte']}"
     try:
@@ -81,7 +81,7 @@ def read_list(directory: Path, one: dict[str, Any]) -> list[ListedFile]:
 
 
 def pieces(directory: Path, manifest: dict[str, Any], rank: int, world_size: int) -> list[Piece]:
-    """Return what a rank compares, like `share`, reading only the lists that it needs.
+    """Return what a rank verifies, as `share` does, reading only the lists that it needs.
 
     Raises:
         CheckpointError: a list is damaged.
@@ -95,15 +95,15 @@ def pieces(directory: Path, manifest: dict[str, Any], rank: int, world_size: int
         own = [one for one in lists if one["first_rank"] <= rank][-1:]
         return share([*common, *_entries(directory, own)], rank, world_size, written_by)
     found = share(common, rank, world_size, None)
-    for number in range(rank % len(lists), len(lists), world_size):  # several ranks a list, or
-        readers = max(1, len(range(number, world_size, len(lists))))  # several lists a rank
+    for number in range(rank % len(lists), len(lists), world_size):  # several ranks per list, or
+        readers = max(1, len(range(number, world_size, len(lists))))  # several lists per rank
         entries = read_list(directory, lists[number])
         found += share(entries, rank // len(lists), readers, None)
     return found
 
 
 def all_entries(directory: Path, manifest: dict[str, Any]) -> list[ListedFile]:
-    """Return the entries of all files, also of `FILES.jsonl` itself."""
+    """Return the entries of all files, including `FILES.jsonl` itself."""
     return [*manifest["files"], *_entries(directory, manifest.get("lists", []))]
 
 

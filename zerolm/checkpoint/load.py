@@ -1,4 +1,4 @@
-"""Find the newest complete checkpoint, and load it into DeepSpeed's engine.
+"""Finds the newest complete checkpoint, and loads it into DeepSpeed's engine.
 
 Nothing is unpickled before the manifest matches its digest and every file matches the manifest.
 Must not depend on rollbacks or resharding; `zerolm.train.resume` combines them with this module.
@@ -38,7 +38,7 @@ from zerolm.run_dir.files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
 
 @dataclass(frozen=True)
 class DamagedCheckpoint:
-    """A checkpoint whose files differ from its manifest, and the path it was renamed to."""
+    """A checkpoint whose files differ from its manifest, and the path to which it was renamed."""
 
     directory: Path
     problems: list[str]
@@ -50,15 +50,15 @@ def newest_complete(
 ) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
     """Find the newest checkpoint whose files all match its manifest. Every rank must call this.
 
-    Each rank reads a share of the files. Newer checkpoints that are damaged are renamed, so that
-    they are not tried again; nothing is deleted or unpickled.
+    Each rank reads a share of the files. Damaged newer checkpoints are renamed, so they are not
+    tried again; nothing is deleted or unpickled.
 
     Returns:
-        The checkpoint, None if there has never been one; and the damaged ones that are newer.
+        The checkpoint, or None if none was ever published; and the newer, damaged ones.
 
     Raises:
         CheckpointError: on every rank: all checkpoints are damaged or lost.
-        ConfigError: on every rank: the hosts do not see the same files.
+        ConfigError: on every rank: hosts see different files.
     """
     listed: list[tuple[str, str]] = []
     damage: list[DamagedCheckpoint] = []
@@ -95,15 +95,15 @@ def newest_complete(
 def newest_copy(
     copies: MemoryCopies, run_dir: Path, usable: Callable[[Checkpoint], bool]
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Find the newest step that all ranks have in memory, newer than the checkpoints on disk.
+    """Find the newest step, after the checkpoints on disk, whose copy all ranks have in memory.
 
-    The other copies are removed. Every rank must call this.
+    All other copies are removed. Every rank must call this.
 
     Args:
         usable: whether this run can resume from a copy.
 
     Returns:
-        This rank's part of the step, None if there is no such step or it is damaged; and the
+        This rank's part of the copy, or None if there is no such step or it is damaged; and the
         damage.
     """
     parts = {step: part for step, part in copies.found().items() if usable(part)}
@@ -133,9 +133,10 @@ def _rename_damaged(damage: list[DamagedCheckpoint], rank: int) -> list[DamagedC
 
 
 def _same_on_all_ranks(directory: Path, digest: str) -> Checkpoint:
-    """Return the checkpoint that rank 0 found, as read by this rank. Every rank must call this.
+    """Return the checkpoint that rank 0 has found, read by this rank. Every rank must call this.
 
-    On a network file system hosts may see different contents for a while; all must load the same.
+    On a network file system, hosts may see different contents for a while, but all must load the
+    same checkpoint.
     """
     mine, problem = None, ""
     try:
@@ -162,10 +163,10 @@ def load(
 
     Args:
         reshard: `zerolm.engine.reshard.load`, called with engine, directory and manifest if the
-            checkpoint was written for another topology.
+            checkpoint was written with another topology.
 
     Raises:
-        CheckpointError: on every rank: a file holds more than data, or the states cannot be
+        CheckpointError: on every rank: a file contains more than data, the states cannot be
             resharded, or DeepSpeed found nothing to load.
     """
     try:
@@ -174,7 +175,7 @@ def load(
         )
         paths = [checkpoint.directory / entry["file"] for entry, number in ours if not number]
         found = [line for path in paths if path.suffix == ".pt" for line in pickle_problems(path)]
-    except CheckpointError as error:  # all ranks must learn of it
+    except CheckpointError as error:  # must reach all ranks
         found = error.problems
     problems = [line for lines in gather_objects(found) for line in lines]
     if problems:

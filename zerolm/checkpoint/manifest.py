@@ -1,6 +1,6 @@
 """`MANIFEST.json` of a checkpoint: its content, checked against its digest and its types.
 
-Must not know the other files of a checkpoint, or where checkpoints are.
+Must not know the other files of a checkpoint, or where checkpoints are stored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from zerolm.common.records import (
 
 FORMAT = "zerolm-checkpoint"
 VERSION, LISTS_VERSION = 3, 4
-# 2: each file has a `sha256` in place of `xxh3_128`; 4: some are in lists, see file_lists.py
+# 2: files have `sha256` instead of `xxh3_128`; 4: some files are in lists, see file_lists.py
 READABLE = (2, VERSION, LISTS_VERSION)
 FILES = "FILES.jsonl"
 
@@ -31,17 +31,18 @@ class Progress:
 
     Attributes:
         step: optimizer steps attempted.
-        position: sequences consumed, without those of `skipped_windows`.
-        tokens: tokens of the steps that were applied; the learning rate depends on these.
-        skipped_steps: steps that were not applied: refused for a spike, or skipped by DeepSpeed.
-        spikes: steps that were anomalies, see zerolm/optim/spikes.py.
+        position: sequences consumed, not counting `skipped_windows`.
+        tokens: tokens of the applied steps, on which the learning rate depends.
+        skipped_steps: steps that were not applied, because of a spike or because DeepSpeed skipped
+            them.
+        spikes: steps with an anomaly, see zerolm/optim/spikes.py.
         rollbacks: how often the run has rolled back to a checkpoint.
-        skipped_windows: ranges [start, end) of sequence numbers that rollbacks made it skip.
+        skipped_windows: ranges [start, end) of sequence numbers that the run skips after rollbacks.
         history: state of the spike guard, a `zerolm.optim.spikes.History` as JSON.
         health: state of the health metrics, a `zerolm.train.health.HealthState` as JSON.
-        features: the state of each `zerolm.features.feature.Feature` that has one, by name.
+        features: state of each stateful `zerolm.features.feature.Feature`, by name.
 
-    Lists and dicts are replaced, never mutated: a writer thread may hold a shallow copy.
+    Lists and dicts are replaced, never mutated, because a writer thread may hold a shallow copy.
     """
 
     step: Count = 0
@@ -58,7 +59,10 @@ class Progress:
 
 @dataclass
 class SavedProgress(Progress):
-    """`Progress` of a manifest. Earlier releases wrote the states of three features beside it."""
+    """`Progress` as stored in a manifest.
+
+    Earlier releases stored the states of three features next to it.
+    """
 
     clipping: dict[str, Any] = field(default_factory=dict)
     ema_counted: float = 0.0
@@ -67,7 +71,7 @@ class SavedProgress(Progress):
     def read(self) -> Progress:
         """Return the progress with the states of all features."""
         values = dict(vars(self))
-        del values["clipping"]  # of a feature that has ended
+        del values["clipping"]  # of a feature that was removed
         earlier = {
             "ema": {"counted": counted} if (counted := values.pop("ema_counted")) else {},
             "expert_balance": values.pop("routing"),
@@ -82,10 +86,10 @@ class _ListedFile(TypedDict):
 
 
 class ListedFile(_ListedFile, total=False):
-    """A file of a checkpoint, with one of the checksums of zerolm/checkpoint/checksums.py.
+    """A checkpoint file, with one of the checksums in zerolm/checkpoint/checksums.py.
 
-    `rank` is the only rank that reads the file on the topology that wrote it; absent if several
-    ranks read it.
+    `rank` is the only rank that reads the file in the topology that wrote it; it is absent if
+    several ranks read the file.
     """
 
     xxh3_128: str
@@ -94,10 +98,10 @@ class ListedFile(_ListedFile, total=False):
 
 
 class FileList(TypedDict):
-    """A list in `FILES.jsonl`: the files of `first_rank` and of the ranks that follow.
+    """A list in `FILES.jsonl`: the files of `first_rank` and the ranks after it.
 
     Attributes:
-        files_bytes: size of all files in the list.
+        files_bytes: total size of the files in the list.
         start_byte, size_bytes: the list's range in `FILES.jsonl`.
     """
 
@@ -130,7 +134,7 @@ class _Required(TypedDict):
 
 
 class Manifest(_Required, total=False):
-    """The content of a manifest. Its own keys are absent in checkpoints of early releases."""
+    """The content of a manifest. Early releases did not write the optional keys declared here."""
 
     lists: list[FileList]
     shards: Count  # see `zerolm.engine.partitions.num_shards`
@@ -150,10 +154,10 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
     """Parse and check the content of a manifest.
 
     Args:
-        path: names the manifest in messages.
+        path: path of the manifest, for messages.
 
     Raises:
-        CheckpointError: it is damaged, or of another version. The message is one line.
+        CheckpointError: it is damaged, or has another version. The message is one line.
     """
     try:
         manifest: dict[str, Any] = dict(parse_record(content, path, _Header, "It is damaged."))
@@ -176,7 +180,7 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
 
 
 def files_problem(files: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return which listed file has no checksum that this release knows, None if all have one."""
+    """Return the problem of the first file without a valid checksum, or None."""
     for entry in files:
         ranges = -(-entry["size_bytes"] // RANGE_BYTES) or 1
         if XXH3 in entry and len(entry[XXH3]) != ranges * DIGEST_CHARACTERS:

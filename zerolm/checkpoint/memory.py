@@ -1,15 +1,15 @@
-"""Copies of the states in the memory of the hosts, beside the checkpoints on disk.
+"""Copies of the states in host memory, in addition to the checkpoints on disk.
 
-    /dev/shm/zerolm-1000/0f3a5c7e9b1d2f40-8c6e.../    of a run: its path's digest, and its token
+    /dev/shm/zerolm-1000/0f3a5c7e9b1d2f40-8c6e.../    one run: digest of its path, and its token
         run_dir                                 the path of the run directory
         step-00000040/                          files of this host's ranks, as in a checkpoint
-            MANIFEST-00003.json                 written last by rank 3: its part is complete
+            MANIFEST-00003.json                 written last by rank 3, whose part is then complete
 
-They survive the death of every process of a run, but no reboot. Nothing is renamed or agreed upon
-when a copy is written: when a run starts, the ranks load the newest step that is complete on all of
-them. A rank deletes its part of an older copy when all ranks have a newer one. The token is in the
-run directory, so that copies of another run that had the same path are never taken. Must not depend
-on torch, since `launch supervise` removes copies too.
+The copies survive the death of all processes of a run, but not a reboot. Writing a copy needs no
+rename and no agreement between ranks: when a run starts, the ranks load the newest step that is
+complete on all of them. A rank deletes its part of an older copy once all ranks have a newer one.
+The token is stored in the run directory, so copies of an earlier run with the same path are never
+loaded. Must not depend on torch, since `launch supervise` also removes copies.
 """
 
 import contextlib
@@ -36,8 +36,8 @@ from zerolm.run_dir.files import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
-OWNER = "run_dir"  # the file with the path of the run directory
-KEPT = 2  # copies that exist at a time: the newest complete one, and the one being written
+OWNER = "run_dir"  # file that contains the path of the run directory
+KEPT = 2  # copies that exist at once: the newest complete one, and the one being written
 
 
 class _Token(TypedDict):
@@ -48,9 +48,10 @@ class MemoryCopies:
     """One rank's part of the copies in this host's memory.
 
     Args:
-        leads: this rank writes what all ranks of its host load (the weights at stages 1 and 2).
-        holds: this rank writes its optimizer states; False if an earlier rank of its host has the
-            same ones.
+        leads: whether this rank writes what all ranks on its host load (at stages 1 and 2, the
+            weights).
+        holds: whether this rank writes its optimizer states; False if an earlier rank on its host
+            writes the same states.
     """
 
     def __init__(self, directory: Path, rank: int, leads: bool, holds: bool = True):
@@ -61,13 +62,13 @@ class MemoryCopies:
         return self.directory / checkpoint_name(step)
 
     def publish(self, step: int, manifest: dict[str, Any]) -> None:
-        """Write the manifest of this rank's part of a step, whose files are complete."""
+        """Write the manifest of this rank's part of a step, after all of its files."""
         content = with_digest(manifest)
         path = self.step_directory(step) / self.manifest_name
         write_atomically(path, encode_json(content), durable=False)
 
     def found(self) -> dict[int, Checkpoint]:
-        """Return this rank's part of each step that it has completely written."""
+        """Return this rank's part of each step for which that part is complete."""
         parts: dict[int, Checkpoint] = {}
         for directory in checkpoint_directories(self.directory):
             path = directory / self.manifest_name
@@ -93,21 +94,21 @@ class MemoryCopies:
             self.remove_part(older)
 
     def keep_only(self, step: int | None) -> None:
-        """Delete all copies on this host but that of `step`. Only one rank of a host calls."""
+        """Delete all copies on this host except that of `step`. Called by one rank per host."""
         for directory in self.directory.iterdir():
             if directory.is_dir() and (step is None or directory != self.step_directory(step)):
                 shutil.rmtree(directory, ignore_errors=True)
 
 
 def connect(run_dir: Path, rank: int, tensor_rank: int, shard: int) -> MemoryCopies:
-    """Prepare the memory of all hosts for copies; return this rank's part. All ranks call this.
+    """Create the copy directories on all hosts; return this rank's part. All ranks call this.
 
     Args:
-        tensor_rank: the part of the model that the rank has, with tensor parallelism.
-        shard: the part of the optimizer states that it has; the same for ranks with the same ones.
+        tensor_rank: the tensor-parallel rank.
+        shard: index of this rank's part of the optimizer states; ranks with the same part share it.
 
     Raises:
-        ConfigError: on every rank: a host cannot have the directory.
+        ConfigError: on every rank: a host cannot create the directory.
     """
     token = collectives.broadcast_object(create_token(run_dir) if rank == 0 else "")
     machine = processes.machine_id()
@@ -118,7 +119,7 @@ def connect(run_dir: Path, rank: int, tensor_rank: int, shard: int) -> MemoryCop
 
 
 def forget(run_dir: Path, rank: int) -> None:
-    """Remove the copies of an earlier start from all hosts. Every rank must call this.
+    """Remove the copies of earlier starts from all hosts. Every rank must call this.
 
     Raises:
         ConfigError: on every rank: a host cannot remove them.
@@ -128,7 +129,7 @@ def forget(run_dir: Path, rank: int) -> None:
 
 
 def _on_each_host(rank: int, action: Callable[[], object]) -> None:
-    """Remove abandoned copies and do something on one rank of each host. All ranks call this."""
+    """Remove abandoned copies and call `action` on one rank per host. All ranks call this."""
     problem = ""
     if collectives.gather_objects(processes.machine_id()).index(processes.machine_id()) == rank:
         try:
@@ -145,7 +146,7 @@ def user_directory() -> Path:
 
 
 def read_token(run_dir: Path) -> str | None:
-    """Return the token of a run that has copies, None if it has none."""
+    """Return the token of a run, or None if it has no copies."""
     with contextlib.suppress(RecordError):
         record = read_record(RunFiles(run_dir).memory, _Token)
         return None if record is None else record["token"]
@@ -153,7 +154,7 @@ def read_token(run_dir: Path) -> str | None:
 
 
 def create_token(run_dir: Path) -> str:
-    """Return the token of a run, after writing one if it has none. Only rank 0 calls."""
+    """Return the token of a run, creating it if necessary. Only rank 0 may call this."""
     token = read_token(run_dir)
     if token is None:
         token = secrets.token_hex(8)
@@ -167,7 +168,7 @@ def directory_of(run_dir: Path, token: str) -> Path:
 
 
 def create_directory(run_dir: Path, token: str) -> Path:
-    """Create the directory of a run's copies on this host. Only one rank of each host calls.
+    """Create the directory of a run's copies on this host. Called by one rank per host.
 
     Raises:
         OSError: it cannot be created, or belongs to another user.
@@ -188,12 +189,12 @@ def remove_abandoned() -> None:
         with contextlib.suppress(OSError):
             run_dir = Path((directory / OWNER).read_text())
             own = directory_of(run_dir, read_token(run_dir) or "")
-            if directory.name.removeprefix(".tmp-") != own.name:  # which may be about to be created
+            if directory.name.removeprefix(".tmp-") != own.name:  # `own` may be under construction
                 shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_copies(run_dir: Path) -> None:
-    """Remove a run's copies from this host, and its token, without which none is taken anywhere."""
+    """Remove a run's copies from this host, and its token, without which no host loads a copy."""
     RunFiles(run_dir).memory.unlink(missing_ok=True)
     for directory in _directories(lambda name: name.startswith(_path_digest(run_dir))):
         shutil.rmtree(directory, ignore_errors=True)
@@ -202,7 +203,7 @@ def remove_copies(run_dir: Path) -> None:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the step of this host's newest copy, 0 without one."""
+    """Return the step of this host's newest copy, or 0 if there is none."""
     token = read_token(run_dir)
     found = [] if token is None else checkpoint_directories(directory_of(run_dir, token))
     complete = [each for each in found if any(each.glob("MANIFEST-*.json"))]
@@ -210,7 +211,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def bytes_on_host(run_dir: Path) -> int:
-    """Return the size of a run's copies on this host."""
+    """Return the total size of a run's copies on this host."""
     found = _directories(lambda name: name.startswith(_path_digest(run_dir)))
     files = (path for directory in found for path in directory.rglob("*") if path.is_file())
     return sum(path.stat().st_size for path in files)

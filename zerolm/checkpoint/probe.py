@@ -1,9 +1,9 @@
 """The probe: the loss of a fixed batch, saved with each checkpoint and checked after loading it.
 
-The batch is the first sequence of each training source (at most `MAX_SEQUENCES`), the same for any
+The batch is the first sequence of each training source (up to `MAX_SEQUENCES`), the same for any
 world size. It runs in evaluation mode without gradients, so training is unaffected. Every rank
-computes the complete batch, so wrong weights on a single rank are found. Training resumes only if
-the loss on each rank matches the manifest. Some logits are saved too; `export` checks against them.
+computes the complete batch, so wrong weights on a single rank are detected. Training resumes only
+if the loss on each rank matches the manifest. Some logits are saved too, for a check by `export`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,25 +23,25 @@ from zerolm.model.loss import IGNORED, token_losses
 from zerolm.plan.plan import Plan
 from zerolm.pretrained.source_config import is_position
 
-MAX_SEQUENCES = 8  # at most one of each source
-LOGIT_TOKENS, LOGIT_POSITIONS, LOGIT_IDS = 64, 8, 16  # maxima; the logits are stored as JSON
-# Allowed relative difference after a change of topology or machine, where sums are computed in
+MAX_SEQUENCES = 8  # at most one from each source
+LOGIT_TOKENS, LOGIT_POSITIONS, LOGIT_IDS = 64, 8, 16  # upper limits; the logits are stored as JSON
+# Relative difference allowed after a change of topology or machine, when sums are computed in
 # another order or by other kernels. float32: about 1e-7 for each of a few dozen consecutive sums.
-# 16-bit weights: half a unit in the last place of bf16; each logit may change by that, their mean
-# by less.
+# 16-bit weights: half a unit in the last place of bf16, by which each logit may change; their mean
+# changes by less.
 TOLERANCES = {"fp32": 1e-5, "bf16": 2.0**-9, "fp16": 2.0**-9}
 
 
 def num_sequences(plan: Plan) -> int:
-    """Return the number of sequences of the probe's batch."""
+    """Return the number of sequences in the probe's batch."""
     return min(MAX_SEQUENCES, len(plan.sources))
 
 
 def measure(engine: Engine, batches: Iterable[Mapping[str, torch.Tensor]], plan: Plan) -> dict:
-    """Return `probe` for the manifest: loss, logits and what they depend on. All ranks call this.
+    """Return the manifest's `probe`: loss, logits and what they depend on. All ranks call this.
 
     Args:
-        engine: the DeepSpeed engine, which is in training mode afterwards.
+        engine: the DeepSpeed engine; in training mode afterwards.
         batches: the fixed batch as micro-batches, the same on every rank.
     """
     total, count = 0.0, 0
@@ -67,8 +67,8 @@ def measure(engine: Engine, batches: Iterable[Mapping[str, torch.Tensor]], plan:
 def sample_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the first tokens of a micro-batch, all from one document, and some of their logits.
 
-    The tokens are the model's only input, without a mask or positions, as for an exported model, so
-    an export that computes the same shape can get bit-identical logits.
+    The tokens are the model's only input, without a mask or positions, as for an exported model. So
+    an export check with the same shape can get bit-identical logits.
 
     Args:
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
@@ -106,23 +106,23 @@ def check(
     """Measure the probe on a loaded engine and compare it with the manifest. All ranks call this.
 
     Args:
-        where: names the manifest in messages.
+        where: path of the manifest, for messages.
 
     Returns:
-        The result, for the log.
+        The result as text, for the log.
 
     Raises:
-        CheckpointError: on every rank: the loss on some rank differs from the saved one.
+        CheckpointError: on every rank: the loss on at least one rank differs from the saved loss.
     """
     saved = manifest.get("probe")
     if saved is None:
         return "not in this checkpoint"
     if saved["data"] != _data_identity(plan):
-        return "not compared, because this run's data gives other sequences"
+        return "not compared, because this run's data yields other sequences"
     branch: Mapping[str, Any] = plan.branch or {}
     begins = branch.get("step") == manifest["progress"]["step"]
     if begins and any(map(is_position, branch.get("changes", ()))):
-        return "not compared, because the branch has different positions from its trunk"
+        return "not compared, because the branch's positions differ from its trunk's"
     if fault_point("resume.probe", manifest["progress"]["step"]) == "x10":
         for parameter in engine.module.parameters():
             multiply(parameter, 10)
@@ -153,7 +153,7 @@ def _rule(tolerance: float) -> str:
 
 
 def _data_identity(plan: Plan) -> dict[str, Any]:
-    """Return what the tokens of the probe depend on."""
+    """Return the settings that determine the probe's tokens."""
     return {
         "fingerprint": plan.data_fingerprint,
         "seq_len": plan.settings.seq_len,
@@ -164,7 +164,7 @@ def _data_identity(plan: Plan) -> dict[str, Any]:
 
 
 def _numerics(plan: Plan) -> dict[str, Any]:
-    """Return what rounding depends on besides the topology; on CPUs it decides all bits."""
+    """Return what determines rounding besides the topology; on CPUs, it determines every bit."""
     return {
         "micro_batch_size": plan.settings.micro_batch_size,
         "attention": plan.settings.attn_implementation,

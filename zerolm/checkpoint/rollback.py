@@ -1,10 +1,10 @@
-"""Roll a run back to a checkpoint from before a spike, safe against a crash at any point.
+"""Rolls a run back to a checkpoint from before a spike; safe if the run crashes at any point.
 
-The rollback is first recorded in `rollbacks.json`. Then `apply_recorded` renames the checkpoints
-that were rolled back, the newest first, and updates `latest`; every start of the run calls it too,
-which completes a rollback that was killed. Each checkpoint stores the number of rollbacks before
-it, so one from after a rollback is never taken for one from before. Only rank 0 changes files.
-Must not depend on the training loop or on torch.
+The rollback is first recorded in `rollbacks.json`. Then `apply_recorded` renames the undone
+checkpoints, newest first, and updates `latest`. Every start of the run also calls it, to complete
+an interrupted rollback. Each checkpoint stores the number of earlier rollbacks, so checkpoints from
+before and after a rollback cannot be confused. Only rank 0 changes files. Must not depend on the
+training loop or on torch.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from zerolm.run_dir.records import Rollback, read_rollbacks
 
 
 def target(run_dir: Path, first_anomaly: int, margin: int) -> Checkpoint | None:
-    """Return the checkpoint to roll back to, None if there is none from before the first anomaly.
+    """Return the checkpoint to roll back to, or None if none precedes the first anomaly.
 
     Args:
-        margin: good steps before it that are undone too, if a checkpoint is old enough.
+        margin: good steps before the anomaly to undo as well, if a checkpoint is old enough.
     """
     before = []
     for directory in published_checkpoints(RunFiles(run_dir).checkpoints):
@@ -51,13 +51,14 @@ def plan(
     reason: str,
     position_of: Callable[[Checkpoint], int] = lambda found: found.progress.position,
 ) -> Rollback | None:
-    """Return the rollback that undoes a spike, None if no checkpoint is old enough.
+    """Return the rollback that undoes a spike, or None if no checkpoint is old enough.
 
     The run will skip the data from `margin` steps before the first anomaly to the end of the last
-    batch; from the checkpoint if that is later, or if the batch size has changed since then.
+    batch. The range starts at the checkpoint instead if that is later, or if the batch size has
+    changed since then.
 
     Args:
-        batch_schedule: position -> sequences of the batch that starts there.
+        batch_schedule: position -> number of sequences in the batch that starts there.
         reason: why the last step is an anomaly.
         position_of: the position from which the run continues after loading a checkpoint.
     """
@@ -69,7 +70,7 @@ def plan(
         if step == first_anomaly - 1 - margin:
             start = position
         position += batch_schedule(position)
-    if position != progress.position:  # steps since the checkpoint have had other batches
+    if position != progress.position:  # the steps since the checkpoint used other batches
         start = position_of(found)
     window = sequence_range(start, progress.position, progress.skipped_windows)
     return {
@@ -87,15 +88,15 @@ def plan(
 
 
 def record(run_dir: Path, entry: Rollback) -> None:
-    """Append a rollback to `rollbacks.json`. From now on every start of the run applies it."""
+    """Append a rollback to `rollbacks.json`. From then on, every start of the run applies it."""
     write_json(RunFiles(run_dir).rollbacks, {"rollbacks": [*read_rollbacks(run_dir), entry]})
     fault_point("rollback.recorded", entry["from_step"])
 
 
 def apply_recorded(run_dir: Path) -> None:
-    """Rename the checkpoints that were rolled back, and make `latest` name the newest other one.
+    """Rename the undone checkpoints, and point `latest` to the newest remaining one.
 
-    May be killed and called again at any time.
+    May be interrupted at any point and called again.
     """
     rollbacks = read_rollbacks(run_dir)
     if not rollbacks:
@@ -111,12 +112,12 @@ def apply_recorded(run_dir: Path) -> None:
             set_aside(directory, f"{ROLLED_BACK}{stale[0]['number']:04d}-")
     left = published_checkpoints(checkpoints)
     if left:
-        with contextlib.suppress(OSError):  # the next checkpoint reports it
+        with contextlib.suppress(OSError):  # the next save reports it
             point_to(left[-1])
 
 
 def undone_by(progress: Progress, rollbacks: list[Rollback]) -> list[Rollback]:
-    """Return the rollbacks that have undone the step of a checkpoint since it was saved."""
+    """Return the rollbacks since a checkpoint was saved that have undone its step."""
     return [
         entry
         for entry in rollbacks
@@ -125,17 +126,17 @@ def undone_by(progress: Progress, rollbacks: list[Rollback]) -> list[Rollback]:
 
 
 def remove_older(run_dir: Path, number: int) -> None:
-    """Delete the checkpoints that rollbacks before this one set aside."""
+    """Delete the checkpoints that earlier rollbacks set aside."""
     for rollback, directory in rolled_back_checkpoints(RunFiles(run_dir).checkpoints):
         if rollback < number:
             shutil.rmtree(directory, ignore_errors=True)  # the next rollback tries again
 
 
 def with_rollbacks(progress: Progress, rollbacks: list[Rollback]) -> Progress:
-    """Return a checkpoint's progress, updated with the counts and skipped windows of rollbacks.
+    """Return a checkpoint's progress, updated with the rollback counts and skipped windows.
 
     Args:
-        rollbacks: all rollbacks of the run; those before the checkpoint have no effect.
+        rollbacks: all rollbacks of the run; those from before the checkpoint have no effect.
     """
     for entry in rollbacks:
         if entry["number"] > progress.rollbacks:

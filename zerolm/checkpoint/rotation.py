@@ -1,7 +1,7 @@
-"""Removal of checkpoints: those that are not retained, and what a killed run has left.
+"""Removal of checkpoints that are not retained, and of what a killed run left behind.
 
-Called after a checkpoint is published, or before one is written. Rank 0 decides; each rank deletes
-the files that it has written. Must not depend on torch or DeepSpeed.
+Runs after a checkpoint is published, and before one is written. Rank 0 decides; each rank deletes
+the files that it wrote. Must not depend on torch or DeepSpeed.
 """
 
 import contextlib
@@ -27,12 +27,13 @@ from zerolm.run_dir.files import (
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept when a new one is published.
+    """The rules that decide which checkpoints are kept when a new one is published.
 
     Attributes:
-        last: number of newest checkpoints.
-        every_tokens: the first checkpoint after each multiple of this is kept for good.
-        best: number of checkpoints with the lowest validation loss.
+        last: number of newest checkpoints to keep.
+        every_tokens: the first checkpoint after each multiple of this token count is kept
+            permanently.
+        best: number of checkpoints with the lowest validation loss to keep.
     """
 
     last: int
@@ -45,17 +46,17 @@ def rotate(
     retention: Retention,
     ranked: Sequence[str] = (),
 ) -> tuple[list[Path], list[str]]:
-    """Update `latest`, and retire the checkpoints that are not retained, after `publish`.
+    """After `publish`, update `latest` and retire the checkpoints that are not retained.
 
-    Only rank 0 calls. The new checkpoint exists, whatever fails here. The ranks delete the files
-    that they wrote for a retired checkpoint (`delete_own`); the next save deletes the remains.
+    Only rank 0 may call this. The new checkpoint exists even if this fails. Each rank deletes the
+    files that it wrote for a retired checkpoint (`delete_own`); the next save deletes what is left.
 
     Args:
-        newest: the one just published; always kept.
-        ranked: names of the checkpoints of all evaluated steps, best first; some do not exist.
+        newest: the checkpoint just published, which is always kept.
+        ranked: checkpoint names for all evaluated steps, best first; some may not exist.
 
     Returns:
-        The renamed directories to delete, and a line for each failure.
+        The renamed directories to delete, and one line for each failure.
     """
     step, retired, problems = checkpoint_step(newest.name), [], []
     try:
@@ -78,7 +79,7 @@ def rotate(
 def removable(
     published: Sequence[Path], retention: Retention, ranked: Sequence[str] = ()
 ) -> list[Path]:
-    """Return the checkpoints that are not retained, of all published ones, oldest first."""
+    """Return the published checkpoints that are not retained, oldest first."""
     every, passed, obsolete = retention.every_tokens, 0, []
     existing = {directory.name for directory in published}
     best = [name for name in ranked if name in existing][: retention.best]
@@ -97,7 +98,7 @@ def removable(
 
 
 def retire(directory: Path) -> Path:
-    """Rename a checkpoint that is to be deleted, so that a kill never leaves it half deleted."""
+    """Rename a checkpoint that is to be deleted, so a kill never leaves one half deleted."""
     renamed = directory.with_name(TEMPORARY + directory.name)
     remove_unfinished(directory.parent, renamed)
     os.replace(directory, renamed)
@@ -118,13 +119,13 @@ def delete_own(retired: Iterable[Path], names: Sequence[str]) -> None:
 
 
 def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
-    """Delete checkpoints that a killed run was writing or removing, and links with their names.
+    """Delete checkpoints that a killed run was writing or removing, and links with such names.
 
     Args:
         needed: the checkpoint about to be written. A file with this name is set aside.
 
     Returns:
-        A line for each that cannot be deleted.
+        One line for each that cannot be deleted.
 
     Raises:
         OSError: `needed` cannot be deleted.
@@ -144,7 +145,7 @@ def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
 
 
 def _unless_gone(function: Any, path: str, information: Any) -> None:
-    """Error handler of rmtree: ignores a file that another rank has already deleted."""
+    """Handle an error of rmtree: ignore files that another rank has already deleted."""
     if not isinstance(information[1], FileNotFoundError):
         raise information[1]
 

@@ -1,6 +1,6 @@
-"""Reads DeepSpeed's files without running their code: `zerolm.engine.safe_load` by its old name.
+"""The old name of `zerolm.engine.safe_load`, which reads DeepSpeed's files without running code.
 
-Scripts outside import these two from here.
+External scripts import these two functions from here.
 """
 
 from zerolm.engine.safe_load import pickle_problems, read_data

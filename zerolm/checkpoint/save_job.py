@@ -1,4 +1,4 @@
-"""One checkpoint or copy in progress (`Job`), and where it goes (`Target`): to disk, or to memory.
+"""One checkpoint or copy in progress (`Job`), and its destination (`Target`): disk or memory.
 
 Must not know when a checkpoint is saved or published: `CheckpointWriter` does.
 """
@@ -35,11 +35,11 @@ class Outcome:
     Attributes:
         progress: the run's progress at the step of the checkpoint.
         error: why the checkpoint was not published; None if it was.
-        problems: files that could not be removed; known on rank 0 only.
+        problems: files that could not be removed; filled on rank 0 only.
         copy_seconds: how long training waited for the copy.
-        seconds: time from the start of the copy until the checkpoint was published, on rank 0; on
-            other ranks until the end of the step in which they learned of it.
-        in_memory: a copy in the memory of the hosts instead of a checkpoint.
+        seconds: on rank 0, time from the start of the copy until the checkpoint was published; on
+            other ranks, until the end of the step in which they were notified.
+        in_memory: whether this is a copy in host memory instead of a checkpoint.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass
 class Job:
-    """One checkpoint or copy in progress, in the directory `temporary` of its target.
+    """One checkpoint or copy in progress, in its target's directory `temporary`.
 
     Threads only set `entries`, `published_seconds`, `published`, `problems` and `error`.
     """
@@ -77,23 +77,23 @@ class Job:
 
 
 class Target(Protocol):
-    """Where a save goes. Every rank has one, and makes the same calls, but for those of threads.
+    """The destination of a save. Every rank has one and makes the same calls, except in threads.
 
     Attributes:
-        publishes: rank 0 publishes it when all ranks have written; else each rank's part stands for
-            itself.
+        publishes: whether rank 0 publishes the save when all ranks have written; otherwise the part
+            of each rank is complete on its own.
     """
 
     publishes: bool
 
     def directory(self, step: int) -> Path:
-        """Return the directory to which the files of a step are written."""
+        """Return the directory for the files of a step."""
 
     def prepare(self, job: Job) -> None:
-        """Make room before the state is taken; set the job's error if that fails."""
+        """Make room before the state is copied; set the job's error if that fails."""
 
     def parts(self, engine: Engine) -> AbstractContextManager[None]:
-        """Return a context in which the engine saves what this rank writes."""
+        """Return a context in which the engine saves the part that this rank writes."""
 
     def reserve(self, job: Job, size_bytes: int) -> None:
         """Compare the size of this rank's files with the free space. All ranks call this."""
@@ -105,10 +105,13 @@ class Target(Protocol):
         """Publish what all ranks have written, and set `published`. Run in a thread of rank 0."""
 
     def discard(self, job: Job) -> None:
-        """Delete the files of a save that failed; no rank writes any more."""
+        """Delete the files of a failed save, after all ranks have stopped writing."""
 
     def replaces(self, job: Job) -> Callable[[], object]:
-        """Return what a thread calls to delete this rank's older files. All ranks call this."""
+        """Return a function that deletes this rank's older files in a thread.
+
+        All ranks call this.
+        """
 
 
 class OnDisk:
@@ -116,7 +119,7 @@ class OnDisk:
 
     Args:
         checkpoints: the directory of all checkpoints, shared by all ranks.
-        ranked: names of the checkpoints of all evaluated steps, the best first.
+        ranked: checkpoint names for all evaluated steps, best first.
     """
 
     publishes = True
@@ -159,7 +162,7 @@ class OnDisk:
         sizes = gather_objects((size_bytes, free))
         needed, free = sum(size for size, _ in sizes), sizes[0][1]
         if free is not None and needed > free and job.error is None:
-            job.error = f"needs {shown_bytes(needed)}, has {shown_bytes(free)}"
+            job.error = f"needs {shown_bytes(needed)}, but only {shown_bytes(free)} are free"
         fault_point("checkpoint.snapshot", job.progress.step)
 
     def write(self, job: Job) -> None:
@@ -191,7 +194,7 @@ class OnDisk:
         try:
             job.retired, problems = rotate(final, self.retention, self.ranked)
             job.problems += problems
-        except Exception as error:  # the checkpoint exists, so it has not failed
+        except Exception as error:  # the checkpoint is published, so the save has not failed
             job.problems.append(f"{final.parent}: {error or repr(error)}")
         job.published = True
 
@@ -205,7 +208,7 @@ class OnDisk:
 
 
 class InMemory:
-    """A copy in the memory of the hosts, beside the checkpoints."""
+    """A copy in host memory, in addition to the checkpoints."""
 
     publishes = False
 
@@ -216,13 +219,13 @@ class InMemory:
         return self.copies.step_directory(step)
 
     def prepare(self, job: Job) -> None:
-        """Do nothing: each rank creates the directory if it is the first one."""
+        """Do nothing: the first rank to write creates the directory."""
 
     def parts(self, engine: Engine) -> AbstractContextManager[None]:
         return saving_parts(engine, weights=self.copies.leads, states=self.copies.holds)
 
     def reserve(self, job: Job, size_bytes: int) -> None:
-        """Do nothing: preflight has compared the size with the memory."""
+        """Do nothing: preflight has compared the size with the host's memory."""
 
     def write(self, job: Job) -> None:
         """Write this rank's files, then its manifest."""
@@ -239,7 +242,7 @@ class InMemory:
         job.entries = entries
 
     def publish(self, job: Job) -> None:
-        raise AssertionError("the part of each rank stands for itself")
+        raise AssertionError("copies in memory are not published")
 
     def discard(self, job: Job) -> None:
         if self.copies.leads:

@@ -1,8 +1,8 @@
 """`HostCopy`: a copy of DeepSpeed's state in host memory, from which a checkpoint is written.
 
-Training waits for the copy; a thread writes files from it. All copies reuse the same host memory,
-because page faults of new memory cost more than copying (0.26 against 0.04 seconds for 256 MB on a
-CPU, torch 2.13). Must not depend on files.
+Training waits for the copy; a thread writes the files from it. All copies reuse the same host
+memory, because page faults in new memory cost more than copying (0.26 against 0.04 seconds for 256
+MB on a CPU, torch 2.13). Must not depend on files.
 """
 
 import copy
@@ -30,7 +30,7 @@ class HostCopy:
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
-        """Copy dicts, lists, tuples and objects to the CPU; training may then modify the state.
+        """Copy dicts, lists, tuples and objects to the CPU, so training may then modify the state.
 
         Tensors that share memory in `state` share it in the copy; views become compact, and tensors
         inside objects get new memory. Copies from a GPU are asynchronous: call
@@ -39,7 +39,7 @@ class HostCopy:
         """
         memo: dict[int, Any] = {}
         copies: dict[Any, torch.Tensor] = {}
-        tensors = list(_tensors(state, set()))  # a list, because ids of freed tensors are reused
+        tensors = list(_tensors(state, set()))  # a list, since ids of freed tensors are reused
         for tensor in tensors:
             key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             if tensor.numel() == 0 or key not in copies:
@@ -69,7 +69,7 @@ class HostCopy:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers, each of them once."""
+    """Yield each tensor in nested containers once."""
     if id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
@@ -88,7 +88,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 def _pin(buffer: torch.Tensor) -> None:
     """Pin memory in place. torch's own pinned allocator rounds sizes up to a power of two.
 
-    Where that fails, as for large buffers with some drivers, copies to the buffer take longer.
+    If that fails, as some drivers do for large buffers, copies to the buffer take longer.
     """
     if not buffer.numel():
         return
@@ -96,15 +96,15 @@ def _pin(buffer: torch.Tensor) -> None:
     code = int(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
     if code != 0:
         with suppress(RuntimeError):
-            torch.ones(1, device="cuda")  # CUDA reports the error again at the next kernel
+            torch.ones(1, device="cuda")  # CUDA reports the error again at the next kernel launch
         _say_unpinned(code)
 
 
 @cache
 def _say_unpinned(code: int) -> None:
     print_safely(
-        f"note: memory for checkpoints cannot be pinned (cudaHostRegister: error {code}), so that "
-        f"training waits longer for each save"
+        f"note: memory for checkpoints cannot be pinned (cudaHostRegister: error {code}), so "
+        "training waits longer for each save"
     )
 
 

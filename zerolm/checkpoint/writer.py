@@ -8,9 +8,9 @@
     delete    a thread on each rank deletes its files of the retired checkpoints
 
 At most one checkpoint is in progress; the caller finishes it before the next save. An error on any
-rank reaches all ranks with the sums of the next step, and nothing is published. DeepSpeed's
-`save_checkpoint` only passes its state to `_capture`; it writes no files, except those of states on
-NVMe. Must not depend on the training loop or on logs.
+rank reaches all ranks with the sums of the next step; then nothing is published. DeepSpeed's
+`save_checkpoint` only passes its state to `_capture`; it writes no files except for states on NVMe.
+Must not depend on the training loop or on logs.
 """
 
 import os
@@ -40,7 +40,7 @@ from zerolm.engine import checkpoints
 from zerolm.engine.protocol import Engine
 from zerolm.run_dir.files import RunFiles, checkpoint_name
 
-# If all cores are busy, a thread of this niceness gets about 5% of one (CFS weights).
+# If all cores are busy, a thread with this niceness gets about 5% of a core (CFS weights).
 WRITER_NICENESS = 13
 
 
@@ -48,9 +48,9 @@ class CheckpointWriter:
     """Saves the checkpoints of a run. Every rank has one and makes the same calls.
 
     Args:
-        engine: the DeepSpeed engine, of ZeRO stage 1, 2 or 3 with any offload.
+        engine: the DeepSpeed engine, with ZeRO stage 1, 2 or 3 and any offload.
         run_dir: a directory shared by all ranks.
-        read_back: read each file from the disk before it counts as written.
+        read_back: whether to read each file back from disk before it counts as written.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CheckpointWriter:
 
     @property
     def copying_to_memory(self) -> bool:
-        """Whether a copy in memory is in progress."""
+        """Whether a copy to host memory is in progress."""
         return self._job is not None and not self._job.target.publishes
 
     @property
@@ -81,27 +81,27 @@ class CheckpointWriter:
 
     @property
     def size_bytes(self) -> int:
-        """Host memory that this rank holds for copies: its part of the last checkpoint."""
+        """Host memory that this rank reserves for copies: its part of the last checkpoint."""
         return self._host_copy.size_bytes
 
     def save(self, progress: Progress, ranked: Sequence[str] = (), **facts: Any) -> float:
-        """Copy the state, and start to write a checkpoint. All ranks call this.
+        """Copy the state, and start writing a checkpoint. All ranks call this.
 
         No save may be in progress.
 
         Args:
-            progress: the point that a resume continues from.
-            ranked: names of the checkpoints of all evaluated steps, the best first.
-            facts: further entries of the manifest, JSON values.
+            progress: the point from which a resume continues.
+            ranked: checkpoint names for all evaluated steps, best first.
+            facts: further manifest entries, as JSON values.
 
         Returns:
-            The time that it took, in seconds.
+            The elapsed time in seconds.
         """
         target = OnDisk(self.checkpoints, self.rank, self.retention, self.read_back, ranked)
         return self._save(target, progress, facts)
 
     def copy_to_memory(self, progress: Progress, copies: MemoryCopies, **facts: Any) -> float:
-        """Copy the state, and start to write it to the memory of the hosts; otherwise as `save`."""
+        """Like `save`, but write to host memory instead of disk."""
         return self._save(InMemory(copies), progress, facts)
 
     def _save(self, target: Target, progress: Progress, facts: dict[str, Any]) -> float:
@@ -118,7 +118,7 @@ class CheckpointWriter:
         self._job = job = Job(target, directory, Progress(**asdict(progress)), manifest)
         self._finish_deletion()
         target.prepare(job)
-        # Starts with a barrier, so no rank writes before unfinished checkpoints are removed.
+        # Begins with a barrier, so no rank writes before unfinished checkpoints are removed.
         with target.parts(self.engine):
             self._take_state(job)
         target.reserve(job, self._host_copy.size_bytes)
@@ -132,7 +132,7 @@ class CheckpointWriter:
         directory = job.temporary
         try:
             checkpoints.save(self.engine, directory)
-        except OSError as error:  # DeepSpeed itself copies the files of states on NVMe
+        except OSError as error:  # for states on NVMe, DeepSpeed itself copies files
             job.error = str(error)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -144,7 +144,7 @@ class CheckpointWriter:
     # ---- Called between two steps
 
     def flags(self) -> tuple[float, float, float]:
-        """Return this rank's terms of the sums over ranks: written, failed, published."""
+        """Return this rank's terms in the sums over ranks: written, failed, published."""
         job = self._job
         if job is None:
             return 0.0, 0.0, 0.0
@@ -152,13 +152,13 @@ class CheckpointWriter:
         return float(written), float(job.error is not None), float(job.published)
 
     def advance(self, sums: Sequence[float]) -> Outcome | None:
-        """Advance the checkpoint in progress. Every rank must call this, with the same sums.
+        """Advance the checkpoint in progress. Every rank must call this with the same sums.
 
         Args:
             sums: the `flags` of all ranks, summed.
 
         Returns:
-            The outcome if the checkpoint has ended, else None.
+            The outcome if the save has ended, else None.
         """
         written, failed, published = sums
         if self._job is None:
@@ -172,7 +172,7 @@ class CheckpointWriter:
         return self._end(None) if published else None
 
     def finish(self) -> Outcome | None:
-        """Wait for the checkpoint in progress, if there is one. Every rank must call this."""
+        """Wait for the checkpoint in progress, if any. Every rank must call this."""
         job = self._job
         if job is None:
             return None
@@ -244,7 +244,7 @@ class CheckpointWriter:
                     work(job)
             except Cancelled:
                 return
-            except Exception as error:  # the training loop must learn of any failure
+            except Exception as error:  # every failure must reach the training loop
                 job.error = f"{error or repr(error)}"
 
         job.thread = threading.Thread(target=run, name="checkpoint writer", daemon=True)

@@ -15,7 +15,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     chosen.add_argument(
         "--sequences",
         metavar="A-B",
-        help="print these sequence numbers, from A up to but excluding B; or a single one",
+        help="print the sequences from number A up to, but not including, B; or a single sequence",
     )
 
 

@@ -1,4 +1,4 @@
-"""`evaluate`: loss and downstream tasks of an exported model."""
+"""`evaluate`: compute the loss and downstream scores of an exported model."""
 
 import argparse
 from pathlib import Path
@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=file_to_write,
         metavar="FILE",
-        help="also write the results, including the outcome of each item, as JSON",
+        help="also write the results as JSON, with the outcome of each item",
     )
 
 

@@ -17,7 +17,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint", type=Path, help=CHECKPOINT_HELP)
     add("output", type=Path, help="directory to create for the model")
-    add("--ema", action="store_true", help="export the moving average of a run with --ema_tokens")
+    add(
+        "--ema",
+        action="store_true",
+        help="export the moving average of the weights (from a run with --ema_tokens)",
+    )
     add_output_flags(parser)
 
 
@@ -33,7 +37,7 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
         "--max_shard_size",
         type=size_bytes,
         metavar="BYTES",
-        help="maximum size of a safetensors file; also roughly the memory needed (default: 5GB)",
+        help="maximum size of a safetensors file, and roughly the memory needed (default: 5GB)",
     )
     add("--push", metavar="USER/NAME", help="also push the model to a private Hugging Face repo")
     add("--public", action="store_true", help="with --push: make the repo public")
@@ -48,8 +52,9 @@ def run(arguments: argparse.Namespace) -> None:
     run_dir, average = run_of(checkpoint), arguments.ema
     if average and "ema" not in checkpoint.progress.features:
         raise ConfigError(
-            f"--ema: {checkpoint.directory} has no moving average of the weights. Export a "
-            f"checkpoint of a run with --ema_tokens, or average several with zerolm merge."
+            f"--ema: {checkpoint.directory} contains no moving average of the weights. Export a "
+            "checkpoint of a run with --ema_tokens, or average several checkpoints with zerolm "
+            "merge."
         )
 
     def write(tokenizer_dir: Path | None, eos_id: int | None, name: str, max_bytes: int) -> str:
@@ -76,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _about_average(run_dir: Path) -> str:
-    """Return the part of the model card about a moving average."""
+    """Return the sentence about the moving average for the model card."""
     settings = (find_run_json(run_dir) or {}).get("settings", {})
     half_life = settings.get("ema_tokens")
     return "The weights are an exponential moving average over the training" + (
@@ -94,10 +99,10 @@ def write_output(
     run_dir: Path,
     write: Callable[[Path | None, int | None, str, int], str],
 ) -> None:
-    """Write a model directory as the output flags say, and push it.
+    """Write a model directory according to the output flags, and push it if requested.
 
     Args:
-        write: (tokenizer directory, EOS id, name of the model, maximum size of a file) -> result.
+        write: (tokenizer directory, EOS id, model name, maximum file size) -> printed result.
     """
     from safetensors import SafetensorError
 
@@ -112,8 +117,8 @@ def write_output(
     tokenizer_dir, eos_id = tokenizer_of(run_dir)
     if tokenizer_dir is None or not tokenizer_dir.is_dir():
         print(
-            f"note: {missing_tokenizer(run_dir)}, so the model has none. Restore the shards and "
-            f"export again, or copy the tokenizer's files to {output}"
+            f"note: {missing_tokenizer(run_dir)}, so the model directory has no tokenizer. Restore "
+            f"the shards and export again, or copy the tokenizer's files to {output}"
         )
     name = arguments.push or output.absolute().name
     try:
@@ -133,7 +138,7 @@ def model_files(
     about: str = "",
     measured: Callable[[str], bool] = lambda key: True,
 ) -> dict[str, bytes]:
-    """Return {file name: content} of the model card and of its plot, if the run has metrics."""
+    """Return {file name: content} of the model card and, if the run has metrics, its plot."""
     from zerolm.export.model_card import PICTURE, model_card
     from zerolm.report.plot import plot_losses
 

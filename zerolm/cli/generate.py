@@ -16,7 +16,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("model", help="RUN, RUN@STEP, a checkpoint, or a model directory")
     add("--prompt", metavar="TEXT", help="text to continue (default: all of stdin)")
     add("--num_samples", type=count, default=1, metavar="N", help="texts per prompt (default: 1)")
-    seed = "of the first text; each further one takes the next number (default: 0)"
+    seed = "of the first text; each further text uses the next number (default: 0)"
     add_settings(parser, SAMPLING, DEFAULTS, {"seed": seed})
     add("--device", help="torch device (default: a GPU if there is one)")
 
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> None:
     from zerolm.export.checkpoint_model import load_model
 
     settings = settings_of(arguments)
-    with redirect_stdout(sys.stderr):  # notices of libraries; stdout is for the text
+    with redirect_stdout(sys.stderr):  # for notices from libraries; stdout is for the text
         loaded = load_model(arguments.model, arguments.device)
     coder = TextCoder(loaded.tokenizer, loaded.eos_id)
     print(loaded.about, *(f"note: {line}" for line in coder.notices), sep="\n", file=sys.stderr)

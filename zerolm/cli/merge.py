@@ -22,8 +22,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "checkpoints",
         nargs="+",
         metavar="RUN[@STEPS]",
-        help="checkpoints to merge: RUN, a run directory, for all that it keeps; RUN@100,200,300; "
-        "RUN@100:300 for those from step 100 to 300; or the directory of a checkpoint",
+        help="checkpoints to merge: RUN, a run directory, for all of its checkpoints; "
+        "RUN@100,200,300; RUN@100:300 for steps 100 to 300; or the directory of a checkpoint",
     )
     add("output", type=Path, metavar="OUT", help="directory to create for the model")
     add(
@@ -38,13 +38,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--ema_decay",
         type=number,
         metavar="X",
-        help="with ema: factor on the average so far at each further checkpoint, above 0 and below "
-        "1",
+        help="with ema: weight of the average so far when another checkpoint is added, above 0 and "
+        "below 1",
     )
     add(
         "--decay_shape",
         choices=tuple(DECAY_SHAPES),
-        help=f"with wsm: shape of the decay (default: {WSM_SHAPE}, as that of --schedule wsd)",
+        help=f"with wsm: shape of the decay (default: {WSM_SHAPE}, as with --schedule wsd)",
     )
     add_output_flags(parser)
 
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _check_flags(method: str, ema_decay: float | None, decay_shape: str | None) -> None:
     problems = []
     if method == "ema" and ema_decay is None:
-        problems.append("--method ema: needs --ema_decay. Give for example --ema_decay 0.8.")
+        problems.append("--method ema: needs --ema_decay. Add, for example, --ema_decay 0.8.")
     if ema_decay is not None and not 0.0 < ema_decay < 1.0:
         problems.append(f"--ema_decay {ema_decay}: must be above 0 and below 1.")
     for flag, value, its in (
@@ -107,15 +107,15 @@ def _check_flags(method: str, ema_decay: float | None, decay_shape: str | None) 
         ("--decay_shape", decay_shape, "wsm"),
     ):
         if value is not None and method != its:
-            problems.append(f"{flag} {value}: is for --method {its} only. Remove it.")
+            problems.append(f"{flag} {value}: applies only to --method {its}. Remove it.")
     if problems:
         raise ConfigError(problems)
 
 
 def _find(references: Sequence[str], output: Path, *, ordered: bool) -> list[Checkpoint]:
-    """Return the checkpoints, oldest first, verified and of one model and tokenizer.
+    """Return the checkpoints, oldest first, after verifying files, models and tokenizers.
 
-    They must differ in tokens if the method is `ordered`.
+    If `ordered`, their token counts must differ.
     """
     from zerolm.export.export import check_room
 
@@ -130,7 +130,7 @@ def _find(references: Sequence[str], output: Path, *, ordered: bool) -> list[Che
             for checkpoint in locate_several(reference):
                 path = checkpoint.directory.resolve()
                 if path in found:
-                    problems.append(f"{reference}: {path.name} is named twice. Name it once.")
+                    problems.append(f"{reference}: {path.name} is listed twice. List it once.")
                 found[path] = checkpoint
         except ConfigError as error:
             problems += error.problems
@@ -139,14 +139,14 @@ def _find(references: Sequence[str], output: Path, *, ordered: bool) -> list[Che
     )
     if len(checkpoints) < 2 and not problems:
         problems.append(
-            f"{', '.join(references)}: has {len(checkpoints)} checkpoint. A merge needs two or "
-            f"more: name others, or keep more of them with --checkpoint_keep."
+            f"{', '.join(references)}: {len(checkpoints)} checkpoint found, but a merge needs at "
+            "least two. Name others, or keep more with --checkpoint_keep."
         )
     for before, after in pairwise(checkpoints):
         if ordered and before.progress.tokens == after.progress.tokens:
             problems.append(
                 f"{before.directory} and {after.directory}: have the same number of tokens, so "
-                f"they are not on one trajectory. Use --method mean, or name one of them."
+                "they are not from one trajectory. Use --method mean, or name only one of them."
             )
     if not problems:
         problems = _differences(checkpoints)
@@ -174,7 +174,7 @@ def _differences(checkpoints: Sequence[Checkpoint]) -> list[str]:
         if fingerprint != first[1]:
             problems.append(
                 f"{run_dir}: tokenizer {fingerprint[:16]}, but {first[0]} has {first[1][:16]}. "
-                f"Merge checkpoints with one tokenizer."
+                "Merge only checkpoints with the same tokenizer."
             )
     return problems
 
@@ -182,7 +182,7 @@ def _differences(checkpoints: Sequence[Checkpoint]) -> list[str]:
 def _rows(
     checkpoints: Sequence[Checkpoint], coefficients: Sequence[float]
 ) -> list[tuple[str, str, str, str]]:
-    """Return (step, tokens, weight, run) of each checkpoint."""
+    """Return (step, tokens, weight, run) for each checkpoint."""
     return [
         (
             f"{checkpoint.progress.step:,}",
@@ -195,12 +195,12 @@ def _rows(
 
 
 def _about(how: str, rows: Sequence[tuple[str, str, str, str]]) -> str:
-    """Return the part of the model card about the merge."""
+    """Return the section of the model card about the merge."""
     from zerolm.export.model_card import table
 
     text = (
         f"The weights are a merge of {len(rows)} checkpoints ({how}): their weighted mean, "
-        f"computed in float64 from the float32 master weights. The training below is that of the "
-        f"newest one; its evaluations do not apply to the merge."
+        "computed in float64 from the float32 master weights. The training described below is that "
+        "of the newest checkpoint; its evaluations do not apply to the merged weights."
     )
     return "\n\n".join(["## Merged from", text, table(("step", "tokens", "weight", "run"), rows)])

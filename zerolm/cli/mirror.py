@@ -1,4 +1,4 @@
-"""`mirror`: copy the metrics of a run to a tracker. Started by the run, not by users."""
+"""`mirror`: copy a run's metrics to a tracker. Started by the run, not by users."""
 
 import argparse
 from pathlib import Path

@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--price_per_hour",
         metavar="DOLLARS",
         type=number,
-        help="price of a device, to show what the run has cost",
+        help="price of one device per hour, to show the cost of the run",
     )
     add("--of_process", type=count, help=argparse.SUPPRESS)  # the run that started this command
 

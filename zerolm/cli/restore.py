@@ -10,8 +10,8 @@ from zerolm.common.errors import CheckpointError
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("url", help="the URL that was given to `upload` or --upload_to")
-    add("run_dir", type=Path, help="run directory to restore to; it may exist already")
+    add("url", help="the URL that was passed to `upload` or --upload_to")
+    add("run_dir", type=Path, help="run directory to restore to; may already exist")
     add(
         "--step",
         type=count_from_zero,
@@ -31,4 +31,4 @@ def run(arguments: argparse.Namespace) -> None:
         with run_directory.claim(arguments.run_dir):
             restored = restore(arguments.url, arguments.run_dir, arguments.step)
     if restored is None:
-        raise CheckpointError(f"{arguments.url}: has no complete checkpoint. Correct the URL.")
+        raise CheckpointError(f"{arguments.url}: contains no complete checkpoint. Correct the URL.")

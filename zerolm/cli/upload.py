@@ -1,4 +1,4 @@
-"""`upload`: copy the checkpoints of a run to an object store, with its logs."""
+"""`upload`: copy the checkpoints and logs of a run to an object store."""
 
 import argparse
 from pathlib import Path
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     except StoreError:  # the uploader has printed it
         return EXIT_BUG
     if not sent and arguments.of_process is None:
-        print(f"{arguments.url}: has every checkpoint of {arguments.run_dir} already")
+        print(f"{arguments.url}: already contains every checkpoint of {arguments.run_dir}")
     return EXIT_DONE
 
 

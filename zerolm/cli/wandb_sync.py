@@ -1,4 +1,4 @@
-"""`wandb-sync`: send a run directory to W&B as a new W&B run, whatever W&B has received so far."""
+"""`wandb-sync`: send a run directory to W&B as a new W&B run."""
 
 import argparse
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""`Child`: a process of zerolm that works in the background of a run.
+"""`Child`: a zerolm process that works in the background of a run.
 
-The trackers, the HTML report and the uploads each run in one, so that nothing slow or broken in
-them delays a step or ends the run. The run uses `Child`; the process itself calls `serve`. Standard
-library only.
+Each tracker, the HTML report and the uploads run in child processes, so a slow or failing one
+neither delays a step nor ends the run. The run uses `Child`; the child process calls `serve`.
+Standard library only.
 """
 
 import contextlib
@@ -24,16 +24,18 @@ WAIT_SECONDS = 0.05
 class Child:
     """The process `python -m zerolm ARGUMENTS --of_process PID`, at most one at a time.
 
-    Its owner calls `start` when it is `due`, and `poll` regularly; only `wait` blocks.
+    The owner calls `start` when the child is `due`, and `poll` regularly; only `wait` blocks.
 
     Args:
-        arguments: a command of zerolm and its arguments.
-        log: file to which its output is appended, created with its directory; None: the output of
+        arguments: a zerolm command and its arguments.
+        log: file to append the output to, created with its directory; None: inherit the output of
             this process.
-        supervised: `launch supervise` must wait for the process to end before restarting the run.
-        endless: the process should never end by itself, so even exit code 0 is a failure.
-        first_pause_seconds: pause until it is due after a failure; doubled by each further failure.
-        max_failures: failures after which it is never due again.
+        supervised: whether `launch supervise` waits for the process to end before restarting the
+            run.
+        endless: whether the process should never exit on its own, so even exit code 0 is a failure.
+        first_pause_seconds: pause after the first failure until it is due again; doubled by each
+            further failure.
+        max_failures: number of failures after which it is never due again.
     """
 
     def __init__(
@@ -49,12 +51,12 @@ class Child:
         self.log, self.supervised, self.endless = log, supervised, endless
         self.first_pause_seconds, self.max_failures = first_pause_seconds, max_failures
         self.process: subprocess.Popen[bytes] | None = None
-        self.failures = 0  # since it last succeeded
+        self.failures = 0  # since the last success
         self._start_at = 0.0
 
     @property
     def running(self) -> bool:
-        """Whether a process was started whose end `poll` has not reported yet."""
+        """Whether a process was started and `poll` has not reported its exit yet."""
         return self.process is not None
 
     def due(self) -> bool:
@@ -66,7 +68,7 @@ class Child:
         """Start the process.
 
         Raises:
-            OSError: it cannot be started. It is not due again for `MAX_PAUSE_SECONDS`.
+            OSError: the process cannot be started. It is not due again for `MAX_PAUSE_SECONDS`.
         """
         try:
             with contextlib.ExitStack() as stack:
@@ -74,7 +76,8 @@ class Child:
                 if self.log is not None:
                     self.log.parent.mkdir(exist_ok=True)
                     output = stack.enter_context(open(self.log, "ab"))
-                # Blocked until `serve` ignores them: a launcher may signal it while it starts.
+                # Blocked until `serve` ignores them, since a launcher may signal the child while it
+                # starts.
                 mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
                 stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
                 self.process = subprocess.Popen(
@@ -89,7 +92,10 @@ class Child:
             raise
 
     def poll(self) -> int | None:
-        """Return the exit code of a process that has ended since the last call. Microseconds."""
+        """Return the exit code if the process has exited since the last call.
+
+        Takes microseconds.
+        """
         code = None if self.process is None else self.process.poll()
         if code is None:
             return None
@@ -112,11 +118,11 @@ class Child:
 
         Args:
             deadline: time on the clock of `time.monotonic`.
-            cancelled: returns True to stop waiting before that.
-            waiting: called every `WAIT_SECONDS`, to record progress: waiting is no hang.
+            cancelled: returns True to stop waiting earlier.
+            waiting: called every `WAIT_SECONDS` to record progress, since waiting is not a hang.
 
         Returns:
-            The exit code; None if the process is still running, or does not exist.
+            The exit code, or None if the process is still running or does not exist.
         """
         while (code := self.poll()) is None and self.running:
             if time.monotonic() >= deadline or cancelled():
@@ -134,7 +140,7 @@ class Child:
 
 
 def _environment(supervised: bool) -> dict[str, str]:
-    """Return the environment of a child, in which it imports the same zerolm as this process."""
+    """Return an environment in which a child imports the same zerolm as this process."""
     environment = dict(os.environ)
     shield(environment)
     if not supervised:
@@ -143,14 +149,14 @@ def _environment(supervised: bool) -> dict[str, str]:
 
 
 def serve(pid: int) -> None:
-    """Make this process a child of process `pid`: low CPU and disk priority, and the same end.
+    """Make this process a child of process `pid`: lower its priorities, and end it with the parent.
 
-    It ignores signals, which the run handles: the run saves first, and gives this process time to
-    finish.
+    The child ignores signals, because the run handles them: it saves first, and gives the child
+    time to finish.
     """
     os.nice(19)
-    os.setpgrp()  # W&B's service and other programs that it starts do not get Ctrl-C of a terminal
-    with contextlib.suppress(Exception):  # not every kernel or container has it
+    os.setpgrp()  # so the terminal's Ctrl-C does not reach W&B's service and other subprocesses
+    with contextlib.suppress(Exception):  # not available in every kernel or container
         import psutil
 
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)

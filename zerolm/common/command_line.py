@@ -1,7 +1,7 @@
 """Command lines with subcommands: dispatch, help by topic, errors, exit codes.
 
-A command is a module that is imported only when the command is used, so that `--help` is instant.
-The module has two functions:
+A command is a module that is imported only when the command is used, so `--help` is instant. The
+module has two functions:
 
     add_flags(parser)    describes the command and adds its flags
     run(arguments)       does the work and returns the exit code; None means 0
@@ -56,7 +56,7 @@ SYNTAX = (
     "durations as 3h50m or 90s."
 )
 
-SYNONYMS = {  # {name in other programs: ours, in each command that has it}
+SYNONYMS = {  # {other programs' name: our name}, for each command that has the flag
     **dict.fromkeys(("output_dir", "out_dir", "output_prefix", "save_dir", "out"), "output"),
     **dict.fromkeys(("input_dir", "input_path", "files", "dataset", "data_path"), "input"),
     **dict.fromkeys(("num_proc", "num_workers", "nproc", "processes", "jobs"), "workers"),
@@ -74,13 +74,14 @@ class Command:
     """One command.
 
     Attributes:
-        help: one line for the list of commands. Empty: not listed, because zerolm starts it itself.
+        help: one line for the list of commands; empty if the command is not listed, because only
+            zerolm itself starts it.
         module: dotted name of the module with `add_flags` and `run`.
         topic: heading under which the command is listed.
-        takes_run: the command that starts a run may follow `--`; `run` gets it as the list
-            `arguments.run_command`, None without `--`.
-        own_parser: `run` gets argv as a list and parses it.
-        passes_on: words that are not its flags are for another command; `run` gets them as the list
+        takes_run: whether the command that starts a run may follow `--`. `run` receives it as the
+            list `arguments.run_command`, or None without `--`.
+        own_parser: whether `run` receives argv as a list and parses it itself.
+        passes_on: whether other arguments are for another command. `run` receives them as the list
             `arguments.others`.
     """
 
@@ -94,11 +95,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Group:
-    """The commands of a program, or a group of commands as in `zerolm data ...`.
+    """The commands of a program, or a group of commands such as `zerolm data ...`.
 
     Attributes:
         topic: heading under which the commands are listed in the help of an outer group.
-        around: context in which each command runs; called with the arguments of the command.
+        around: context in which each command runs; called with the command's arguments.
     """
 
     description: str
@@ -108,7 +109,7 @@ class Group:
 
 
 def commands_in(package: str, topics: Mapping[str, Mapping[str, str]]) -> dict[str, Command]:
-    """Return the commands of a package that has one module per command, of the same name.
+    """Return the commands of a package that has one module per command, with the same name.
 
     Args:
         topics: {topic: {name: line of help}}.
@@ -124,11 +125,11 @@ def run_program(group: Group, argv: Sequence[str], program: str) -> int:
     """Run the command that `argv` names, and return the exit code.
 
     Args:
-        program: what the user typed to start it, such as `zerolm`, for usage lines and messages.
+        program: what the user typed to start the program, such as `zerolm`, for usage and messages.
     """
     open_standard_streams()
     streams: Any = sys.stdout, sys.stderr
-    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may lack a character
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may not support a character
         sys.stdout.reconfigure(errors="backslashreplace")
     shown: Any = PrintableOutput(sys.stdout, "\n\t"), PrintableOutput(sys.stderr, "\n\r\t")
     sys.stdout, sys.stderr = shown
@@ -143,7 +144,7 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
     try:
         code = _run(group, argv, program)
     except BrokenPipeError:
-        if not _output_is_closed():  # a pipe of ours, not `| head`
+        if not _output_is_closed():  # one of our own pipes, not `| head`
             raise
         code = EXIT_OUTPUT_CLOSED
     except SystemExit as end:
@@ -151,7 +152,7 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
             raise
         code = end.code or EXIT_DONE
     except (KeyboardInterrupt, Exception) as error:
-        # numpy's extension makes an ImportError of an interrupt of its import
+        # numpy's extension turns an interrupt during its import into an ImportError
         replaced = isinstance(error, ImportError) and interrupts.was_raised()
         if not isinstance(error, KeyboardInterrupt) and not replaced:
             raise
@@ -163,17 +164,17 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
 
 
 class PrintableOutput:
-    """A standard stream of a command, which prints no control characters: text may be of a file.
+    """A standard stream without control characters, since printed text may come from a file.
 
     Attributes:
-        stream: the stream itself, for what a command draws.
+        stream: the unfiltered stream, for commands that draw on the terminal.
     """
 
     def __init__(self, stream: TextIO, kept: str):
         self.stream, self.kept = stream, kept
 
     def write(self, text: str) -> int:
-        is_move = not text.replace(CURSOR_UP, "")  # by tqdm, to the bar above
+        is_move = not text.replace(CURSOR_UP, "")  # tqdm moves to the bar above
         self.stream.write(text if is_move else printable(text, self.kept))
         return len(text)
 
@@ -182,10 +183,10 @@ class PrintableOutput:
 
 
 def open_standard_streams() -> None:
-    """Open /dev/null for each standard stream that is closed, as those of daemons may be.
+    """Open /dev/null for each closed standard stream, as daemons may have.
 
-    Python has None for such a stream, which cannot be flushed, and the next file to be opened gets
-    its descriptor, to which libraries in C and the processes of a run would write their messages.
+    For a closed stream, Python uses None, which cannot be flushed. The next opened file would get
+    its descriptor, and C libraries and the processes of a run would write messages into that file.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is not None:
@@ -193,12 +194,12 @@ def open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free one
         setattr(sys, name, open(os.devnull, mode))
 
 
 def flush_output() -> None:
-    """Flush stdout. If its reader has exited, as in `| head`, drop the rest without an error."""
+    """Flush stdout. If its reader has exited, as in `| head`, discard the rest without an error."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -237,14 +238,14 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
                 contexts.enter_context(outer.around(remaining))
             module = importlib.import_module(found.module)
             arguments = remaining if found.own_parser else _parse(found, module, remaining, name)
-            interrupts.raise_on_interrupt()  # from here on there may be something to clean up
+            interrupts.raise_on_interrupt()  # from here on, there may be something to clean up
             return module.run(arguments) or EXIT_DONE
     except ZerolmError as error:
         heading = "refused\n" if error.exit_code == EXIT_REFUSED else ""
         print(f"{name}: {heading}{error}", file=sys.stderr)
         return error.exit_code
     except PermissionError as error:
-        named = error.filename is not None  # not if a library in another language has opened it
+        named = error.filename is not None  # None if a library in another language opened it
         cause = f"{barrier(error.filename)}: {error.strerror}" if named else reason(error)
         fix = "Change its permissions, or name another."
         print(f"{name}: refused\n{cause}. {fix}", file=sys.stderr)
@@ -256,7 +257,7 @@ def refuse_line_breaks(argv: Sequence[str]) -> None:
     paths = (part for argument in argv for part in (argument, argument.partition("=")[2]))
     found = [path for path in paths if {"\n", "\r"} & set(path) and os.path.lexists(path)]
     if found:
-        raise ConfigError(f"{path!a}: has a line break in its path. Rename it." for path in found)
+        raise ConfigError(f"{path!a}: contains a line break. Rename it." for path in found)
 
 
 def _parse(command: Command, module: Any, argv: list[str], name: str) -> argparse.Namespace:
@@ -308,7 +309,7 @@ def help_text(group: Group, program: str) -> str:
 
 
 def _listed(group: Group) -> dict[str, list[tuple[str, str]]]:
-    """Return {topic: (name, line of help) of its commands}; those in a group are `group name`."""
+    """Return {topic: [(name, help line), ...]}; names of commands in a group are `group name`."""
     topics: dict[str, list[tuple[str, str]]] = {}
     for name, command in group.commands.items():
         rows = topics.setdefault(command.topic, [])
@@ -325,11 +326,11 @@ def _listed(group: Group) -> dict[str, list[tuple[str, str]]]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses the flags of one command, with dashes or underscores; suggests the nearest flag.
+    """Parses the flags of one command, with dashes or underscores; suggests the most similar flag.
 
     Args:
         program: program and command, for usage and messages.
-        more: arguments of argparse.
+        more: further arguments for argparse.
     """
 
     def __init__(self, program: str, description: str, **more: Any):
@@ -382,7 +383,7 @@ class Parser(argparse.ArgumentParser):
         return self.parse_args(arguments)
 
     def error(self, message: str) -> NoReturn:
-        """Print a message without secrets, one line for each problem, and exit."""
+        """Print a message without secrets, one line per problem, and exit."""
         for line in masked(message).splitlines():
             end = "" if line.endswith((".", "?")) else "."
             print(f"{self.prog}: {line}{end} See {self.prog} --help.", file=sys.stderr)
@@ -390,7 +391,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Adds the default of each switch to its help, and does not divide flags at their dashes."""
+    """Adds the default of each switch to its help, and does not break lines at dashes in flags."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=40, width=WIDTH)
@@ -414,7 +415,7 @@ def _with_underscores(flag: str) -> str:
 
 
 def flag_type(parse: Callable[[str], Any], **bounds: float) -> Callable[[str], Any]:
-    """Return the `type` of a flag whose values `parse` reads, within the bounds of `within`."""
+    """Return the argparse `type` of a flag whose values `parse` reads, checked by `within`."""
 
     def read(text: str) -> Any:
         try:
@@ -433,7 +434,7 @@ duration = flag_type(parse_duration)  # in seconds
 
 
 def file_to_write(text: str) -> Path:
-    """Return the path of a file that a command writes at its end."""
+    """Return the path of a file that a command writes when it ends."""
     if problem := write_problem(Path(text)):
         raise argparse.ArgumentTypeError(problem)
     return Path(text)

@@ -1,7 +1,7 @@
 """The project's exceptions and exit codes.
 
-A user's mistake is a `ConfigError`. It carries every problem that was found, is raised once, and
-ends the process with exit code 2 before anything is written. A failed assertion is a bug in zerolm.
+A user's mistake raises one `ConfigError`, which lists every problem and ends the process with exit
+code 2 before anything is written. A failed assertion is a bug in zerolm.
 """
 
 import difflib
@@ -16,19 +16,19 @@ from zerolm.common.values import printable
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_REFUSED = 2  # nothing was written
-EXIT_STOPPED = 75  # saved and stopped on request, to be started again; EX_TEMPFAIL in sysexits.h
-EXIT_GAVE_UP = 76  # the loss is not finite or diverges
-EXIT_CORRUPT = 77  # a device has computed or stored wrong values; start again without its host
+EXIT_STOPPED = 75  # saved and stopped on request; start again. EX_TEMPFAIL in sysexits.h
+EXIT_GAVE_UP = 76  # the loss is not finite, or diverges
+EXIT_CORRUPT = 77  # a device computed or stored wrong values; start again without its host
 
 MAX_REASON_CHARACTERS = 300
-MAX_PROBLEM_CHARACTERS = 1800  # the middle of a longer one is a value or a key of a file
+MAX_PROBLEM_CHARACTERS = 1800  # the middle of a longer one is cut: a value, or a key in a file
 
 
 class ZerolmError(Exception):
-    """Base class of the errors that are shown to the user as a message, without a traceback.
+    """Base class of errors that are shown to the user as a message, without a traceback.
 
     Attributes:
-        on_all_ranks: every rank raises it at the same point, so that all can exit together.
+        on_all_ranks: whether every rank raises it at the same point, so all can exit together.
     """
 
     exit_code = EXIT_BUG
@@ -43,7 +43,7 @@ class CheckpointWriteError(ZerolmError):
 
 
 class ConfigError(ZerolmError):
-    """The input is refused. One line per problem: `file: key: value, rule, fix`."""
+    """The input is refused. Each problem is one line: `file: key: value, rule, fix`."""
 
     exit_code = EXIT_REFUSED
 
@@ -58,11 +58,11 @@ def _shortened(problem: str) -> str:
     if len(problem) <= MAX_PROBLEM_CHARACTERS:
         return problem
     half = MAX_PROBLEM_CHARACTERS // 2
-    return f"{problem[:half]} ... {problem[-half:]}"  # the rule and the fix are at the end
+    return f"{problem[:half]} ... {problem[-half:]}"  # the end states the rule and the fix
 
 
 class RecordError(ConfigError):
-    """A file that a program of ours has written is damaged. Its text is one line."""
+    """A file that one of our programs wrote is damaged. The message is one line."""
 
 
 class ShardError(ConfigError):
@@ -70,7 +70,7 @@ class ShardError(ConfigError):
 
 
 class ShardReadError(ShardError):
-    """One process of a run could not read token data."""
+    """A process of the run could not read token data."""
 
     exit_code = EXIT_BUG
     on_all_ranks = False
@@ -87,10 +87,10 @@ class GaveUp(ZerolmError):
 
 
 class CorruptionError(ZerolmError):
-    """Hardware has changed values without an error, and the run cannot correct them.
+    """Hardware silently changed values, and the run cannot correct them.
 
     Attributes:
-        places: rank, host and device of each that did.
+        places: rank, host and device of each fault.
     """
 
     exit_code = EXIT_CORRUPT
@@ -108,11 +108,13 @@ def reason(
 ) -> str:
     """Return an error as one line of at most `MAX_REASON_CHARACTERS`, without credentials.
 
-    Secrets are masked before the text is cut, because part of a secret would not be recognised.
+    Secrets are masked before the text is shortened, because part of a secret would not be
+    recognised.
 
     Args:
-        named: begin with the exception's type, as does an exception without a text.
-        environment: values of its secret variables are hidden.
+        named: whether to begin with the exception's type, which is always shown if it has no
+            message.
+        environment: variables whose secret values are hidden.
     """
     text = str(error)
     if isinstance(error, BaseException) and (named or not text.strip()):
@@ -126,8 +128,8 @@ class Findings:
     """The results of checking the input, in the order in which they were found.
 
     Attributes:
-        problems: each of them refuses the run.
-        notices: printed; the run is allowed.
+        problems: reasons to refuse the run.
+        notices: lines that are printed without refusing the run.
     """
 
     problems: list[str]
@@ -137,8 +139,8 @@ class Findings:
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean "x"?' for the most similar choice, or an empty string.
 
-    For a flag only another spelling of its words counts: a similar flag with another meaning would
-    mislead.
+    For a flag, only another spelling of its words counts, since a similar flag with another meaning
+    would mislead.
     """
     is_flag = word.startswith("--")
     by_word = {choice.removeprefix("--"): choice for choice in choices}
@@ -148,7 +150,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def unknown_keys(where: str, given: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return a problem for each key that is not an option."""
+    """Return one problem for each key that is not an option."""
     known = list(known)
     return [
         f"{where}.{key}: is not an option.{did_you_mean(key, known)} Known: {', '.join(known)}."

@@ -1,10 +1,10 @@
-"""Fault injection for tests, at named points of the code that cost nothing unless `FAULT` is set.
+"""Fault injection for tests, at named points in the code that cost nothing unless `FAULT` is set.
 
     FAULT=point:rank:step:action[,point:rank:step:action ...]
 
 `rank` and `step` are numbers, or `*` for any. `POINTS` lists the points and `ACTIONS` the actions.
-A fault triggers each time its point is reached; with `FAULT_ONCE=DIRECTORY` it triggers once over
-all restarts of a run, for which it leaves a file in that directory. Standard library only.
+A fault triggers each time its point is reached. With `FAULT_ONCE=DIRECTORY` it triggers only once
+across all restarts of a run, recorded by a file in that directory. Standard library only.
 """
 
 import errno
@@ -21,10 +21,10 @@ from zerolm.common.errors import ConfigError, did_you_mean
 FLIP = "flip"
 POINTS = {
     "step.begin": "before a step reads its data",
-    "step.backward": "before the backward passes; performs nan and x10 on this rank's loss, inf on "
-    "its gradients, and flip on its part of the sum of the gradients after the first pass",
-    "step.end": "after the optimizer step; performs flip on this rank's master weights",
-    "checkpoint.begin": "before anything of a checkpoint is created",
+    "step.backward": "before the backward passes; applies nan and x10 to this rank's loss, inf to "
+    "its gradients, and flip to its part of the gradient sum after the first pass",
+    "step.end": "after the optimizer step; applies flip to this rank's master weights",
+    "checkpoint.begin": "before any file or directory of a checkpoint is created",
     "checkpoint.snapshot": "after the copy to host memory",
     "checkpoint.write": "in the writer, before a file is written",
     "checkpoint.written": "in the writer, after all files of this rank are synced",
@@ -38,15 +38,15 @@ POINTS = {
     "memory.remove": "in the writer, before older copies in memory are removed",
     "evaluation.begin": "after the checkpoint of the step is complete, before any evaluation",
     "evaluation.measure": "after an evaluation is recorded as started, before it computes",
-    "rollback.recorded": "on rank 0, after a rollback is recorded; step: the one rolled back from",
+    "rollback.recorded": "on rank 0, after a rollback is recorded; step: the run's step before it",
     "rollback.aside": "on rank 0, before a checkpoint is set aside; step: the checkpoint's",
     "rollback.load": "before a rollback loads its checkpoint",
     "upload.file": "in the uploader, before a file is sent to the object store",
     "upload.marker": "in the uploader, before the manifest is sent",
     "upload.rotate": "in the uploader, before an old checkpoint is removed from the store",
-    "resume.probe": "after a checkpoint is loaded; performs x10 on this rank's weights",
-    "loader.read": "in the process that reads the data, a loader worker if there is one; step: the "
-    "number of the first sequence that is read",
+    "resume.probe": "after a checkpoint is loaded; applies x10 to this rank's weights",
+    "loader.read": "in the process that reads the data (a loader worker, if any); step: number of "
+    "the first sequence to read",
 }
 ACTIONS = {
     "kill": "send SIGKILL to this process",
@@ -57,10 +57,10 @@ ACTIONS = {
     "enospc": "raise an OSError: no space left on device",
     "eio": "raise an OSError: input/output error",
     "sleep=SECONDS": "wait that long",
-    "nan": "performed by the code at the point: its value becomes NaN",
-    "inf": "performed by the code at the point: its value becomes infinite",
-    "x10": "performed by the code at the point: its value is multiplied by 10",
-    FLIP: "performed by the code at the point: one bit of one value flips",
+    "nan": "applied by the code at the point: its value becomes NaN",
+    "inf": "applied by the code at the point: its value becomes infinite",
+    "x10": "applied by the code at the point: its value is multiplied by 10",
+    FLIP: "applied by the code at the point: one bit of one value is flipped",
 }
 
 
@@ -107,8 +107,8 @@ def parse_faults(text: str) -> list[Fault]:
     return faults
 
 
-# Parsed once, so that a point without faults costs the iteration over an empty list. An invalid
-# value ends the process here, before it has started anything.
+# Parsed once, so a point without faults costs only the iteration over an empty list. An invalid
+# value ends the process here, before it starts anything.
 try:
     _FAULTS = parse_faults(os.environ.get("FAULT", ""))
 except ConfigError as error:
@@ -124,7 +124,7 @@ def fault_point(point: str, step: int) -> str | None:
         step: the current optimizer step, or the step of a checkpoint.
 
     Returns:
-        `nan`, `inf`, `x10` or `flip`, which the caller performs itself; else None.
+        `nan`, `inf`, `x10` or `flip`, which the caller must apply itself; otherwise None.
     """
     action = None
     for fault in _FAULTS:
@@ -136,7 +136,7 @@ def fault_point(point: str, step: int) -> str | None:
 
 
 def _is_armed(fault: Fault, environment: Mapping[str, str]) -> bool:
-    """Return False for a fault that has triggered before, where it may trigger once only."""
+    """Return False if the fault may trigger only once and has already triggered."""
     directory = environment.get("FAULT_ONCE")
     if not directory:
         return True

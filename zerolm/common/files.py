@@ -1,4 +1,4 @@
-"""Hash and sync files, write them atomically, and make directories that are private to this user.
+"""Hash and sync files, write them atomically, and create directories private to this user.
 
 Standard library only.
 """
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 HASH_CHUNK_BYTES = 1 << 22
-# A small text in place of a file that is stored elsewhere: its first line, the program, the remedy.
+# Pointer files, small texts in place of files stored elsewhere: first line, program, remedy.
 POINTERS = (
     (rb"version https://git-lfs\.github\.com/spec/.*", "Git LFS", "git lfs pull"),
     (rb"version https://hawser\.github\.com/spec/.*", "Git LFS", "git lfs pull"),
     (rb"(\S*\.git/(\S+/)?|/)annex/objects/\S+", "git-annex", "git annex get ."),
     (rb"# xet version .*", "Git-Xet", "git xet install && git lfs pull"),
 )
-MAX_POINTER_BYTES, MAX_POINTER_LINES = 1024, 12  # the first is the limit of Git LFS
+MAX_POINTER_BYTES, MAX_POINTER_LINES = 1024, 12  # the first is Git LFS's limit
 VISIBLE_SECONDS, VISIBLE_POLL_SECONDS = 75.0, 0.1  # acdirmax of nfs(5) is 60 s
 
 
@@ -39,13 +39,13 @@ def sha256_file(path: str | Path) -> str:
 
 
 def file_entry(path: Path, directory: Path) -> dict[str, Any]:
-    """Return what a manifest in a directory lists of a file: its name, size and SHA-256."""
+    """Return a file's entry for a manifest in its directory: name, size and SHA-256."""
     name = path.relative_to(directory).as_posix()
     return {"file": name, "size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def pointer_problem(content: bytes) -> str:
-    """Return why the content of a file only names one that is not here; empty if it does not."""
+    """Return the problem if the content of a file is a pointer to another file; otherwise empty."""
     if len(content) > MAX_POINTER_BYTES or content.count(b"\n") >= MAX_POINTER_LINES:
         return ""
     first = content.partition(b"\n")[0].rstrip(b"\r")
@@ -56,14 +56,14 @@ def pointer_problem(content: bytes) -> str:
 
 
 def pointer_problem_of(path: str | Path) -> str:
-    """Return `pointer_problem` of a file; empty if it cannot be read."""
+    """Return `pointer_problem` for a file; empty if it cannot be read."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return pointer_problem(file.read(MAX_POINTER_BYTES + 1))
     return ""
 
 
 def barrier(path: str | Path) -> Path:
-    """Return what denies access to a path: the first directory of it that does, or the path."""
+    """Return what denies access to a path: its first inaccessible directory, or the path itself."""
     path = Path(path)
     for directory in reversed(path.parents):
         if directory.exists() and not os.access(directory, os.X_OK):
@@ -73,15 +73,15 @@ def barrier(path: str | Path) -> Path:
 
 
 def require_writable(directory: str | Path) -> None:
-    """Make a directory in the nearest existing one, and remove it.
+    """Create and remove a directory in the nearest existing parent, to check that this works.
 
     Raises:
-        OSError: it cannot be made. Its `filename` is the existing directory.
+        OSError: it cannot be created. `filename` is the existing directory.
     """
     existing = Path(directory)
     while not os.path.lexists(existing):
         existing = existing.parent
-    try:  # os.access is always true for root, and on some read-only mounts
+    try:  # os.access always returns True for root and on some read-only mounts
         Path(tempfile.mkdtemp(prefix=".zerolm-", dir=existing)).rmdir()
     except OSError as error:
         error.filename = str(existing)
@@ -89,10 +89,10 @@ def require_writable(directory: str | Path) -> None:
 
 
 def write_problem(path: Path) -> str | None:
-    """Return why a command could not write a file at its end, None if it can."""
+    """Return why a command could not write a file when it ends, or None if it could."""
     directory = path.parent
     if not directory.is_dir():
-        return f"{path}: {directory} is not a directory. Make it, or choose another."
+        return f"{path}: {directory} is not a directory. Create it, or choose another."
     try:
         require_writable(directory)
     except OSError as error:
@@ -116,7 +116,7 @@ def sync_file(path: str | Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Make all files and names below a directory durable, and the names in it."""
+    """Make a directory durable: its entries, and all files and directories below it."""
     for path in directory.rglob("*"):
         if path.is_dir():
             sync_directory(path)
@@ -126,23 +126,23 @@ def sync_tree(directory: Path) -> None:
 
 
 def make_directories(path: str | Path) -> None:
-    """Create a directory and its parents where they are missing, durably.
+    """Durably create a directory and its missing parents.
 
-    A file in a directory whose own name was never synced may be gone after a power failure.
+    A file may be lost in a power failure if the name of its directory was never synced.
     """
     path = Path(path).absolute()
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        with contextlib.suppress(PermissionError):  # a parent that may be written but not read
+        with contextlib.suppress(PermissionError):  # a parent that is writable but not readable
             sync_directory(each.parent)
 
 
 def set_default_modes(directory: Path) -> None:
-    """Give all files in a new directory the mode that the umask gives a new file.
+    """Set the mode of all files in a new directory to the umask's default for new files.
 
-    Libraries that write a temporary file and rename it leave the private mode of `mkstemp`
-    (safetensors 0.8), and a copy has the mode of its source.
+    Libraries that write a temporary file and rename it keep the private mode from `mkstemp`
+    (safetensors 0.8), and copies keep the mode of their source.
     """
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
         probe = Path(scratch) / "probe"
@@ -154,16 +154,17 @@ def set_default_modes(directory: Path) -> None:
 
 
 def wait_until_visible(path: Path, seconds: float = VISIBLE_SECONDS) -> bool:
-    """Wait for a file that another host has written; return whether it is seen in that time.
+    """Wait for a file that another host has written; return whether it became visible in time.
 
-    An NFS client that looked for a name before it existed may keep "no such file" for a minute.
+    An NFS client that looked up a name before the file existed may cache "no such file" for a
+    minute.
     """
     deadline = time.monotonic() + seconds
     while not path.is_file():
         if time.monotonic() > deadline:
             return False
         with contextlib.suppress(OSError):
-            list(path.parent.iterdir())  # opening a directory makes the client ask the server
+            list(path.parent.iterdir())  # listing a directory makes the client query the server
         time.sleep(VISIBLE_POLL_SECONDS)
     return True
 
@@ -178,18 +179,20 @@ def write_atomically(
     many_writers: bool = False,
     durable: bool = True,
 ) -> None:
-    """Write a file that readers see complete or not at all (or as it was before).
+    """Write a file so that readers see either the complete new content or the previous state.
 
-    Classes that stream a large file (`ShardWriter`, `StageWriter`) take the same steps themselves.
+    Classes that stream a large file (`ShardWriter`, `StageWriter`) implement the same steps
+    themselves.
 
     Args:
         content: the bytes, or a function that writes them to a file.
-        many_writers: other processes, also on other hosts, may write the same file at the same
-            time. A killed one then leaves a temporary file that no other writer overwrites.
-        durable: sync, so that this also holds after a power failure.
+        many_writers: whether other processes, possibly on other hosts, may write the same file at
+            the same time. A killed writer then leaves a temporary file that no other writer
+            overwrites.
+        durable: whether to sync, so that this also holds after a power failure.
 
     Raises:
-        OSError: it could not be written; the file is absent or as it was before.
+        OSError: the file could not be written, and is unchanged or absent.
     """
     path = Path(path)
     temporary = temporary_path(path) if many_writers else path.with_name(path.name + ".tmp")
@@ -222,18 +225,18 @@ def encode_json(value: Any) -> bytes:
 
 
 def temporary_path(path: Path) -> Path:
-    """Return a path beside `path` that no other writer uses, to be renamed when complete."""
+    """Return a temporary path next to `path` that no other writer uses."""
     return path.with_name(f"{path.name}.{attempt_token()}.tmp")
 
 
 def attempt_token() -> str:
-    """Return a name that is unique over processes and hosts, and differs at each call."""
+    """Return a name that is unique across processes, hosts and calls."""
     return f"{host_name()}-{os.getpid()}-{os.urandom(4).hex()}"
 
 
 @functools.cache
 def host_name() -> str:
-    """Return the name of this host, in characters that are safe in file names."""
+    """Return this host's name, with only characters that are safe in file names."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:32]
 
 
@@ -241,7 +244,7 @@ def host_name() -> str:
 
 
 def private_directory(name: str) -> Path:
-    """Return this user's directory of that name below the temporary directory; it may not exist."""
+    """Return this user's directory of that name in the temporary directory; it may not exist."""
     return Path(tempfile.gettempdir()) / f"zerolm-{name}-{os.getuid()}"
 
 
@@ -261,7 +264,7 @@ def privacy_problem(directory: Path) -> str | None:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory for this user alone, unless it exists.
+    """Create a directory that only this user can access, unless it exists.
 
     Raises:
         PermissionError: it exists and is not private to this user.

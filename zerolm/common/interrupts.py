@@ -1,6 +1,9 @@
-"""What Ctrl-C does to this process. Imports nothing: an interrupt of an import is a traceback."""
+"""Controls what Ctrl-C does to this process.
 
-import _signal  # the module `signal` imports more
+Imports almost nothing, since an interrupted import prints a traceback.
+"""
+
+import _signal  # the module `signal` imports other modules
 
 _raised = False
 
@@ -11,7 +14,7 @@ def was_raised() -> bool:
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process without a traceback, until it has a handler of its own."""
+    """Let Ctrl-C end this process without a traceback, until it installs its own handler."""
     if _signal.getsignal(_signal.SIGINT) in (_signal.default_int_handler, _raise):  # not ignored
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 

@@ -1,8 +1,8 @@
-"""Locks on files, held by at most one process and released by the kernel when that process dies.
+"""File locks, held by at most one process and released by the kernel when that process dies.
 
-The `filelock` package does not fit: block caches need shared locks, for which it has an SQLite
-database or marker files only, and its `FileLock` always creates the file, which `--check` must not
-do. Standard library only.
+The `filelock` package does not fit: block caches need shared locks, which it implements only with
+an SQLite database or marker files, and its `FileLock` always creates the file, which `--check` must
+not do. Standard library only.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ class LockTaken(BlockingIOError):
     """Another process holds the lock.
 
     Attributes:
-        owner: what that process wrote into the lock file, without surrounding whitespace.
+        owner: the text that this process wrote into the lock file, without surrounding whitespace.
     """
 
     def __init__(self, path: Path, owner: str = ""):
@@ -30,18 +30,18 @@ class LockTaken(BlockingIOError):
 class FileLock:
     """A lock that this process holds from now until `release`, or until it ends.
 
-    Processes started by this one do not hold it: forked ones close their copy of the file. The lock
-    file stays in place when it is released. Works on NFS, whose locks need a file open for writing.
+    Child processes do not hold the lock: forked ones close their copy of the file. Releasing the
+    lock leaves the file in place. Works on NFS, whose locks need a file that is open for writing.
 
     Args:
-        shared: together with other shared locks, none of which excludes another. Waits for the
-            holder of an exclusive lock; an exclusive lock never waits.
-        create: create the file if it is absent.
-        owner: text written into the file, which `LockTaken` shows to others.
+        shared: whether other shared locks may be held at the same time. A shared lock waits for the
+            holder of an exclusive one; an exclusive lock never waits.
+        create: whether to create a missing file.
+        owner: text to write into the file, which `LockTaken` reports to other processes.
 
     Attributes:
-        unsupported: the error of a file system without locks, which the caller may accept: nothing
-            keeps other processes out. None where the lock is real.
+        unsupported: the error if the file system does not support locks, which the caller may
+            accept although nothing then keeps other processes out; otherwise None.
 
     Raises:
         LockTaken: another process holds the lock.
@@ -67,7 +67,7 @@ class FileLock:
             except BaseException:
                 self._file.close()
                 raise
-            self._file.close()  # the file was removed or replaced meanwhile
+            self._file.close()  # the file was removed or replaced in the meantime
         _held.add(self)
 
     def _lock(self, operation: int) -> None:
@@ -91,7 +91,7 @@ class FileLock:
         return not self._file.closed
 
     def release(self) -> None:
-        """Release the lock; does nothing if it is not held."""
+        """Release the lock, if it is held."""
         self._file.close()
 
     def __enter__(self) -> "FileLock":
@@ -102,13 +102,13 @@ class FileLock:
 
 
 def wait_for_lock(path: Path, give_up: Callable[[], bool], poll_seconds: float) -> FileLock:
-    """Take an exclusive lock as soon as its holder releases it.
+    """Acquire an exclusive lock as soon as its holder releases it.
 
     Args:
-        give_up: called before each attempt.
+        give_up: called before each attempt; returns True to stop.
 
     Raises:
-        LockTaken: `give_up` returned true first.
+        LockTaken: `give_up` returned True first.
     """
     while not give_up():
         try:
@@ -123,7 +123,7 @@ _held: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
 
 def _release_in_child() -> None:
     for lock in list(_held):
-        lock.release()  # closing a copy of the file leaves the parent's lock alone
+        lock.release()  # closing a copy of the file does not release the parent's lock
     _held.clear()
 
 

@@ -1,4 +1,4 @@
-"""Inspect this machine and the launch: build locks, directories, number of nodes.
+"""Inspects this machine and the launch: build locks, directories, number of nodes.
 
 Changes no files."""
 
@@ -30,7 +30,7 @@ TRIM_THRESHOLD_BYTES = (1 << 31) - 1  # the maximum of an int
 
 
 def free_port(wanted: int = 0) -> int:
-    """Return a port on which nothing listens: the wanted one if it is such, else another."""
+    """Return a port on which nothing listens: the wanted port if it is free, otherwise another."""
     with socket.socket() as probe:
         try:
             probe.bind(("", wanted))
@@ -40,12 +40,12 @@ def free_port(wanted: int = 0) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc keep freed memory, for CPU runs. Return whether it does.
+    """Make glibc's malloc keep freed memory, for CPU runs. Return whether that worked.
 
     glibc maps each allocation above 32 MiB separately, and the kernel zeroes its pages on first
-    touch. For logits and tensors of their size that took a sixth of a step's CPU time
-    (docs/log.md). A process that keeps freed memory stays at its peak between steps, which it
-    reaches in every step anyway.
+    touch. For logits and tensors of similar size, that took a sixth of a step's CPU time
+    (docs/log.md). A process that keeps freed memory stays at its peak between steps, but every step
+    reaches that peak anyway.
 
     Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
     """
@@ -59,9 +59,9 @@ def keep_freed_memory() -> bool:
 def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]:
     """Return the locks of operator builds in torch's extension cache: (stale, possibly in use).
 
-    A rank that is killed while it builds an operator leaves its lock behind, and every later rank
-    waits for it forever, silently. A running build writes files beside its lock, and its compiler
-    runs in their directory.
+    A rank that is killed while building an operator leaves its lock behind, and every later rank
+    silently waits for it forever. A running build writes files next to its lock, and its compiler
+    runs in that directory.
     """
     stale: list[Path] = []
     fresh: list[Path] = []
@@ -72,7 +72,7 @@ def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]
 
 
 def running_builds(environment: Mapping[str, str]) -> list[str]:
-    """Return the names of operators that a process of this machine builds, and lately wrote to."""
+    """Return the names of operators that a process on this machine is building."""
     return [
         lock.parent.name
         for lock, is_idle in _build_locks(environment)
@@ -81,7 +81,7 @@ def running_builds(environment: Mapping[str, str]) -> list[str]:
 
 
 def built_operators(environment: Mapping[str, str]) -> list[Path]:
-    """Return the libraries of DeepSpeed's operators that a rank with these variables finds."""
+    """Return the compiled DeepSpeed operators that a rank with these variables finds."""
     return _operator_files(environment, "*.so")
 
 
@@ -92,21 +92,21 @@ def _operator_files(environment: Mapping[str, str], pattern: str) -> list[Path]:
 
 
 def _build_locks(environment: Mapping[str, str]) -> Iterator[tuple[Path, bool]]:
-    """Yield the locks, and whether nothing has been written beside them for long."""
+    """Yield each lock, and whether nothing has been written next to it for a long time."""
     for lock in _operator_files(environment, "lock"):
         try:
             newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
-        except (OSError, ValueError):  # the build ended meanwhile
+        except (OSError, ValueError):  # the build has ended in the meantime
             continue
-        # A time far in the future is from before the clock was set back: no build is that long.
+        # A time far in the future was set before the clock was set back: no build takes that long.
         yield lock, abs(time.time() - newest) > STALE_BUILD_SECONDS
 
 
 def missing_compilers(device_kind: str) -> list[str]:
-    """Return what this host lacks to compile DeepSpeed's operators, and code of torch.compile.
+    """Return what this host lacks to compile DeepSpeed's operators and torch.compile's code.
 
-    On a GPU, Triton compiles a C module with Python's headers at its first kernel; DeepSpeed
-    compiles C++, as torch.compile does on a CPU.
+    On a GPU, Triton compiles a C module against Python's headers for its first kernel. DeepSpeed
+    compiles C++, as does torch.compile on a CPU.
 
     Source: triton/runtime/build.py, 3.6; torch/_inductor/cpp_builder.py, 2.13.
     """
@@ -122,11 +122,11 @@ def missing_compilers(device_kind: str) -> list[str]:
 
 
 def compile_problem(device_kind: str) -> str | None:
-    """Return why torch.compile cannot work on this host, None if it can."""
+    """Return why torch.compile cannot work on this host, or None if it can."""
     if device_kind != "cpu":
         try:
             importlib.import_module("triton")
-        except Exception as error:  # of any class: loading a library runs its code
+        except Exception as error:  # any class: loading a library runs its code
             return f"it needs the package triton on a GPU, which cannot be imported ({error})"
     needed = "a C++ compiler" if device_kind == "cpu" else ("a C compiler", "Python.h")
     missing = [each for each in missing_compilers(device_kind) if each.startswith(needed)]
@@ -134,15 +134,15 @@ def compile_problem(device_kind: str) -> str | None:
 
 
 def write_problem(run_dir: str | Path) -> str | None:
-    """Return why a directory cannot be created or written, None if it can.
+    """Return why a directory cannot be created or written, or None if it can.
 
-    Writes an anonymous file in the nearest existing directory; nothing remains.
+    Writes an anonymous file in the nearest existing directory, and leaves nothing behind.
     """
     path = Path(run_dir).absolute()
     try:
         while not path.exists() and not path.is_symlink():
             path = path.parent
-    except OSError as error:  # a name of over 255 bytes
+    except OSError as error:  # a name longer than 255 bytes
         return f"cannot be a directory ({error.strerror}). Choose another one."
     if not path.is_dir():
         return f"{path} is not a directory. Remove it, or choose another directory."
@@ -157,7 +157,7 @@ def write_problem(run_dir: str | Path) -> str | None:
 
 
 def free_bytes(run_dir: str | Path) -> int | None:
-    """Return the free bytes of the file system of a directory, None if they cannot be read."""
+    """Return the free bytes on a directory's file system, or None if unknown."""
     try:
         return shutil.disk_usage(_existing(run_dir)).free
     except OSError:
@@ -178,12 +178,12 @@ def _existing(path: str | Path) -> Path:
 
 
 def launcher(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (options, environment) of DeepSpeed's runner, both empty where it is not visible.
+    """Return (options, environment) of DeepSpeed's runner; both are empty if it is not visible.
 
-    It is a process of this host, if it has started the ranks of this host.
+    The runner is a process on this host if it has started this host's ranks.
 
     Args:
-        argv: flags of this script.
+        argv: the flags of this script.
     """
     flags = [argument for argument in argv if not argument.startswith("--local_rank=")]
     for path in Path("/proc").glob("[0-9]*"):
@@ -194,13 +194,13 @@ def launcher(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def num_nodes_problem(options: Mapping[str, str], environment: Mapping[str, str]) -> str | None:
-    """Return the problem if `deepspeed --num_nodes N` has silently started fewer than N nodes.
+    """Return the problem if `deepspeed --num_nodes N` silently started fewer than N nodes.
 
-    The runner takes the first N hosts of its hostfile, and all of them if there are fewer.
+    The runner uses the first N hosts of its hostfile, or all hosts if there are fewer.
 
     Args:
         options: the runner's options.
-        environment: set by the node launcher (`CROSS_SIZE`: nodes, `WORLD_SIZE`: ranks).
+        environment: variables set by the node launcher (`CROSS_SIZE`: nodes, `WORLD_SIZE`: ranks).
     """
     nodes, requested = num_nodes(environment), options.get("--num_nodes", "")
     if nodes is None or not requested.isdigit() or int(requested) <= nodes:
@@ -212,16 +212,16 @@ def num_nodes_problem(options: Mapping[str, str], environment: Mapping[str, str]
 
 
 def ranks_of_host(environment: Mapping[str, str]) -> int:
-    """Return the number of ranks on this host: 1 without a launcher, or if it does not say.
+    """Return the number of ranks on this host, or 1 if no launcher states it.
 
-    torchrun sets `LOCAL_WORLD_SIZE`, DeepSpeed's launcher `LOCAL_SIZE`.
+    torchrun sets `LOCAL_WORLD_SIZE`; DeepSpeed's launcher sets `LOCAL_SIZE`.
     """
     ranks = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")
     return max(1, int(ranks)) if ranks.isdigit() else 1
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> int:
-    """Return this rank's share of the cores that it may use; `srun` gives each task its own."""
+    """Return the number of cores for this rank: its share, or all that `srun` gives its task."""
     cores = len(os.sched_getaffinity(0))
     is_task = environment.get("SLURM_NTASKS", "1") == environment.get("WORLD_SIZE")
     if is_task and environment.get("SLURM_CPUS_PER_TASK") == str(cores):
@@ -230,13 +230,13 @@ def cores_of_rank(environment: Mapping[str, str]) -> int:
 
 
 def keep_operators(environment: MutableMapping[str, str]) -> None:
-    """Let torch build DeepSpeed's operators beside this virtual environment's packages.
+    """Let torch build DeepSpeed's operators inside this virtual environment.
 
-    Call before torch is imported. torch's own default is one directory for all environments of a
-    user, which would build the same operators again after each other. `TORCH_EXTENSIONS_DIR` stays
-    if it is set, and the default stays outside of virtual environments. The environment's own
-    ninja comes first on the PATH, which a shell of ssh does not have: another version of ninja
-    takes every operator for changed, and builds it again at each start.
+    Call this before torch is imported. By default, torch uses one directory for all environments of
+    a user, which would keep rebuilding each other's operators. `TORCH_EXTENSIONS_DIR` is kept if it
+    is set, and so is the default outside of virtual environments. The environment's own ninja is
+    put first on the PATH, where ssh shells lack it: another version of ninja considers every
+    operator changed, and rebuilds it at each start.
     """
     programs = Path(sys.executable).parent
     found = shutil.which("ninja", path=environment.get("PATH"))
@@ -248,7 +248,7 @@ def keep_operators(environment: MutableMapping[str, str]) -> None:
 
 
 def oom_kills() -> int:
-    """Return how many processes of this host the kernel has ended for memory since it booted."""
+    """Return how many processes the kernel has killed for lack of memory since this host booted."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):
@@ -257,18 +257,18 @@ def oom_kills() -> int:
 
 
 def oom_note(kills: int) -> str:
-    """Return what `oom_kills` says about a process that was killed."""
+    """Return a sentence with the number of out-of-memory kills, to explain a killed process."""
     return (
-        f"the out-of-memory killer has ended {kills} process{'es' * (kills > 1)} of this host "
+        f"the out-of-memory killer has killed {kills} process{'es' * (kills > 1)} of this host "
         "since the start"
     )
 
 
 def share_cores(environment: MutableMapping[str, str]) -> None:
-    """Divide the cores among the ranks of this host, for OpenMP and torch's compile workers.
+    """Divide the cores among this host's ranks, for OpenMP and torch's compile workers.
 
-    Call before torch is imported. Each rank would otherwise use all cores, for CPUAdam and with up
-    to 32 compile workers. Values that are set already stay.
+    Call this before torch is imported. Otherwise each rank would use all cores for CPUAdam, and up
+    to 32 compile workers. Variables that are already set are kept.
     """
     if ranks_of_host(environment) == 1:
         return
@@ -279,7 +279,7 @@ def share_cores(environment: MutableMapping[str, str]) -> None:
 
 
 def num_nodes(environment: Mapping[str, str]) -> int | None:
-    """Return the number of nodes that were started, None if no launcher started this process."""
+    """Return the number of started nodes, or None if no launcher started this process."""
     if environment.get("CROSS_SIZE", "").isdigit():
         return int(environment["CROSS_SIZE"])
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")
@@ -289,14 +289,14 @@ def num_nodes(environment: Mapping[str, str]) -> int | None:
 
 
 def num_hosts(environment: Mapping[str, str]) -> int:
-    """Return the number of hosts on which ranks rendezvous without an agent; 1 with an agent."""
+    """Return the number of hosts whose ranks rendezvous without an agent; 1 with an agent."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True":
         return 1
     return (num_nodes(environment) or 1) if "MASTER_ADDR" in environment else 1
 
 
 def _zero_separated(path: Path) -> list[str]:
-    """Return the texts in a file of /proc; none if its process has ended or is another user's."""
+    """Return the strings in a /proc file; none if the process has exited or is another user's."""
     try:
         return path.read_bytes().decode(errors="replace").removesuffix("\0").split("\0")
     except OSError:
@@ -307,7 +307,7 @@ def _runner_options(command: Sequence[str], flags: Sequence[str]) -> dict[str, s
     """Return the options of DeepSpeed's runner if the command runs a script with these flags."""
     if len(flags) >= len(command) or list(command[len(command) - len(flags) :]) != list(flags):
         return {}
-    head = command[: len(command) - len(flags) - 1]  # without the script
+    head = command[: len(command) - len(flags) - 1]  # the command without the script
     if not any(Path(argument).name in RUNNER_NAMES for argument in head):
         return {}
     options = {}

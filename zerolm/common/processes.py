@@ -1,7 +1,7 @@
-"""Processes of this machine: inspect them, find marked ones, and signal exactly the right one.
+"""Processes on this machine: inspect them, find marked ones, and signal exactly the right one.
 
-A process is identified by its number and start time, or by a mark in its environment, never by its
-name, which processes of other runs share. Reads Linux's /proc. Standard library only.
+A process is identified by its number and start time, or by a mark in its environment; never by its
+name, which it shares with processes of other runs. Reads Linux's /proc. Standard library only.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-SUPERVISOR = "ZEROLM_SUPERVISOR"  # variable with the supervisor's mark, in all processes of its run
-# Each asks a run to save and stop. A terminal that is closed sends SIGHUP.
+SUPERVISOR = "ZEROLM_SUPERVISOR"  # variable with the supervisor's mark, in all its processes
+# Each makes a run save and stop. A closing terminal sends SIGHUP.
 STOP_SIGNALS = (
     signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP,
 )  # fmt: skip
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the `STOP_SIGNALS` to handle: not SIGHUP if it is ignored, as under `nohup`."""
+    """Return the `STOP_SIGNALS` to handle: without SIGHUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored]
 
@@ -30,10 +30,10 @@ class Process:
     """The state of a process at the time of `inspect_process`.
 
     Attributes:
-        state: `R` running, `S` and `D` waiting, `T` stopped, `t` in a debugger, `Z` ended.
+        state: `R` running, `S` and `D` waiting, `T` stopped, `t` traced by a debugger, `Z` exited.
         parent: process number of its parent.
         start_ticks: its start time in clock ticks since the machine booted.
-        wait_status: the status that `os.waitpid` returns for a process that has ended.
+        wait_status: the status that `os.waitpid` returns for a process that has exited.
     """
 
     pid: int
@@ -47,7 +47,7 @@ class Process:
 
 
 def inspect_process(pid: int) -> Process | None:
-    """Return the state of a process, None if there is no process of that number."""
+    """Return the state of a process, or None if no process has that number."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -56,7 +56,7 @@ def inspect_process(pid: int) -> Process | None:
 
 
 def alive(process: Process) -> bool:
-    """Return whether a process inspected earlier still exists and has not ended."""
+    """Return whether a process inspected earlier still exists and has not exited."""
     now = inspect_process(process.pid)
     return now is not None and now.start_ticks == process.start_ticks and now.state not in "ZX"
 
@@ -72,7 +72,7 @@ def exit_reason(wait_status: int) -> str:
 
 
 def machine_id() -> str:
-    """Return an identifier of this boot and PID namespace, in which process numbers are valid."""
+    """Return an identifier of this boot and PID namespace, the scope of process numbers."""
     with contextlib.suppress(OSError):
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {(PROC / 'self/ns/pid').readlink()}"
@@ -90,7 +90,7 @@ def children(parent: int) -> list[Process]:
 
 
 def handles_signal(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; without one SIGQUIT would end it."""
+    """Return whether a process has a handler for a signal; SIGQUIT ends one that does not."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = (PROC / str(pid) / "status").read_text()
         caught = int(text.partition("SigCgt:")[2].split()[0], 16)
@@ -99,7 +99,7 @@ def handles_signal(pid: int, number: int) -> bool:
 
 
 def files_in_use(paths: Collection[Path]) -> set[Path]:
-    """Return those of some files that a process of this user has mapped or open."""
+    """Return the given files that some process of this user has mapped or opened."""
     used = set()
     for pid in all_pids() if paths else ():
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
@@ -112,7 +112,7 @@ def files_in_use(paths: Collection[Path]) -> set[Path]:
 
 
 def is_working_directory(directory: Path) -> bool:
-    """Return whether a process of this user runs in a directory."""
+    """Return whether a directory is the working directory of a process of this user."""
     directory = directory.resolve()
     for pid in all_pids():
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
@@ -125,7 +125,7 @@ def is_working_directory(directory: Path) -> bool:
 
 
 def is_marked(pid: int, mark: str) -> bool:
-    """Return whether the environment of a process has an entry that begins with `mark`.
+    """Return whether the environment of a process contains an entry that begins with `mark`.
 
     Args:
         mark: `NAME=value`, or `NAME=` and the beginning of a value.
@@ -138,7 +138,7 @@ def is_marked(pid: int, mark: str) -> bool:
 
 
 def marked_pids(mark: str) -> list[int]:
-    """Return the marked processes of this machine, without this process."""
+    """Return the marked processes on this machine, except this process."""
     return [pid for pid in all_pids() if pid != os.getpid() and is_marked(pid, mark)]
 
 

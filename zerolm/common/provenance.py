@@ -1,4 +1,4 @@
-"""Identify the code that a result comes from: package versions and the git commit of the source."""
+"""Identifies the code that produced a result: package versions and the source's git commit."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ SHOWN_PACKAGES = ("zerolm", "torch", "DeepSpeed", "transformers")  # by `--versi
 
 
 def versions() -> dict[str, str]:
-    """Return {name: version} of Python and the installed packages that influence a result."""
+    """Return {name: version} of Python and of the installed packages that influence results."""
     found = {"python": platform.python_version()}
     for package in (*PACKAGES, *OPTIONAL_PACKAGES):
         if (version := installed_version(package)) is not None:
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 
 def version_text() -> str:
-    """Return what `--version` prints. The packages are not imported, which takes seconds."""
+    """Return what `--version` prints, without importing the packages, which would take seconds."""
     lines = [
         f"{package} {installed_version(package.lower()) or 'is not installed'}"
         for package in SHOWN_PACKAGES
@@ -31,10 +31,10 @@ def version_text() -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of an installed package, None if it is not installed.
+    """Return the version of an installed package, or None if it is not installed.
 
-    Its metadata is in a directory with its name. Only without one is importlib.metadata asked,
-    whose import takes 15 ms.
+    The metadata is usually in a directory with the package's name. Only otherwise is
+    importlib.metadata used, whose import takes 15 ms.
     """
     start, end = re.sub(r"[-_.]+", "_", package) + "-", ".dist-info"
     for directory in filter(os.path.isdir, sys.path):
@@ -53,7 +53,7 @@ def installed_version(package: str) -> str | None:
 
 
 def git_commit(directory: Path) -> str | None:
-    """Return the commit of a source tree, None if git does not track its files.
+    """Return the commit of a source tree, or None if git does not track its files.
 
     Args:
         directory: any directory of the tree.

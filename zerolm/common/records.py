@@ -1,9 +1,9 @@
-"""Read JSON files, and check those that a program of ours has written against a declared type.
+"""Reads JSON files, and checks those that our own programs wrote against a declared type.
 
-A file may be torn by a power failure, edited, of another release, or no file at all. Its reader
-gets a value of the declared type, or one line that names the file, the key and what is wrong. Types
-are `TypedDict` classes (keys they do not name are allowed), dataclasses (their only keys), lists,
-dicts, unions and scalars. Standard library only.
+A file may be torn by a power failure, edited, written by another release, or not a file at all. The
+reader gets a value of the declared type, or one line with the file, the key and the problem. Types
+are `TypedDict` classes (which allow other keys), dataclasses (which do not), lists, dicts, unions
+and scalars. Standard library only.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ from zerolm.common.errors import ConfigError, RecordError
 from zerolm.common.files import barrier
 from zerolm.common.secrets import masked
 
-MAX_DEPTH = 100  # of nested lists and objects; code that walks a value recurses safely
-MAX_DIGITS = 40  # of an integer; it can be converted to a float
+MAX_DEPTH = 100  # of nested lists and objects, so code may safely recurse into a value
+MAX_DIGITS = 40  # of an integer, so it can be converted to a float
 DAMAGED = "The file is damaged: restore it from a copy."
 
 Count = Annotated[int, "not negative"]
-Range = Annotated[list[int], "[start, end)"]  # of counts, not empty
-Name = Annotated[str, "name"]  # of a file, without a directory
-RelativePath = Annotated[str, "relative"]  # cannot leave the directory that it is relative to
+Range = Annotated[list[int], "[start, end)"]  # a non-empty range of counts
+Name = Annotated[str, "name"]  # a file name without a directory
+RelativePath = Annotated[str, "relative"]  # stays within the directory that it is relative to
 
 _NAME = re.compile(r"\w[\w.-]{0,100}", re.ASCII)
 
@@ -52,11 +52,11 @@ T = TypeVar("T")
 
 
 def open_regular(path: str | Path) -> BinaryIO | None:
-    """Open a file for reading; return None if there is nothing of that name.
+    """Open a file for reading; return None if nothing has that name.
 
     Raises:
-        OSError: it is a directory, a dangling link or a device, or it cannot be opened. Opening
-            never waits, as it would for the writer of a named pipe.
+        OSError: it is a directory, a dangling link or a device, or cannot be opened. Opening never
+            blocks, even on a named pipe without a writer.
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -71,7 +71,7 @@ def open_regular(path: str | Path) -> BinaryIO | None:
 
 
 def read_file(path: str | Path) -> bytes | None:
-    """Return the content of a file, None if there is nothing of that name.
+    """Return the content of a file, or None if nothing has that name.
 
     Raises:
         OSError: as `open_regular`.
@@ -84,14 +84,14 @@ def read_file(path: str | Path) -> bytes | None:
 
 
 def unreadable(path: object, error: Exception, fix: str, what: str = "cannot be read") -> str:
-    """Return the message on a file that cannot be read; `fix` is for other causes than its mode."""
+    """Return the message for an unreadable file; `fix` is used unless permissions are the cause."""
     if isinstance(error, PermissionError):
         fix = f"Let this user read {barrier(str(path))}."
     return f"{path}: {what} ({why(error)}). {fix}"
 
 
 def why(error: Exception) -> str:
-    """Return the reason of an error of reading or parsing, without the path."""
+    """Return the reason for a read or parse error, without the path."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, RecursionError):
@@ -110,14 +110,14 @@ CONVERT_YAML = (
 def read_json(
     path: str | Path, what: str, loads: Callable[..., Any] = json.loads
 ) -> dict[str, Any]:
-    """Read a JSON object from a file that a user has written.
+    """Read a JSON object from a file written by the user.
 
     Args:
         what: what the file should be, for messages: "a model config".
-        loads: `json.loads`, or that of a more lenient parser.
+        loads: `json.loads`, or a more lenient parser.
 
     Raises:
-        ConfigError: the file is missing, unreadable, not JSON, no object, or repeats a key.
+        ConfigError: the file is missing, unreadable, not JSON or not an object, or repeats a key.
     """
     try:
         content = read_file(path)
@@ -137,17 +137,17 @@ def read_json(
 
 
 def read_record(path: str | Path, kind: type[T], fix: str = DAMAGED) -> T | None:
-    """Read a JSON file that a program of ours has written.
+    """Read a JSON file that one of our programs wrote.
 
     Args:
-        kind: type of its content.
+        kind: the declared type of the content.
         fix: what the user can do about a damaged file.
 
     Returns:
-        Its content; None if there is no such file.
+        The content, or None if there is no such file.
 
     Raises:
-        RecordError: it cannot be read, is not JSON, or of another type. Its text is one line.
+        RecordError: it cannot be read, is not JSON, or has another type. The message is one line.
     """
     try:
         content = read_file(path)
@@ -157,13 +157,13 @@ def read_record(path: str | Path, kind: type[T], fix: str = DAMAGED) -> T | None
 
 
 def parse_record(content: bytes, where: object, kind: type[T], fix: str = DAMAGED) -> T:
-    """Parse the content of a file; `read_record` without reading the file.
+    """Parse the content of a file that was already read; otherwise like `read_record`.
 
     Args:
         where: the file's path or URL, for messages.
 
     Raises:
-        RecordError: it is not JSON, or of another type.
+        RecordError: it is not JSON, or has another type.
     """
     try:
         value = parse_json(content)
@@ -184,13 +184,13 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def with_digest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest, as it is read back from JSON, with its `digest`."""
+    """Return a manifest with its `digest`, in the form in which JSON reads it back."""
     content = json.loads(json.dumps(manifest))
     return {**content, "digest": manifest_digest(content)}
 
 
 def digest_problem(manifest: Mapping[str, Any]) -> str:
-    """Return how a manifest differs from its `digest`; empty if not, or if it is old: has none."""
+    """Return how a manifest differs from its `digest`; empty if it does not, or has no digest."""
     stated = manifest.get("digest")
     if "digest" not in manifest or stated == (actual := manifest_digest(manifest)):
         return ""
@@ -201,14 +201,14 @@ def digest_problem(manifest: Mapping[str, Any]) -> str:
 
 
 def parse_json(content: bytes, loads: Callable[..., Any] = json.loads) -> Any:
-    """Parse JSON whose value is safe to recurse into, to convert and to print.
+    """Parse JSON into a value that is safe to recurse into, convert and print.
 
     Raises:
-        ValueError: not JSON or not UTF-8; repeats a key, nests deeper than `MAX_DEPTH`, or has an
-            integer of more than `MAX_DIGITS`, or half of a surrogate pair.
-        RecursionError: nests deeper than the parser can read.
+        ValueError: it is not JSON or not UTF-8, repeats a key, nests deeper than `MAX_DEPTH`, or
+            contains an integer of more than `MAX_DIGITS` digits or half of a surrogate pair.
+        RecursionError: it nests deeper than the parser can handle.
     """
-    text = content.decode("utf-8").removeprefix("\ufeff")  # the mark of editors of Windows
+    text = content.decode("utf-8").removeprefix("\ufeff")  # the byte order mark of Windows editors
     value = loads(text, object_pairs_hook=_unique, parse_int=_integer)
     if content.count(b"[") + content.count(b"{") > MAX_DEPTH:
         _check_depth(value)
@@ -216,7 +216,7 @@ def parse_json(content: bytes, loads: Callable[..., Any] = json.loads) -> Any:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError("it has half of a surrogate pair") from None
+            raise ValueError("it contains half of a surrogate pair") from None
     return value
 
 
@@ -230,7 +230,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
-        raise ValueError(f"it has an integer of {len(text)} digits")
+        raise ValueError(f"it contains an integer of {len(text)} digits")
     return int(text)
 
 
@@ -252,11 +252,11 @@ def _check_depth(value: Any) -> None:
 
 
 def mismatch(value: Any, kind: Any, key: str = "") -> str:
-    """Return why a JSON value is not of a type, with its dotted key; empty if it is.
+    """Return why a JSON value does not have a type, with its dotted key; empty if it does.
 
     Args:
-        kind: the type, which annotations of `TypedDict` and dataclasses may nest.
-        key: dotted key of the value; "" for the content of a file.
+        kind: the type; `TypedDict` classes and dataclasses may be nested.
+        key: the value's dotted key; "" for the content of a file.
     """
     if kind is Any:
         return ""
@@ -301,7 +301,7 @@ def _object_mismatch(value: Mapping[str, Any], kind: Any, key: str) -> str:
 
 @functools.cache
 def _keys(kind: Any) -> tuple[dict[str, Any], list[str], bool]:
-    """Return ({key: its type}, required keys, whether these are the only ones) of an object."""
+    """Return ({key: type}, required keys, whether other keys are refused) of an object type."""
     if is_typeddict(kind):
         return get_type_hints(kind, include_extras=True), sorted(kind.__required_keys__), False
     assert dataclasses.is_dataclass(kind), kind
@@ -329,8 +329,8 @@ def _shown(value: Any) -> str:
 def _one_line(text: str) -> str:
     text = text if text.isprintable() else repr(text)
     if len(text) <= 40:
-        return text  # every error is masked when it is printed
-    text = masked(text)  # masking would not recognise a part of a credential
+        return text  # errors are masked when they are printed
+    text = masked(text)  # masking would not recognise part of a credential
     return text if len(text) <= 40 else text[:37] + "..."
 
 

@@ -1,6 +1,6 @@
-"""Removes credentials from everything that is printed or written: `masked` is the one function.
+"""Removes credentials from everything that is printed or written, through `masked`.
 
-It is called where messages leave the program: in the errors shown to users, the lines of rank 0,
+`masked` is called wherever text leaves the program: errors shown to users, rank 0's log lines,
 events, the supervisor's log, tracebacks, the report, and the command in a manifest.
 """
 
@@ -18,14 +18,15 @@ HIDDEN = "(hidden)"
 SECRET_KEY = re.compile(
     r"(^|_|\b)(api_?key|key|secret|password|passwd|credentials?|auth|access_token|token)$", re.I
 )
-# Names of variables whose values are secrets, unless they name a file.
+# Names of variables whose values are secrets, unless the value is a file name.
 SECRET_NAME = re.compile(
     r"SECRET|TOKEN|PASSW|CREDENTIAL|CONNECTION_STRING|SAS|(API|ACCESS|ACCOUNT|STORAGE|PRIVATE)_KEY"
 )
 FILE_NAME = re.compile(r"_(FILE|PATH|DIR|HOME)$|APPLICATION_CREDENTIALS$")
-MIN_SECRET_LENGTH = 8  # a shorter value may be part of any word
+MIN_SECRET_LENGTH = 8  # a shorter value could be part of any word
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|AKIA|local-)[A-Za-z0-9_-]{12,}")
-# A URL, also as `Path` writes it ("s3:/bucket"), up to white space, a quote or the next URL.
+# A URL, also in the form that `Path` gives it ("s3:/bucket"), up to white space, a quote or the
+# next URL.
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+:/{1,2}"
 _URL = re.compile(rf"({_SCHEME})((?:(?!{_SCHEME})[^\s'\"`<>|])+)")
 _QUERY_SECRET = re.compile(
@@ -38,7 +39,7 @@ def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return a text without credentials: in URLs, known tokens, and values of secret variables.
 
     Args:
-        environment: values of variables that `SECRET_NAME` matches are hidden.
+        environment: variables; the values of those that match `SECRET_NAME` are hidden.
     """
     text = SECRET_VALUE.sub(HIDDEN, _URL.sub(_mask_url, text))
     for name, value in environment.items():
@@ -49,7 +50,7 @@ def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def masked_values(value: Any) -> Any:
-    """Return a JSON value in which every text is masked."""
+    """Return a JSON value in which every string is masked."""
     if isinstance(value, str):
         return masked(value)
     if isinstance(value, dict):
@@ -60,10 +61,10 @@ def masked_values(value: Any) -> Any:
 
 
 def redacted(name: str, value: Any) -> str:
-    """Return a setting as text in which secrets are replaced by `HIDDEN`.
+    """Return a setting as text, with secrets replaced by `HIDDEN`.
 
     Args:
-        name: dotted key of the setting; the last part decides whether its value is a secret.
+        name: dotted key of the setting; its last part decides whether the value is a secret.
         value: lists and tuples are joined by commas.
     """
     if isinstance(value, str) and SECRET_KEY.search(name.rpartition(".")[2]):
@@ -74,12 +75,12 @@ def redacted(name: str, value: Any) -> str:
 
 
 def has_credentials(text: str) -> bool:
-    """Return whether a text contains a URL with a user, a password, or a signed query."""
+    """Return whether a text contains a URL with a user, a password or a signed query."""
     return _URL.sub(_mask_url, text) != text
 
 
 def mask_tracebacks() -> None:
-    """Mask the traceback with which an exception ends this process."""
+    """Mask secrets in the tracebacks of uncaught exceptions."""
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = masked("".join(traceback.format_exception(kind, error, trace)))

@@ -1,7 +1,8 @@
 """Files that come with zerolm, and the commands that start them in other processes.
 
-A checkout and an installed wheel have them in the same places. Every Python process is started by
-`module_command` or `code_command`: no file of the working directory is imported, whatever its name.
+A checkout and an installed wheel store them in the same places. Every Python process is started
+through `module_command` or `code_command`, which keep files of the working directory from being
+imported, whatever their names.
 """
 
 import os
@@ -10,7 +11,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]  # of the checkout, or the site-packages directory
+ROOT = Path(__file__).parents[2]  # the checkout, or the site-packages directory
 SCRIPT = ROOT / "pretrain.py"
 RUN_MODULE = ROOT / "zerolm" / "run_module.py"
 WITHOUT_DIRECTORY = "import sys; sys.path[:] = [entry for entry in sys.path if entry]\n"
@@ -19,9 +20,10 @@ DIRECTORIES = ("ds_configs", "model_configs")
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the path of a config file; `ds_configs/zero2.json` works from any directory.
+    """Return the path of a config file; `ds_configs/zero2.json`, for example, works from any
+    directory.
 
-    A relative path that does not exist here but names a file that comes with zerolm is that file.
+    A relative path that does not exist here is looked up among the files that come with zerolm.
     """
     path = Path(path)
     shipped = ROOT / path
@@ -30,7 +32,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def shipped_notice(path: str | Path) -> str | None:
-    """Return a line for the plan if `find_config` takes the file that comes with zerolm."""
+    """Return a line for the plan if `find_config` selects the file that comes with zerolm."""
     found = find_config(path)
     return None if found == Path(path) else f"{path}: not in this directory; using {found}"
 
@@ -39,31 +41,32 @@ def shipped_notice(path: str | Path) -> str | None:
 
 
 def module_command(module: str, *arguments: object) -> list[str]:
-    """Return the argv of `python -m MODULE ARGUMENTS` without the files of the directory."""
+    """Return the argv of `python -m MODULE ARGUMENTS` without the working directory on sys.path."""
     return [sys.executable, str(RUN_MODULE), module, *map(str, arguments)]
 
 
 def code_command(code: str) -> list[str]:
-    """Return the argv of `python -c CODE` without the files of the directory."""
+    """Return the argv of `python -c CODE` without the working directory on sys.path."""
     return [sys.executable, "-c", WITHOUT_DIRECTORY + code]
 
 
 def shield(environment: MutableMapping[str, str]) -> None:
-    """Keep the files of the working directory out of Python processes that others start.
+    """Keep the working directory's files out of Python processes that other libraries start.
 
-    Those are DeepSpeed's launcher, and multiprocessing, whose processes begin with `python -c`.
-    Empty entries of PYTHONPATH mean the directory, too. Called at the start of each program.
+    These are DeepSpeed's launcher and multiprocessing, whose processes start with `python -c`.
+    Empty entries in PYTHONPATH also mean the working directory. Called at the start of each
+    program.
     """
     kept = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if "-packages" not in ROOT.name and str(ROOT) not in kept:
-        kept.insert(0, str(ROOT))  # PYTHONSAFEPATH leaves out the directory of a script, too
+        kept.insert(0, str(ROOT))  # PYTHONSAFEPATH also leaves out a script's directory
     environment.update(PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(kept))
     if sys.version_info < (3, 11):
         _shield_multiprocessing()
 
 
 def _shield_multiprocessing() -> None:
-    """Do for multiprocessing what PYTHONSAFEPATH does from Python 3.11 on."""
+    """Give multiprocessing the effect that PYTHONSAFEPATH has from Python 3.11 on."""
     import multiprocessing.util
 
     util: Any = multiprocessing.util

@@ -1,6 +1,6 @@
-"""Shared by the readers and writers of object stores (fsspec): options, limits, errors.
+"""Options, limits and errors shared by readers and writers of object stores (fsspec).
 
-fsspec is imported where it is needed.
+fsspec is imported only where it is needed.
 """
 
 import itertools
@@ -15,19 +15,19 @@ from typing import Any, TypeVar
 from zerolm.common.errors import reason
 from zerolm.common.secrets import masked
 
-# Parts of a multipart upload: S3 accepts 10,000 of at least 5 MiB. A few of them are in memory for
-# each file that is being sent.
+# Part size of multipart uploads. S3 accepts up to 10,000 parts of at least 5 MiB. A few parts are
+# in memory for each file that is being sent.
 PIECE_BYTES = 16 << 20
 MAX_PIECES = 9000
 CHUNK_BYTES = 4 << 20
 ATTEMPTS = 3
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.2, 15.0  # between attempts
-RETRY_SECONDS = 240.0  # a store that is down for a minute or two does not end a run
+RETRY_SECONDS = 240.0  # a run survives a store that is down for a minute or two
 CONNECT_SECONDS, READ_SECONDS = 10, 30
 OFF = "off"
 T = TypeVar("T")
 
-_SAID: set[str] = set()  # stores of which this process has said that a call is repeated
+_SAID: set[str] = set()  # stores for which this process has already printed that it retries
 
 
 class StoreError(Exception):
@@ -46,13 +46,13 @@ class Mismatch(StoreError):
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of `call`.
+    """Return the result of `call`, with a time limit.
 
-    A call that hangs in a library cannot be interrupted; its daemon thread is left behind.
+    A call that hangs inside a library cannot be interrupted; its daemon thread is left behind.
 
     Raises:
-        StoreError: it takes longer than `seconds`.
-        Exception: raised by `call`.
+        StoreError: the call takes longer than `seconds`.
+        Exception: any exception that `call` raises.
     """
     results: list[T] = []
     errors: list[Exception] = []
@@ -83,13 +83,13 @@ def retried(
     first_pause_seconds: float | None = None,
     started_at: float | None = None,
 ) -> T:
-    """Call until it succeeds, with growing random pauses between attempts.
+    """Retry a call until it succeeds, with growing random pauses between attempts.
 
     Args:
-        where: the start of the messages.
-        seconds: how long errors are retried.
-        missing_seconds: how long a FileNotFoundError is, at most `seconds`.
-        started_at: start of the retry period, in time.monotonic(); None: now.
+        where: prefix for messages.
+        seconds: how long to retry after errors.
+        missing_seconds: how long to retry after a FileNotFoundError, up to `seconds`.
+        started_at: start of the retry period as a `time.monotonic()` value; None: now.
 
     Raises:
         Missing: there is no such object.
@@ -121,16 +121,16 @@ def retried(
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Return whether another attempt cannot help, as with missing permissions or credentials."""
+    """Return whether retrying cannot help, for example because permissions are missing."""
     return isinstance(error, (PermissionError, NotADirectoryError, Mismatch)) or (
         "Credential" in type(error).__name__
     )
 
 
 def store_options(scheme: str) -> dict[str, Any]:
-    """Return arguments for fsspec's file system of a URL scheme: short timeouts, no stale listings.
+    """Return arguments for a scheme's fsspec file system: short timeouts, no stale listings.
 
-    The user's own fsspec configuration takes precedence for S3's `config_kwargs`.
+    For S3's `config_kwargs`, the user's own fsspec configuration takes precedence.
     """
     import fsspec
 
@@ -140,7 +140,7 @@ def store_options(scheme: str) -> dict[str, Any]:
         ours = {
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
-            # Retries one part; otherwise a failed part would restart the whole file.
+            # Retries single parts; otherwise a failed part would restart the whole file.
             "retries": {"mode": "standard", "total_max_attempts": ATTEMPTS},
         }
         options["config_kwargs"] = {**ours, **theirs}

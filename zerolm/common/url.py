@@ -17,7 +17,10 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 class Url(PurePosixPath):
-    """The URL of a directory or object in a store: `/` appends a name, `str()` gives the URL."""
+    """The URL of a directory or object in a store.
+
+    `/` appends a name, and `str()` returns the URL.
+    """
 
     def __str__(self) -> str:
         scheme, _, rest = super().__str__().partition(":/")
@@ -39,7 +42,7 @@ def path_or_url(text: str) -> "Path | Url":
 
 
 def url_problem(url: str) -> str | None:
-    """Return what is wrong with the URL of a store, None if nothing is. Uses no network."""
+    """Return what is wrong with a store's URL, or None. Uses no network."""
     import fsspec
 
     scheme, separator, rest = url.partition("://")
@@ -48,12 +51,12 @@ def url_problem(url: str) -> str | None:
     if has_credentials(url) or "?" in rest:
         return (
             "contains credentials or a query, which would be visible in run.json and in process "
-            "listings. Put them into the environment or the configuration of the store's library."
+            "listings. Put them in the environment or the configuration of the store's library."
         )
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError:
-        return f"{scheme}:// is not known to fsspec. Use s3://, gs://, hf:// or file://."
+        return f"{scheme}:// is not supported by fsspec. Use s3://, gs://, hf:// or file://."
     except ImportError as error:
         extra = EXTRAS.get(scheme)
         fix = f"Run: bash launch/setup.sh {extra}" if extra else "Install it"
@@ -62,13 +65,13 @@ def url_problem(url: str) -> str | None:
 
 
 def ask_hub(name: str, revision: str | None = None, kind: str = "model") -> str | None:
-    """Ask the hub once for a name that no file here has, after a line that says so.
+    """Query the hub once for a name that is not a local file, after printing a line about it.
 
-    Its client and transformers would ask for each of many files, and wait and retry for minutes.
+    The hub's client and transformers would query each of many files, and retry for minutes.
 
     Returns:
-        Why the hub does not have it or cannot be reached, so that only its cache is left; None if
-        it has it, or if HF_HUB_OFFLINE is set.
+        Why the hub does not contain the name or cannot be reached, in which case only the cache can
+        be used; None if it does, or if HF_HUB_OFFLINE is set.
     """
     from huggingface_hub import HfApi, constants
 
@@ -77,13 +80,13 @@ def ask_hub(name: str, revision: str | None = None, kind: str = "model") -> str 
     announce_hub(name)
     try:
         HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=HUB_SECONDS)
-    except Exception as error:  # from the network, the hub, or a name that it refuses
+    except Exception as error:  # from the network or the hub, or because the hub refuses the name
         return reason(error)
     return None
 
 
-def announce_hub(name: str, fact: str = "nothing here has this name") -> None:
-    """Print, on rank 0, that the hub is asked for a name, and why."""
+def announce_hub(name: str, fact: str = "no local file has this name") -> None:
+    """Print on rank 0 that the hub is queried for a name, and why."""
     from huggingface_hub import constants
 
     if os.environ.get("RANK", "0") == "0":
@@ -92,10 +95,10 @@ def announce_hub(name: str, fact: str = "nothing here has this name") -> None:
 
 
 @contextlib.contextmanager
-def hub_client(name: str, fact: str = "nothing here has this name") -> Iterator[None]:
-    """Ask the hub for an answer once, after a line that says so; without one, only caches are read.
+def hub_client(name: str, fact: str = "no local file has this name") -> Iterator[None]:
+    """Query the hub once, after printing a line about it; if it does not answer, read only caches.
 
-    For libraries whose clients would repeat each of their requests for half a minute.
+    For libraries whose clients would retry each request for half a minute.
     """
     import datasets
     import httpx

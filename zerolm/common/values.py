@@ -1,7 +1,7 @@
 """Parse and format values as users write them: numbers with suffixes, byte counts, durations.
 
-Must not know any setting. What parses raises a ValueError whose text is the rule and the fix, to
-which the caller adds the name and the value of the setting.
+Must not know any setting. Parsers raise a ValueError with the rule and the fix; the caller adds the
+setting's name and value.
 """
 
 import json
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-MAX_COUNT = 10**18  # fits into 64 bits with room for sums
+MAX_COUNT = 10**18  # fits in 64 bits, with room for sums
 UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
 JOINERS = "\u200c\u200d"
 BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Return text of a file for a terminal: control characters as in JSON, `\\u001b`.
+    """Return a file's text for a terminal, with control characters escaped as in JSON: `\\u001b`.
 
     Control characters could recolour, clear or retitle the terminal, and bidirectional ones could
     make the text read differently from what it is. The joiners of Persian, Hindi and emoji are
-    kept, and so is what `kept` has.
+    kept, and so are the characters in `kept`.
     """
     if text.isprintable():
         return text
@@ -39,20 +39,20 @@ def printable(text: str, kept: str = "") -> str:
 
 
 def shown(value: Any) -> str:
-    """Format a value as JSON, so that a string differs from the number that it looks like."""
+    """Format a value as JSON, so a string is distinguishable from a number."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if text.isprintable() else json.dumps(value, default=str)
 
 
 def shown_setting(where: str, value: Any) -> str:
-    """Format a value as it was given: as typed on the command line, as JSON in a file."""
+    """Format a value as the user wrote it: as typed on the command line, or as JSON in a file."""
     if isinstance(value, str) and value.isprintable() and where.startswith("command line"):
         return value or '""'
     return shown(value)
 
 
 def shown_bytes(count: float) -> str:
-    """Format a number of bytes with three digits and a binary unit: 1.23 GiB."""
+    """Format a byte count with three digits and a binary unit: 1.23 GiB."""
     return _scaled(count, 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
@@ -64,14 +64,14 @@ def count(number: float) -> str:
 def _scaled(number: float, step: int, units: Sequence[str]) -> str:
     *smaller, largest = units
     for unit in smaller:
-        if not number >= 999.5:  # true of nan; 999.5 would be 1e+03 with three digits
+        if not number >= 999.5:  # true for nan; 999.5 with three digits would be 1e+03
             return f"{number:.3g}{unit}"
         number /= step
     return f"{number:.3g}{largest}"
 
 
 def parse_number(value: Any) -> int | float:
-    """Parse `3e9`, `3B`, `500M`, `2k` or a JSON number; returns an int if it has no fraction.
+    """Parse `3e9`, `3B`, `500M`, `2k` or a JSON number; return an int if there is no fraction.
 
     Raises:
         ValueError: it is not a finite number of at most 10^30.
@@ -80,16 +80,16 @@ def parse_number(value: Any) -> int | float:
     if isinstance(value, str) and text[-1:] in SUFFIXES:
         text, factor = text[:-1], SUFFIXES[text[-1]]
     try:
-        number = Decimal(text) * factor  # in decimal, so that 2.3B is an int
+        number = Decimal(text) * factor  # in decimal, so 2.3B is an int
     except ArithmeticError:
         raise ValueError("is not a number. Write for example 3e9, 3B, 500M or 2k.") from None
     if not number.is_finite() or number.adjusted() > 30:
-        raise ValueError("is not a number of a possible size. Give a finite one.")
+        raise ValueError("is too large or not finite. Give a smaller, finite number.")
     return int(number) if number == int(number) else float(number)
 
 
 def parse_count(value: Any) -> int:
-    """Parse an integer, in any form of `parse_number`."""
+    """Parse an integer, in any form that `parse_number` accepts."""
     number = parse_number(value)
     if isinstance(number, float):
         raise ValueError("must be a whole number. Round it.")
@@ -99,7 +99,7 @@ def parse_count(value: Any) -> int:
 
 
 def parse_real(value: Any) -> float:
-    """Parse a number that may have a fraction, in any form of `parse_number`."""
+    """Parse a number with or without a fraction, in any form that `parse_number` accepts."""
     return float(parse_number(value))
 
 
@@ -114,7 +114,7 @@ def within(
     """Return a number if it is within the bounds.
 
     Raises:
-        ValueError: the text has the bound and the fix.
+        ValueError: the message contains the bound and the fix.
     """
     if minimum is not None and value < minimum:
         raise ValueError(f"must be at least {minimum}. Give a larger number.")
@@ -128,12 +128,12 @@ def within(
 
 
 def parse_path(text: str) -> str:
-    """Expand a leading `~`, which the shell leaves as it is in `--flag=~/path` and in files."""
+    """Expand a leading `~`, which the shell does not expand in `--flag=~/path`, nor in files."""
     return os.path.expanduser(text)  # noqa: PTH111 (Path drops a trailing slash)
 
 
 def parse_bytes(value: Any) -> int:
-    """Parse a number of bytes: `5GB`, `500MB`, `32GiB`, or any form of `parse_count`."""
+    """Parse a byte count: `5GB`, `500MB`, `32GiB`, or any form that `parse_count` accepts."""
     text = str(value).strip().lower()
     if (unit := BINARY_UNITS.get(text[-3:])) is not None:
         return parse_count(float(parse_number(text[:-3]) * unit))
@@ -143,7 +143,7 @@ def parse_bytes(value: Any) -> int:
 
 
 def strict_json(value: Any, **options: Any) -> str:
-    """Return a value as JSON that every parser reads: numbers that are not finite become null.
+    """Return a value as JSON that every parser can read: non-finite numbers become null.
 
     Args:
         options: keyword arguments of `json.dumps`.

@@ -1,8 +1,8 @@
-"""Finds what in a config, tokenizer or model would make transformers run or download code.
+"""Finds keys in configs, tokenizers and models that would make transformers run or download code.
 
-These are data, and may come from anyone: no code of theirs is ever executed, downloaded, or offered
-for execution. Every call that loads one passes `trust_remote_code=False` (a test enforces it), and
-the functions here name the key to remove. Must not import transformers.
+Such files are data that may come from anyone, so their code is never executed, downloaded, or
+offered for execution. Every call that loads one passes `trust_remote_code=False` (a test enforces
+it), and the functions here name the key to remove. Must not import transformers.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 
 from zerolm.common.errors import reason
 
-# Keys of config.json with which transformers chooses kernels, and the values that neither download
-# nor import anything. Any other name may be a repository of the hub ("org/kernel"), or a kernel
-# that transformers downloads at its first use.
+# Keys in config.json that select transformers' kernels, and the values that neither download nor
+# import anything. Any other name may be a hub repository ("org/kernel"), or a kernel that
+# transformers downloads on first use.
 KERNEL_KEYS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
     "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
@@ -23,7 +23,7 @@ ADAPTER = "adapter_config.json"
 
 
 def tokenizer_problem(directory: Path) -> str | None:
-    """Return why a tokenizer directory would need Python code of its own, None if it does not."""
+    """Return why a tokenizer directory would need its own Python code, or None if it does not."""
     file = directory / "tokenizer_config.json"
     code = _read(file).get("auto_map")
     if isinstance(code, dict):
@@ -31,14 +31,14 @@ def tokenizer_problem(directory: Path) -> str | None:
     if not code:
         return None
     return (
-        f"{file}: auto_map: refers to Python code of the tokenizer ({_shown(code)}), which is "
-        f"never executed. If a class of transformers makes the same ids from the other files, "
-        f"remove the key; otherwise save the tokenizer in the format of tokenizer.json."
+        f"{file}: auto_map: refers to the tokenizer's Python code ({_shown(code)}), which is never "
+        "executed. If a transformers class produces the same ids from the other files, remove the "
+        "key; otherwise save the tokenizer as tokenizer.json."
     )
 
 
 def kernel_problems(file: Path, values: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a config, at any depth, that name a kernel to download, a line each."""
+    """Return one line for each key of a config, at any depth, that names a kernel to download."""
     return [
         f"{file}: {key}: {_shown(name)} names code that would be downloaded and executed. Remove "
         f"the key."
@@ -47,14 +47,14 @@ def kernel_problems(file: Path, values: Mapping[str, Any]) -> list[str]:
 
 
 def model_problems(directory: Path) -> list[str]:
-    """Return what in an exported model's directory would run or download code, a line each."""
+    """Return one line for each part of an exported model that would run or download code."""
     file = directory / "config.json"
     values = _read(file)
     problems = kernel_problems(file, values)
     problems += [
-        f"{file}: {key}: {why}. Give a directory that `zerolm export` wrote."
+        f"{file}: {key}: {why}. Use a directory written by `zerolm export`."
         for key, why in (
-            ("auto_map", "refers to Python code of the model, which is never executed"),
+            ("auto_map", "refers to the model's Python code, which is never executed"),
             ("quantization_config", "needs kernels that would be downloaded and executed"),
         )
         if values.get(key)
@@ -69,7 +69,7 @@ def model_problems(directory: Path) -> list[str]:
 
 
 def _named_kernels(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of the kernels that a config and its parts name."""
+    """Yield (dotted key, value) for the kernels that a config and its sub-configs name."""
     if isinstance(values, list):
         values = dict(enumerate(values))
     if not isinstance(values, dict):
@@ -80,7 +80,7 @@ def _named_kernels(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         if harmless is None:
             yield from _named_kernels(value, f"{dotted}.")
             continue
-        # A dictionary has a name for each part of the model.
+        # A dictionary contains one name for each part of the model.
         names = value.values() if isinstance(value, dict) else [value]
         for name in names:
             if name is not None and name not in harmless:

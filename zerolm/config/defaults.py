@@ -1,7 +1,7 @@
 """Default values of settings, as functions of the model's size. Pure arithmetic.
 
-Each formula names its source. Only the micro-batch depends on the devices, and it changes only
-speed, so that a run learns the same on any hardware.
+Each formula cites its source. Only the micro-batch size depends on the devices, and it affects only
+speed, so a run learns the same on any hardware.
 """
 
 import math
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022 (arXiv 2203.15556), Chinchilla
 SEQ_LEN = 2048
 WEIGHT_DECAY = 0.1
-BETAS = (0.9, 0.95)  # Touvron et al. 2023 (arXiv 2302.13971), as most since
+BETAS = (0.9, 0.95)  # Touvron et al. 2023 (arXiv 2302.13971), and most models since
 LION_BETAS = (0.9, 0.99)  # Chen et al. 2023 (arXiv 2302.06675)
 MIN_LEARNING_RATE_SHARE = 0.1  # Hoffmann et al. 2022: decay to a tenth of the peak
 WARMUP_SHARE = 0.01
 DECAY_SHARE = 0.2  # Hägele et al. 2024 (arXiv 2405.18392): 20% of decay matches cosine
 RAMP_SHARE = 0.1
 EVAL_TOKENS = 1_000_000
-MAX_LEARNING_RATE = 3e-3  # the fit below begins at 1e17 FLOPs, where it gives 2.3e-3
+MAX_LEARNING_RATE = 3e-3  # the fit below starts at 1e17 FLOPs, where it predicts 2.3e-3
 CPU_MICRO_BATCH_TOKENS = 8192
 MEMORY_SHARE = 0.9  # of a device's memory; the rest is for the context, NCCL and fragmentation
-NUM_LOGS, NUM_EVALS, NUM_CHECKPOINTS = 1000, 20, 10  # over a run, for the default intervals
+NUM_LOGS, NUM_EVALS, NUM_CHECKPOINTS = 1000, 20, 10  # per run, for the default intervals
 MIN_INTERVAL_STEPS = {"log": 1, "eval": 10, "checkpoint": 50}
 MAX_INTERVAL_STEPS = {"log": 10, "eval": 500, "checkpoint": 1000}
 
@@ -36,7 +36,7 @@ def learning_rate(training_flops: float) -> float:
 def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> int:
     """Return the number of sequences in a global batch: the power of 2 nearest to the fitted size.
 
-    At most a hundredth of the run, so that a short run still takes a hundred steps.
+    At most a hundredth of the run, so even a short run has a hundred steps.
 
     Source: DeepSeek LLM (arXiv 2401.02954), equation 1: 0.2920 C^0.3271 tokens.
     """
@@ -45,7 +45,7 @@ def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> i
 
 
 def rollback_margin(total_steps: int) -> int:
-    """Return how many steps before a spike a rollback also undoes: they may have led to it.
+    """Return how many steps before a spike a rollback also undoes, since they may have caused it.
 
     Source: PaLM (arXiv 2204.02311), section 5.1, went back "roughly 100 steps".
     """
@@ -53,16 +53,17 @@ def rollback_margin(total_steps: int) -> int:
 
 
 def interval(total_steps: int, what: str) -> int:
-    """Return the default interval in optimizer steps of `what`: log, eval or checkpoint."""
+    """Return the default interval for `what` (log, eval or checkpoint) in optimizer steps."""
     times = {"log": NUM_LOGS, "eval": NUM_EVALS, "checkpoint": NUM_CHECKPOINTS}[what]
     return max(MIN_INTERVAL_STEPS[what], min(MAX_INTERVAL_STEPS[what], total_steps // times))
 
 
 def layer_activations(hidden_size: int, intermediate_size: int) -> int:
-    """Estimate the values that one token keeps in a layer, for models that cannot be traced.
+    """Estimate the number of activation values that a layer keeps per token, for untraceable
+    models.
 
-    12 of the hidden size (both norms' inputs and outputs, queries, keys, values, the attention's
-    output, both residual sums, and two casts), and 4 of the MLP's width (gate, up, their product
+    12 times the hidden size (inputs and outputs of both norms, queries, keys, values, the attention
+    output, both residual sums, and two casts), plus 4 times the MLP width (gate, up, their product
     and the activation). Attention scores are not kept (SDPA or FlashAttention).
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for a gated MLP.
@@ -71,7 +72,7 @@ def layer_activations(hidden_size: int, intermediate_size: int) -> int:
 
 
 def micro_batch_candidates(per_rank: int) -> list[int]:
-    """Return the powers of two that divide the sequences of a rank, ascending."""
+    """Return the powers of two that divide a rank's number of sequences, in ascending order."""
     return [1 << power for power in range(per_rank.bit_length()) if per_rank % (1 << power) == 0]
 
 
@@ -79,9 +80,9 @@ def micro_batch_size(per_rank: int, sequence_bytes: int, budget_bytes: int | Non
     """Return the largest candidate whose activations fit, at least 1.
 
     Args:
-        per_rank: sequences of a rank in the smallest global batch.
-        sequence_bytes: activations of one sequence.
-        budget_bytes: memory for activations; None for no limit.
+        per_rank: number of sequences per rank in the smallest global batch.
+        sequence_bytes: activation memory of one sequence.
+        budget_bytes: memory available for activations; None for no limit.
     """
     fitting = [
         size
@@ -92,7 +93,7 @@ def micro_batch_size(per_rank: int, sequence_bytes: int, budget_bytes: int | Non
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """Name the multiples of `unit` nearest to `value`: `960 or 1024`."""
+    """Return the multiples of `unit` nearest to `value` as text: `960 or 1024`."""
     below = value // unit * unit
     choices: Sequence[int] = [below, below + unit] if below else [unit]
     return " or ".join(str(choice) for choice in choices)

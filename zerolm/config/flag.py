@@ -1,4 +1,4 @@
-"""Metadata of a field of the settings: how its flag is parsed, and how other code uses it.
+"""Metadata of a settings field: how its flag is parsed, and how other code uses it.
 
 Standard library only, so that `--help` is instant.
 """
@@ -31,23 +31,23 @@ def flag(
     probed: bool = False,
     no_tensor_parallel: str = "",
 ) -> Any:
-    """Describe a field; a default with a value is added to its help.
+    """Describe a field. If it has a default value, the help shows it.
 
     Args:
         group: a key of `zerolm.config.settings.GROUPS`.
-        kind: how its value is converted, a key of `zerolm.parts.parse.CONVERTERS`.
-        shows: placeholder of its value in the help.
-        minimum, above, maximum, below: bounds, as for `values.within`.
-        saved: it is saved in run.json.
-        tracker: `module:class` of the `Tracker` that the flag switches on.
-        changes_curve: a resume with another value changes the loss curve. In a run from before the
-            setting existed it had the default value.
-        unchangeable: why no resume may have another value, even with --accept_changes.
-        follows: it follows from other settings or from the machine, so it is derived again in every
-            run.
-        of_one_run: a branch does not take it over from its trunk.
-        probed: it changes the memory or the time of a step, so `plan --probe` runs with it.
-        no_tensor_parallel: why it cannot be combined with tensor parallelism.
+        kind: how the value is converted, a key of `zerolm.parts.parse.CONVERTERS`.
+        shows: placeholder for the value in the help.
+        minimum, above, maximum, below: bounds for `values.within`.
+        saved: whether it is saved in run.json.
+        tracker: `module:class` of the `Tracker` that the flag enables.
+        changes_curve: whether a resume with another value changes the loss curve. Runs from before
+            the setting existed count as having the default value.
+        unchangeable: why no resume may use another value, even with --accept_changes.
+        follows: whether it follows from other settings or from the machine, so each run derives it
+            again.
+        of_one_run: whether a branch does not inherit it from its trunk.
+        probed: whether it affects the memory or time of a step, so that `plan --probe` must use it.
+        no_tensor_parallel: why it cannot be combined with tensor parallelism, if so.
     """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     about: dict[str, Any] = {
@@ -61,7 +61,7 @@ def flag(
 
 
 def with_default(help: str, kind: str, default: Any) -> str:
-    """Return a help text with the default, as the user would write it."""
+    """Return a help text that ends in the default, as a user would write it."""
     if kind in ("recompute", "list") or default is None:
         return help
     text = default

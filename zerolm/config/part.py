@@ -1,6 +1,6 @@
-"""`Part`: what a part of a run that may be off tells those that do not know it.
+"""`Part`: the interface of an optional part of a run, for code that does not know the part.
 
-The base of `Feature` and of `Evaluation`. Standard library only, so that `--help` is instant.
+The base class of `Feature` and `Evaluation`. Standard library only, so that `--help` is instant.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ from zerolm.run_dir.metrics import Metric
 
 @dataclass(frozen=True)
 class NoFlags:
-    """A part that is on or off by flags which other code reads too."""
+    """For a part without flags of its own: other code also reads the flags that enable it."""
 
 
 class Part:
-    """A part of a run that may be off.
+    """An optional part of a run.
 
     Attributes:
-        name: its key in checkpoints, or the name of its scores.
-        Flags: dataclass with its flags.
-        METRICS, SECTION: its metrics, and their section in `zerolm.run_dir.metrics.SECTIONS`.
+        name: key of its state in checkpoints, or prefix of its scores.
+        Flags: dataclass of its flags.
+        METRICS, SECTION: its metrics, and the section of `zerolm.run_dir.metrics.SECTIONS` for
+            them.
     """
 
     name: str
@@ -30,5 +31,5 @@ class Part:
 
     @classmethod
     def state_bytes(cls, settings: Any) -> int:
-        """Return the bytes that the optimizer keeps for it, per parameter."""
+        """Return the bytes per parameter that the optimizer keeps for this part."""
         return 0

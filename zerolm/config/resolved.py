@@ -10,8 +10,9 @@ from zerolm.config.settings import Settings
 class Resolved(Settings):
     """Settings completed from defaults and the DeepSpeed JSON.
 
-    The fields below are never None. Others may be None if they do not apply to the run: those of
-    evaluations without validation data, or of a schedule that the DeepSpeed JSON defines.
+    The fields below are never None. Others may be None if they do not apply: evaluation settings
+    without validation data, for example, or schedule settings if the DeepSpeed JSON defines the
+    schedule.
     """
 
     seq_len: int = 0
@@ -27,7 +28,7 @@ class Resolved(Settings):
 
     @staticmethod
     def of(settings: Settings) -> "Resolved":
-        """Return completed settings with this type, whose fields are not optional."""
+        """Return completed settings as this type, in which these fields are not optional."""
         missing = [name for name in Resolved.__annotations__ if getattr(settings, name) is None]
         assert not missing, f"not resolved: {missing}"
         return cast(Resolved, settings)

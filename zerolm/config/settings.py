@@ -1,10 +1,10 @@
 """The settings that every run has: one field per flag, with its unit, bounds and help.
 
-Those of a part that may be off are in its module; `zerolm.parts.settings.RunSettings` has all.
+Settings of optional parts are in their modules; `zerolm.parts.settings.RunSettings` combines all.
 
-A setting that is not given is None here; resolving the settings replaces it by a default that
-suits the model. Values that belong in DeepSpeed's JSON have no flag. Must not depend on data, the
-model or the DeepSpeed JSON. Standard library only, so that `--help` is instant.
+A setting that the user does not give is None here; resolving the settings replaces None with a
+default that suits the model. Values that belong in DeepSpeed's JSON have no flag. Must not depend
+on data, the model or the DeepSpeed JSON. Standard library only, so that `--help` is instant.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ ATTENTION_IMPLEMENTATIONS = (
     *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
 )
 PRECISIONS = ("bf16", "fp16", "fp32")
-HIGHEST, HIGH = "highest", "high"  # --float32_matmul, as torch names them
+HIGHEST, HIGH = "highest", "high"  # --float32_matmul, with torch's names
 SELECTIVE = "selective"
-# Of --gradient_checkpointing. False: keep all activations; True: recompute each block;
-# "selective": recompute all but matmuls and attention.
+# Values of --gradient_checkpointing. False: keep all activations; True: recompute each block;
+# "selective": recompute everything except matmuls and attention.
 Recompute = bool | str
 RECOMPUTE_NAMES: dict[str, Recompute] = {
     "full": True,
@@ -36,7 +36,7 @@ RECOMPUTE_NAMES: dict[str, Recompute] = {
     "true": True,
     "false": False,
 }
-# Of a first run; `--help` shows them, and `--help all` all.
+# Flags for a first run: `--help` shows only these, `--help all` shows all.
 FIRST_FLAGS = (
     *("data", "val_data", "model_config", "deepspeed_config", "run_dir", "total_tokens"),
     *("seq_len", "batch_tokens", "micro_batch_size", "learning_rate"),
@@ -62,7 +62,7 @@ class Settings:
     Each field is a flag of the same name; `--help` shows its unit and default.
 
     Attributes:
-        parts: the parts of a run that may be off, whose flags a subclass adds.
+        parts: the optional parts of a run, whose flags a subclass adds.
     """
 
     parts: ClassVar[tuple[type[Part], ...]] = ()
@@ -78,8 +78,8 @@ class Settings:
     data_stage: tuple[str, ...] = flag(
         "data",
         "list",
-        "change the mixture at a token count, with weights by directory name; sources not "
-        "named get weight 0; may be repeated",
+        "change the mixture at a token count, with weights by directory name; sources that are not "
+        "listed get weight 0; may be repeated",
         shows="TOKENS:NAME=W[,...]",
         default=(),
     )
@@ -101,8 +101,8 @@ class Settings:
     over_max_epochs: str | None = flag(
         "data",
         "text",
-        "what to do if a source would exceed --max_epochs; redistribute: drop it at "
-        "that point and renormalize the other weights (default: refuse)",
+        "what to do if a source would exceed --max_epochs; redistribute: drop the source at that "
+        "point and renormalize the other weights (default: refuse)",
         choices=EPOCH_POLICIES,
     )
     val_data: tuple[str, ...] = flag(
@@ -116,7 +116,7 @@ class Settings:
     )
     later_seq_len: int | None = count(
         "data",
-        "read text in an order in which a branch with this --seq_len, a multiple of the present "
+        "order the data so that a branch with this longer --seq_len, a multiple of the present "
         "one, can continue with unread windows (default: --seq_len)",
         "TOKENS",
         changes_curve=True,
@@ -139,7 +139,7 @@ class Settings:
     data_cache: str | None = flag(
         "data",
         "text",
-        "directory on each node that caches token shards of an object store (default: in the "
+        "directory on each node for caching token shards from an object store (default: in the "
         "system's temporary directory)",
         shows="PATH",
     )
@@ -174,8 +174,8 @@ class Settings:
     )
     batch_ramp_tokens: int | None = count(
         "batch",
-        "batch size ramp: tokens until the batch reaches --batch_tokens (default: 10%% of the "
-        "total)",
+        "batch size ramp: number of tokens until the batch reaches --batch_tokens (default: 10%% "
+        "of the total)",
         "TOKENS",
         changes_curve=True,
     )
@@ -191,13 +191,13 @@ class Settings:
     )
     min_learning_rate: float | None = real(
         "budget",
-        "final learning rate, of a schedule that decays (default: a tenth of the peak)",
+        "final learning rate of a decaying schedule (default: a tenth of the peak)",
         follows=True,
         changes_curve=True,
     )
     warmup_tokens: int | None = count(
         "budget",
-        "tokens of the warm-up (default: 1%% of the total)",
+        "length of the warm-up in tokens (default: 1%% of the total)",
         "TOKENS",
         minimum=0,
         changes_curve=True,
@@ -211,7 +211,7 @@ class Settings:
     )
     decay_tokens: int | None = count(
         "budget",
-        f"tokens of the decay, for {WITH_DECAY_TOKENS} (default: 20%% of the total)",
+        f"length of the decay in tokens, for {WITH_DECAY_TOKENS} (default: 20%% of the total)",
         "TOKENS",
         changes_curve=True,
     )
@@ -233,19 +233,19 @@ class Settings:
         "existing weights to start from: a Hugging Face model directory or hub id, or a run",
         shows="MODEL|RUN[@STEP]",
         changes_curve=True,
-        unchangeable="the run began with the weights of the old one",
+        unchangeable="the run was initialized with the old value",
     )
     init_optimizer: bool = switch(
         "model",
-        "with --init_from RUN: start with the states of that run's optimizer too",
+        "with --init_from RUN: also load the optimizer states of that run",
         changes_curve=True,
-        unchangeable="the run has begun with the old value",
+        unchangeable="the run was initialized with the old value",
     )
     gradient_checkpointing: bool | str = flag(
         "model",
         "recompute",
-        "recompute activations in the backward pass, to save memory; selective keeps the "
-        "outputs of matmuls and of fused attention (default: off; without a value: full)",
+        "recompute activations in the backward pass to save memory; selective keeps the outputs of "
+        "matmuls and fused attention (default: off; without a value: full)",
         shows="full|selective|off",
         default=False,
     )
@@ -262,8 +262,8 @@ class Settings:
     precision: str | None = flag(
         "model",
         "text",
-        'precision of the weights, where the DeepSpeed JSON has "auto" or nothing (default: for '
-        "auto bf16, or fp32 on a device that emulates it; else fp32)",
+        'precision of the weights, if the DeepSpeed JSON has "auto" or does not set it (default: '
+        'with "auto" bf16, or fp32 on a device that emulates bf16; otherwise fp32)',
         choices=PRECISIONS,
         probed=True,
     )
@@ -282,8 +282,8 @@ class Settings:
     )
     loss_chunk_tokens: int | None = count(
         "model",
-        "compute the loss for this many tokens at a time, to save memory; 0: for all at once "
-        "(default: 0, or chunks of 512 MiB for logits above 16 GiB)",
+        "compute the loss for this many tokens at a time, to save memory; 0: for all tokens at "
+        "once (default: 0, or 512 MiB of logits per chunk if all logits exceed 16 GiB)",
         "N",
         minimum=0,
         follows=True,
@@ -293,7 +293,7 @@ class Settings:
     seed: int = flag(
         "model",
         "count",
-        "seed of the initial weights and of the data order",
+        "seed for the initial weights and the data order",
         shows="N",
         default=0,
         minimum=0,
@@ -303,7 +303,7 @@ class Settings:
     run_dir: str | None = flag(
         "run",
         "text",
-        "directory of the run; if it contains a checkpoint, the run resumes from it",
+        "run directory; if it contains a checkpoint, the run resumes from it",
         shows="PATH",
         of_one_run=True,
     )
@@ -311,13 +311,13 @@ class Settings:
     nvme_path: str | None = flag(
         "run",
         "text",
-        "directory on a local NVMe disk of each host, for a profile that offloads to NVMe",
+        "directory on each host's local NVMe disk, for a profile that offloads to NVMe",
         shows="PATH",
     )
     shard_within: int | None = count(
         "run",
-        "with ZeRO-1 in bf16: shard optimizer states over groups of N neighbouring ranks, such as "
-        "those of a host (default: over all ranks)",
+        "with ZeRO-1 in bf16: shard optimizer states within groups of N consecutive ranks, such as "
+        "the ranks on one host (default: over all ranks)",
         "N",
         minimum=2,
     )
@@ -347,7 +347,8 @@ class Settings:
     )
     async_checkpoint: bool = switch(
         "run",
-        "write checkpoints in the background; with --no-async_checkpoint training waits for each",
+        "write checkpoints in the background; with --no-async_checkpoint, training waits for each "
+        "one",
         True,
     )
     checkpoint_keep: int = count("run", "number of newest checkpoints to keep", "N", default=3)
@@ -363,11 +364,11 @@ class Settings:
     )
     checkpoint_read_back: bool = switch(
         "run",
-        "read each file of a checkpoint from the disk before it counts as written",
+        "read each checkpoint file back from disk before it counts as written",
     )
     checkpoint_failures: int = count(
         "run",
-        "intervals in a row without a successful save after which the run ends",
+        "number of consecutive intervals without a successful save after which the run ends",
         "N",
         default=3,
     )
@@ -381,8 +382,8 @@ class Settings:
     hang_timeout: float = flag(
         "run",
         "duration",
-        "time without progress after which the run ends and names the rank at fault; threefold "
-        "until the first step is done; 0: never",
+        "time without progress after which the run ends and names the rank at fault; three times "
+        "as long until the first step is done; 0: never",
         shows="DURATION",
         minimum=0.0,
         default=600.0,
@@ -390,15 +391,15 @@ class Settings:
     profile: tuple[int, int] | None = flag(
         "run",
         "steps",
-        "record a torch profiler trace of these steps, and on a GPU a memory snapshot",
+        "record a torch profiler trace of these steps and, on a GPU, a memory snapshot",
         shows="FIRST:LAST",
         saved=False,
     )
     upload_to: str | None = flag(
         "run",
         "text",
-        "object store to copy checkpoints to, e.g. s3://bucket/first, or off; a --run_dir "
-        "without a checkpoint is restored from it",
+        "object store to copy checkpoints to, e.g. s3://bucket/first, or off; a --run_dir without "
+        "a checkpoint is restored from the store",
         shows="URL",
         of_one_run=True,
     )
@@ -427,19 +428,19 @@ class Settings:
     )
     accept_changes: bool = switch(
         "run",
-        "resume even if the data, or settings that shape the loss curve, have changed",
+        "resume even if the data or settings that affect the loss curve have changed",
         saved=False,
     )
     check: bool = switch(
         "run", "check everything, print the plan of the run, and stop", saved=False
     )
     world_size: int | None = count(
-        "run", "with --check: number of devices to check for", "N", saved=False
+        "run", "with --check: number of devices to assume", "N", saved=False
     )
     hardware: str | None = flag(
         "run",
         "text",
-        "with --check: devices to check for, such as H100, or cpu (default: those of this machine)",
+        "with --check: type of device to assume, such as H100 or cpu (default: this machine's)",
         shows="NAME|FILE",
         saved=False,
     )
@@ -461,19 +462,21 @@ class Settings:
     )
     spike_window: int = count(
         "stability",
-        "window: number of accepted steps used as the baseline, and over which spikes are counted",
+        "window: number of accepted steps that form the baseline, and over which spikes are "
+        "counted",
         "STEPS",
         default=128,
         minimum=4,
     )
     skip_spikes: bool = switch(
         "stability",
-        "skip the update of a step with a spike; non-finite steps are always skipped",
+        "skip the optimizer update of a step with a spike; non-finite steps are always skipped",
         True,
     )
     cooldown_after: int = count(
         "stability",
-        "spikes in the window that start a cooldown, with a lower learning rate; 0: never",
+        "number of spikes in the window that starts a cooldown with a lower learning rate; 0: "
+        "never",
         "N",
         default=3,
         minimum=0,
@@ -481,7 +484,7 @@ class Settings:
     cooldown_factor: float = flag(
         "stability",
         "real",
-        "factor on the learning rate during a cooldown",
+        "factor applied to the learning rate during a cooldown",
         shows="X",
         default=0.5,
         minimum=0.0,
@@ -490,7 +493,8 @@ class Settings:
     cooldown_steps: int = count("stability", "length of a cooldown", "STEPS", default=100)
     rollback_after: int = count(
         "stability",
-        "spikes in the window that make the run roll back to a checkpoint before them; 0: never",
+        "number of spikes in the window that makes the run roll back to an earlier checkpoint; 0: "
+        "never",
         "N",
         default=6,
         minimum=0,
@@ -498,13 +502,13 @@ class Settings:
     rollback_margin: int | None = count(
         "stability",
         "number of steps before the first spike whose data is also skipped after a rollback "
-        "(default: 1%% of the run, at most 100)",
+        "(default: 1%% of the run, up to 100)",
         "STEPS",
         minimum=0,
     )
     max_rollbacks: int = count(
         "stability",
-        "rollbacks after which the run gives up with exit code 76",
+        "number of rollbacks after which the run gives up with exit code 76",
         "N",
         default=5,
         minimum=0,
@@ -527,7 +531,7 @@ class Settings:
     )
     wandb_project: str = flag("trackers", "text", "W&B project", shows="NAME", default="zerolm")
     wandb_entity: str | None = flag(
-        "trackers", "text", "W&B user or team (default: that of the key)", shows="NAME"
+        "trackers", "text", "W&B user or team (default: the key's)", shows="NAME"
     )
     wandb_group: str | None = flag(
         "trackers", "text", "W&B group (default: the name of the W&B run)", shows="NAME"
@@ -535,11 +539,11 @@ class Settings:
     wandb_name: str | None = flag(
         "trackers",
         "text",
-        "name of the W&B run (default: that of --run_dir)",
+        "name of the W&B run (default: the name of --run_dir)",
         shows="NAME",
         of_one_run=True,
     )
-    wandb_tags: str | None = flag("trackers", "text", "tags of the W&B run", shows="A,B")
+    wandb_tags: str | None = flag("trackers", "text", "tags for the W&B run", shows="A,B")
     tensorboard: bool = switch(
         "trackers",
         "also write TensorBoard event files",
@@ -548,17 +552,17 @@ class Settings:
 
     local_rank: int = flag("hidden", "count", "", default=0, minimum=0, saved=False)
 
-    explicit: frozenset[str] = frozenset()  # names chosen by a flag, in a file, or for the trunk
-    inherited: frozenset[str] = frozenset()  # names whose values --branch took from another run
-    origins: dict[str, str] = field(default_factory=dict)  # `file: key` by name, of values given
+    explicit: frozenset[str] = frozenset()  # names set by a flag, in a file, or for the trunk
+    inherited: frozenset[str] = frozenset()  # names whose values --branch copied from another run
+    origins: dict[str, str] = field(default_factory=dict)  # {name: `file: key`} of explicit values
 
     def where(self, name: str) -> str:
-        """Return where a setting was given, to start a message: `file: key`."""
+        """Return where a setting was given, as the start of a message: `file: key`."""
         return self.origins.get(name, f"default: --{name}")
 
     @property
     def rows_differ(self) -> bool:
-        """Whether sequences may differ in their number of targets."""
+        """Whether the number of targets may differ between sequences."""
         return self.document_mask or self.packing == BEST_FIT
 
     def to_json(self) -> dict[str, Any]:
@@ -571,13 +575,13 @@ class Settings:
         }
 
     def kept_bytes(self) -> int:
-        """Return the bytes that the optimizer keeps for parts, per parameter."""
+        """Return the bytes per parameter that the optimizer keeps for all parts."""
         return sum(part.state_bytes(self) for part in self.parts)
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Return the value of a flag of a part."""
+            """Return the value of a part's flag."""
 
 
 def flags_of(settings: Settings | type[Settings]) -> dict[str, Any]:
@@ -585,7 +589,7 @@ def flags_of(settings: Settings | type[Settings]) -> dict[str, Any]:
     return {item.name: item.metadata for item in dataclasses.fields(settings) if item.metadata}
 
 
-TRACKERS: dict[str, str] = {  # {name of a tracker and of its flag: its class}
+TRACKERS: dict[str, str] = {  # {name of a tracker and its flag: its class}
     name: about["tracker"] for name, about in flags_of(Settings).items() if about["tracker"]
 }
 

@@ -1,4 +1,4 @@
-"""How often a run reads each source: a table for display, and the check of `--max_epochs`. Pure."""
+"""How often a run reads each source: a table for display, and the `--max_epochs` check. Pure."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from zerolm.data.skips import SkippedRanges, source_counts
 
 
 def times(number: float, digits: int = 3) -> str:
-    """Return how often, as text without an exponent: 0.5, 3.25, 21,700."""
+    """Return a number of epochs as text without an exponent: 0.5, 3.25, 21,700."""
     text = f"{number:.{digits}g}"
     return f"{number:,.0f}" if float(text) >= 1000 else text
 
@@ -23,7 +23,7 @@ def cap_problems(
     total_sequences: int,
     settings: Settings,
 ) -> tuple[list[str], list[str]]:
-    """Return (problems, notices) on the length of a run for its mixture: late stages, caps."""
+    """Return (problems, notices) about stages and caps that do not fit the length of the run."""
     where, seq_len = settings.where("max_epochs"), settings.seq_len or 1
     problems = [
         f"{settings.where('data_stage')}: {spec} starts at or after the end of the run, "
@@ -59,11 +59,11 @@ def skipped_data_notices(
     skipped_windows: SkippedRanges,
     settings: Settings,
 ) -> list[str]:
-    """Return a notice for each source that exceeds its cap because rollbacks skipped data.
+    """Return a notice for each source that will exceed its cap because rollbacks skipped data.
 
     Args:
-        end: the position at which the run ends. Sequences after this number replace the skipped
-            ones, and the check before the run could not count them.
+        end: the position at which the run ends. The sequences that replace skipped ones come after
+            it, so the check before the run could not count them.
     """
     if not len(skipped_windows):
         return []
@@ -72,7 +72,7 @@ def skipped_data_notices(
     return [
         f"{settings.where('max_epochs')}: {float(cap):g}: source {name} will be read "
         f"{times(sequences / size, 4)} times, because {num_skipped:,} sequences that rollbacks "
-        f"skipped are made up for after the planned end"
+        "skipped are replaced after the planned end"
         for name, cap, sequences, size in zip(
             names, mixture.caps, used, order.num_windows.tolist(), strict=True
         )
@@ -83,10 +83,10 @@ def skipped_data_notices(
 def table(
     mixture: Mixture, order: Order, names: Sequence[str], total_sequences: int, seq_len: int
 ) -> list[str]:
-    """Return the planned epochs as the lines of a table, one row per source.
+    """Return the planned epochs as table lines, one row per source.
 
-    Columns: tokens of the source, its share (and epochs) in each stage of the run, tokens taken in
-    total, epochs in total, and the cap.
+    Columns: tokens in the source, its share (and epochs) in each stage of the run, total tokens
+    read, total epochs, and the cap.
     """
     stages = [stage for stage in mixture.stages if stage.start < total_sequences]
     edges = [stage.start for stage in stages] + [total_sequences]

@@ -1,8 +1,8 @@
-"""Loads the micro-batches of training and validation. Independent of the training loop.
+"""Loads micro-batches for training and validation. Independent of the training loop.
 
-`TokenStream` is the training data of one rank, starting at a position; `ValidationStream` the fixed
-windows of validation. `make_loader` reads either of them, in this process or through loader
-workers, and `prefetch_to_device` copies its batches to the device one micro-batch ahead.
+`TokenStream` is one rank's training data from a position on; `ValidationStream` is the fixed set of
+validation windows. `make_loader` reads either of them, in this process or through loader workers,
+and `prefetch_to_device` copies its batches to the device one micro-batch ahead.
 """
 
 import multiprocessing
@@ -26,28 +26,28 @@ from zerolm.data.skips import SkippedRanges
 from zerolm.data.window_stream import READ_BYTES, Batch, Rows, Tokens, WindowStream
 from zerolm.shards.reader import Source
 
-MESSAGE_BYTES = 1 << 20  # of a worker's message; smaller ones are dominated by their fixed cost
+MESSAGE_BYTES = 1 << 20  # per worker message; in smaller ones the fixed cost dominates
 PARENT_CHECK_SECONDS = 2.0
 
 
 class TokenStream(WindowStream):
-    """The training data of one rank: the part of an endless order between two positions.
+    """One rank's training data: the part of an endless order between two positions.
 
-    A position is the number of sequences that all ranks together have consumed. The global batch
-    that starts at position p has sequence numbers p to p + batch_schedule(p); micro-step a of rank
-    r has p + (a * world_size + r) * micro_batch_size and those after it. If ranges of the order are
-    skipped, these are positions in the order without them.
+    A position is the total number of sequences that all ranks have consumed. The global batch that
+    starts at position p consists of sequence numbers p to p + batch_schedule(p); micro-step a of
+    rank r starts at p + (a * world_size + r) * micro_batch_size. If ranges of the order are
+    skipped, these numbers are positions in the order without those ranges.
 
     Args:
         seq_len: tokens in a row (T).
-        batch_schedule: position -> sequences of the global batch that starts there, a multiple of
-            micro_batch_size * world_size. A pure function; called ahead of time.
+        batch_schedule: position -> number of sequences in the global batch that starts there, a
+            multiple of micro_batch_size * world_size. A pure function; called ahead of time.
         micro_batch_size: rows of a micro-batch (M).
         position: start of the first global batch.
-        end_position: no global batch starts here or later.
+        end_position: no global batch starts at or after this position.
         document_mask, packing: see `WindowStream`.
         skipped_windows: ranges [start, end) of sequence numbers to skip, see `zerolm.data.skips`.
-        stages, group: later stages of weights and grouped windows, see `zerolm.data.order.Order`.
+        stages, group: later weight stages and window grouping, see `zerolm.data.order.Order`.
     """
 
     reads_all_data = True
@@ -91,7 +91,7 @@ class TokenStream(WindowStream):
         position = self.position
         while position < self.end_position:
             size = self.batch_schedule(position)
-            assert size > 0 and size % step == 0, f"global batch {size} is no multiple of {step}"
+            assert size > 0 and size % step == 0, f"global batch {size} is not a multiple of {step}"
             first = position + self.rank * self.micro_batch_size
             yield from range(first, first + size, step)
             position += size
@@ -104,14 +104,14 @@ class TokenStream(WindowStream):
 
 
 class ValidationStream(WindowStream):
-    """The first windows of each source, the same on any number of ranks.
+    """The first windows of each source, which are the same for any number of ranks.
 
     Every rank yields the same number of micro-batches. The last ones are padded with copies of the
-    last row that have sequence id -1 and only targets of -100.
+    last row, with sequence id -1 and all targets -100.
 
     Args:
-        num_sequences: total, split over the sources as evenly as their windows allow; fewer if
-            there are not enough. Sequences are numbered from 0, source after source.
+        num_sequences: total number, split over the sources as evenly as possible, or fewer if there
+            are not enough windows. Sequences are numbered from 0, source after source.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class ValidationStream(WindowStream):
 
 
 class StreamLoader(DataLoader):
-    """A DataLoader that yields the batches of its stream, read in larger groups."""
+    """A DataLoader that yields the batches of its stream, reading them in larger groups."""
 
     def __init__(self, stream: WindowStream, num_workers: int, pin_memory: bool):
         self.stream = stream
-        # Pins while it copies; torch's pinning thread would make another copy.
+        # Copies straight into pinned memory; torch's pinning thread would make another copy.
         self.pins_memory = pin_memory and torch.cuda.is_available()
         group = stream.num_micro_batches_within(MESSAGE_BYTES if num_workers else READ_BYTES)
         super().__init__(
@@ -174,9 +174,9 @@ class StreamLoader(DataLoader):
 
 
 class _Groups(IterableDataset):
-    """The groups of a stream, which a worker sends as numpy arrays through a pipe.
+    """The groups of a stream, which a worker sends through a pipe as numpy arrays.
 
-    Tensors would go through shared memory, one file each, and containers have little of it.
+    Tensors would use shared memory, one file each, and containers have little of it.
     """
 
     def __init__(self, stream: WindowStream, group: int):
@@ -190,27 +190,27 @@ class _Groups(IterableDataset):
             yield from self.stream.read_groups(self.group)
         except (
             ZerolmError
-        ) as error:  # sent as an object: torch would turn it into a traceback string
+        ) as error:  # sent as an object, since torch would turn it into a traceback string
             yield error
 
 
 def make_loader(stream: WindowStream, num_workers: int, pin_memory: bool) -> StreamLoader:
-    """Make a loader that yields the batches of a stream, in order; `pin_memory` needs CUDA.
+    """Make a loader that yields the batches of a stream in order; `pin_memory` requires CUDA.
 
     Args:
-        num_workers: 0 reads in this process, which is fastest for local files in the page cache.
+        num_workers: 0 to read in this process, which is fastest for local files in the page cache.
             Workers hide the latency of a slow disk.
     """
     return StreamLoader(stream, num_workers, pin_memory)
 
 
 def require_complete_files(error: RuntimeError, sources: Sequence[Source]) -> None:
-    """Explain the death of a loader worker by a file that is shorter than its map (SIGBUS).
+    """Explain a loader worker killed by SIGBUS: a file became shorter than its memory map.
 
-    torch raises `error` wherever the main thread is, and blames shared memory.
+    torch raises `error` at an arbitrary point of the main thread, and blames shared memory.
 
     Raises:
-        ShardReadError: a worker was killed, and a file of a source has lost bytes.
+        ShardReadError: a worker was killed, and a source's file has lost bytes.
     """
     if "DataLoader worker" not in str(error):
         return
@@ -221,9 +221,9 @@ def require_complete_files(error: RuntimeError, sources: Sequence[Source]) -> No
 def prefetch_to_device(loader: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
     """Yield a loader's batches on a device, CPU or CUDA.
 
-    On CUDA, the next batch is read, and its copy started on a separate stream, before a batch is
-    yielded. The copy overlaps with computation if the loader's tensors are pinned. On a CPU,
-    batches pass through.
+    On CUDA, before a batch is yielded, the next one is read and its copy is started on a separate
+    stream. The copy overlaps with computation if the loader's tensors are pinned. On a CPU, batches
+    pass through unchanged.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -244,7 +244,7 @@ def prefetch_to_device(loader: Iterable[Batch], device: torch.device | str) -> I
 
 
 def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Make the current stream wait for a batch's copy, and the allocator for the batch's use."""
+    """Make the current stream wait for a batch's copy, and the allocator wait for the stream."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     for tensor in batch.values():
@@ -265,12 +265,13 @@ def _identity(message: Any) -> Any:
 
 
 def _obey_parent_only(worker: int) -> None:
-    """Make a loader worker ignore signals from other processes, and exit when its parent does.
+    """Make a loader worker ignore signals from other processes, and exit when its parent exits.
 
     Ctrl-C and schedulers signal every process, and DeepSpeed's launcher signals a rank's children
-    first. The rank then saves and stops, which fails if its workers have exited. So only the
-    parent's SIGTERM counts, by which multiprocessing stops a worker. If the parent is killed, a
-    worker would block forever in sending a message; torch's own watchdog misses that.
+    first. The rank then saves and stops, which fails if its workers have already exited. So a
+    worker obeys only its parent's SIGTERM, with which multiprocessing stops workers. If the parent
+    is killed, a worker could block forever while sending a message; torch's own watchdog misses
+    that case.
     """
     for number in processes.STOP_SIGNALS:
         if number != signal.SIGTERM:
@@ -280,9 +281,9 @@ def _obey_parent_only(worker: int) -> None:
 
 
 def _follow_parent(parent: int) -> None:
-    started_by = multiprocessing.parent_process()  # not the parent if there is a fork server
+    started_by = multiprocessing.parent_process()  # not the parent process if a fork server is used
     assert started_by is not None, "only loader workers run this"
-    # The second condition covers a parent that was killed before this worker first checked.
+    # The second condition covers a parent that was killed before this worker's first check.
     while os.getppid() == parent and started_by.is_alive():
         received = signal.sigtimedwait({signal.SIGTERM}, PARENT_CHECK_SECONDS)
         if received is not None and received.si_pid in (parent, started_by.pid):

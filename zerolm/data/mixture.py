@@ -1,11 +1,10 @@
 """The mixture of a run's sources: stages of weights, and caps on epochs. Pure.
 
-Resolved from the user's settings. Only the stages of a mixture determine the order of the data. A
-mixture does not depend on the batch, the ranks or the length of the run.
+A mixture is resolved from the user's settings. Only its stages determine the order of the data. It
+does not depend on the batch size, the ranks or the length of the run.
 
-With `--over_max_epochs redistribute`, a source is dropped at the sequence after which one more of
-its windows might exceed its cap, and the others share its weight. This starts a stage like any
-other.
+With `--over_max_epochs redistribute`, a source is dropped before one more of its windows could
+exceed its cap, and the others share its weight. This starts a new stage like any other.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +19,9 @@ from zerolm.config.settings import BEST_FIT, REDISTRIBUTE, Settings
 from zerolm.data.order import Order, Stage
 from zerolm.data.quotas import MAX_SEQUENCES, block_size, counts_at_end, exact_shares
 
-TEMPERATURE_DIGITS = 12  # of a weight, so that it is the same number on every machine
+TEMPERATURE_DIGITS = 12  # of a weight, so it is the same number on every machine
 
-FindSource = Callable[[str], int]  # name -> number of the source; raises ValueError with a reason
+FindSource = Callable[[str], int]  # name -> index of the source; raises ValueError with a reason
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,11 @@ class Mixture:
     """The weights and caps of a run's sources.
 
     Attributes:
-        stages: ascending; the first one begins at 0.
-        caps: maximum epochs of each source in a run; None for no limit.
-        supply: number of sequences that the sources can give within their caps, if sources are
-            dropped at their cap; None for no limit.
-        group: windows that are read one after another, see `Order`.
+        stages: in ascending order; the first one starts at 0.
+        caps: maximum number of epochs over each source in a run; None for no limit.
+        supply: number of sequences available within the caps, if sources are dropped at their caps;
+            None for no limit.
+        group: number of consecutive windows read one after another, see `Order`.
     """
 
     stages: list[Stage]
@@ -49,12 +48,12 @@ class Mixture:
 
 
 def group_size(settings: Settings) -> int:
-    """Return the windows of a sequence of `--later_seq_len`: they are read one after another."""
+    """Return the number of windows, read one after another, in a sequence of `--later_seq_len`."""
     return max(1, (settings.later_seq_len or 0) // (settings.seq_len or 1))
 
 
 def temperature_weights(num_tokens: Sequence[int], temperature: float) -> list[float]:
-    """Return weights proportional to tokens^(1 / temperature), with 12 digits.
+    """Return weights proportional to tokens^(1 / temperature), rounded to 12 digits.
 
     Computed in decimal arithmetic, which is the same on every processor and C library.
 
@@ -73,11 +72,11 @@ def temperature_weights(num_tokens: Sequence[int], temperature: float) -> list[f
 def redistribute(
     stages: Sequence[Stage], caps: Sequence[Fraction | None], num_windows: Sequence[int]
 ) -> Mixture:
-    """Split stages where a source reaches its cap, and drop the source from then on.
+    """Split each stage where a source reaches its cap, and drop the source from then on.
 
-    In n sequences of a stage, a source with share w has fewer than n w + 1. So with n = floor(r/w)
-    it has at most the r sequences that it has left, and at least r - 2. The order after the supply
-    is undefined here: a run that needs more than the supply is refused.
+    Of n sequences in a stage, a source with share w provides fewer than n w + 1. So with n =
+    floor(r/w) it provides at most the r sequences that it has left, and at least r - 2. The order
+    beyond the supply is undefined, since a run that needs more than the supply is refused.
     """
     most = {
         number: int(cap * num_windows[number]) for number, cap in enumerate(caps) if cap is not None
@@ -94,8 +93,8 @@ def redistribute(
         while start < stop:
             weights = tuple(0.0 if n in dropped else w for n, w in enumerate(stage.weights))
             if not any(weights):
-                # A stage that begins at the supply ends the block before it, so that no source has
-                # more than its cap there. Nothing reads the stage: such a run is refused.
+                # A stage that starts at the supply ends the block before it, so no source exceeds
+                # its cap there. The stage itself is never read, since such a run is refused.
                 after = [Stage(start, stage.weights, consumed), *stages[number + 1 :]]
                 return Mixture([*result, *after], list(caps), start)
             shares = exact_shares(weights, allow_zero=True)
@@ -112,10 +111,11 @@ def redistribute(
 
 
 def same_order_until(ours: Sequence[Stage], theirs: Sequence[Stage], end: int) -> bool:
-    """Return whether two mixtures of the same sources give the same order up to a sequence number.
+    """Return whether two mixtures of the same sources have the same order up to a sequence number.
 
-    Stages that start there or later may differ. If a stage that has started ends elsewhere in the
-    other mixture, all blocks up to the one with the last sequence must be complete in both.
+    Stages that start at or after that number may differ. If a stage that has already started ends
+    elsewhere in the other mixture, all blocks up to that of the last sequence must be complete in
+    both.
     """
     started, other = ([stage for stage in each if stage.start < end] for each in (ours, theirs))
     begins = [[(stage.start, stage.consumed) for stage in each] for each in (started, other)]
@@ -141,7 +141,7 @@ def same_order_until(ours: Sequence[Stage], theirs: Sequence[Stage], end: int) -
 
 
 def record(mixture: Mixture, names: Sequence[str]) -> dict[str, Any]:
-    """Return the entry of a mixture in run.json."""
+    """Return a mixture's entry for run.json."""
     return {
         "sources": list(names),
         "stages": [stage_record(stage) for stage in mixture.stages],
@@ -150,7 +150,7 @@ def record(mixture: Mixture, names: Sequence[str]) -> dict[str, Any]:
 
 
 def stages_from_record(stages: Sequence[Sequence[Any]]) -> list[Stage]:
-    """Return the stages of an entry that `record` has made."""
+    """Return the stages from an entry that `record` made."""
     return [
         Stage(int(start), tuple(weights), tuple(consumed[0]) if consumed else None)
         for start, weights, *consumed in stages
@@ -158,7 +158,7 @@ def stages_from_record(stages: Sequence[Sequence[Any]]) -> list[Stage]:
 
 
 def stage_record(stage: Stage) -> list[Any]:
-    """Return a stage as JSON; `consumed` only if it has that."""
+    """Return a stage as JSON, with `consumed` only if it is set."""
     start, weights, consumed = stage
     return [start, list(weights), *([] if consumed is None else [list(consumed)])]
 
@@ -187,33 +187,33 @@ def resolve_mixture(
     num_windows: Sequence[int],
     problems: list[str],
 ) -> Mixture:
-    """Make the mixture that the settings describe; problems are appended to `problems`.
+    """Make the mixture that the settings describe; append problems to `problems`.
 
     Args:
         settings: settings whose `seq_len` is set.
-        weights: weights in the first stage; 0 for a source that a later stage adds.
-        find: returns the number of a source by its name.
-        num_windows: windows of each source, at least 1.
+        weights: weights in the first stage; 0 for sources that a later stage adds.
+        find: returns a source's index by its name.
+        num_windows: number of windows in each source, at least 1.
     """
     if not any(weights):
         problems.append(
-            f"{settings.where('data')}: every weight is 0, but these are the weights that a run "
-            f"starts with. Give a source a weight."
+            f"{settings.where('data')}: every weight is 0, but a run starts with these weights. "
+            "Give at least one source a weight."
         )
     stages = [Stage(0, tuple(weights)), *_parse_stages(settings, len(weights), find, problems)]
-    is_valid = len(stages) == 1 + len(settings.data_stage)  # else one may have it
+    is_valid = len(stages) == 1 + len(settings.data_stage)  # else one may give it a weight
     for number in range(len(weights)):
         if is_valid and not any(stage.weights[number] for stage in stages):
             problems.append(
                 f"{settings.where('data')}: {settings.data[number]} has no weight in any stage. "
-                f"Name it in a --data_stage, or leave the source out."
+                "List it in a --data_stage, or remove the source."
             )
     caps = _parse_caps(settings, len(weights), find, problems)
     for spec, cap, size in zip(settings.data, caps, num_windows, strict=True):
         if cap is not None and cap * size < 1:
             problems.append(
                 f"{settings.where('max_epochs')}: {float(cap):g} is less than one of the {size} "
-                f"sequences of {spec}. Raise it, or leave the source out."
+                f"sequences of {spec}. Raise it, or remove the source."
             )
     problems += _group_problems(settings)
     mixture = Mixture(stages, caps)
@@ -232,8 +232,8 @@ def _group_problems(settings: Settings) -> list[str]:
         problems.append(f"{where} must be a multiple of --seq_len {seq_len}. Choose one.")
     if settings.packing == BEST_FIT:
         problems.append(
-            f"{where} needs --packing concat: packed rows of another length are other rows. "
-            f"Remove one of them."
+            f"{where} needs --packing concat, because packed rows depend on the length. Remove one "
+            "of them."
         )
     return problems
 
@@ -262,10 +262,10 @@ def _parse_stages(
 def _parse_stage(
     spec: str, num_sources: int, find: FindSource, where: str, problems: list[str]
 ) -> tuple[int, list[float] | None, tuple[int, ...] | None]:
-    """Parse `2B:web=0.3,code=0.7` to (tokens, weights, consumed windows).
+    """Parse `2B:web=0.3,code=0.7` into (tokens, weights, consumed windows).
 
-    The weights are None if it is invalid. `web=0.3@120` has 120 consumed windows of web, as a
-    branch with a longer sequence length writes it.
+    The weights are None if they are invalid. `web=0.3@120` records 120 consumed windows of web; a
+    branch with a longer sequence length writes this form.
     """
     start, colon, rest = spec.partition(":")
     try:
@@ -291,7 +291,7 @@ def _parse_stage(
             problems.append(f"{where}: {spec}: {part} {error}")
             continue
         if number in named:
-            problems.append(f"{where}: {spec}: {name} is named twice. Give it one weight.")
+            problems.append(f"{where}: {spec}: {name} is listed twice. Give it one weight.")
         if value < 0:
             problems.append(f"{where}: {spec}: {part}: a weight must not be below 0. Correct it.")
         named.add(number)
@@ -308,7 +308,7 @@ def _parse_stage(
 def _parse_caps(
     settings: Settings, num_sources: int, find: FindSource, problems: list[str]
 ) -> list[Fraction | None]:
-    """Parse `4` (all sources) and `code=8` (one source, which overrides the former)."""
+    """Parse `4` (for all sources) and `code=8` (for one source, which takes precedence)."""
     where = settings.where("max_epochs")
     default: Fraction | None = None
     named: dict[int, Fraction] = {}
@@ -324,7 +324,7 @@ def _parse_caps(
             example = f"{name}=4" if equals else "4"
             problems.append(f"{where}: {spec} must be above 0. Write for example {example}.")
         elif (source in named) if source is not None else (default is not None):
-            problems.append(f"{where}: {spec} is the second limit. Give one limit.")
+            problems.append(f"{where}: {spec} is a second limit for it. Give one limit.")
         elif source is None:
             default = cap
         else:
@@ -332,6 +332,6 @@ def _parse_caps(
     if not settings.max_epochs and settings.over_max_epochs:
         problems.append(
             f"{settings.where('over_max_epochs')}: {settings.over_max_epochs} needs --max_epochs. "
-            f"Add it, or remove this."
+            "Add that flag, or remove this one."
         )
     return [named.get(number, default) for number in range(num_sources)]

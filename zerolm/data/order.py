@@ -1,9 +1,10 @@
-"""The order of the training data, as arithmetic on the sequence number. Uses numpy only, no files.
+"""The order of the training data, as arithmetic on the sequence number. Uses only numpy, no files.
 
-Sequence number g (0, 1, 2, ... over the entire run) belongs to one window of one source, given by a
-pure function of (seed, windows of each source, stages of weights, g). Nothing is stored and nothing
-is drawn at random: a position in the data is one integer, seeking is free, and ranks, micro-batches
-and loader workers cannot change the order, because each computes only the numbers that it needs.
+Sequence number g (0, 1, 2, ... over the entire run) maps to one window of one source by a pure
+function of (seed, number of windows in each source, weight stages, g). Nothing is stored and
+nothing is drawn at random: a position in the data is one integer, seeking is free, and ranks,
+micro-batches and loader workers cannot change the order, because each only evaluates the numbers
+that it needs.
 
     g  ->  stage, place in it         a stage starts at a sequence number and has weights; most runs
                                       have one stage
@@ -19,16 +20,17 @@ and loader workers cannot change the order, because each computes only the numbe
 
 Quotas are differences of rounded cumulative weights: floor(n W_s) with W_s = w_0 + ... + w_s, taken
 at both ends of a block in exact integers, where n counts from the start of the stage. So at the end
-of any block, each source has had its weight times n to within one sequence, however long the run
-is; a fixed quota per block would drift. At the end of a stage it is within two: the last block may
-be so short that a rounded difference is -1 (`counts_at_end`). The epochs of a source continue
-across stages. A stage that begins with windows of another length, where a branch has a longer
-`seq_len`, has the windows that were consumed before it: groups of short windows have the order of
-the long windows that they make up, so that the long windows after these are those not yet read.
+of any block, each source has provided its weight times n, to within one sequence, however long the
+run is; a fixed quota per block would drift. At the end of a stage it is within two, because the
+last block may be so short that a rounded difference is -1 (`counts_at_end`). The epochs of a source
+continue across stages. If a branch has a longer `seq_len`, its stage starts with the number of
+windows that were consumed before it: groups of short windows are read in the order of the long
+windows that they form, so the long windows that follow are exactly the unread ones.
 
-`zerolm.data.permutation` has the permutation. The order is part of the identity of a run: a change
-in the golden values of tests/zerolm/data/test_order.py would make existing runs irreproducible.
-docs/data_order.md is the user's guide; `zerolm.data.mixture` makes stages from the settings.
+`zerolm.data.permutation` implements the permutation. The order is part of a run's identity: a
+change to the golden values in tests/zerolm/data/test_order.py would make existing runs
+irreproducible. docs/data_order.md is the user's guide; `zerolm.data.mixture` builds stages from the
+settings.
 """
 
 from collections.abc import Sequence
@@ -39,21 +41,21 @@ import numpy as np
 from zerolm.data.permutation import MASK_64, derive_key, domain_bits, permute
 from zerolm.data.quotas import BLOCK_SEQUENCES, MAX_SEQUENCES, StageMixer, exact_shares
 
-_SLOTS_KEY, _WINDOWS_KEY, _STAGE_KEY = 1, 2, 3  # purposes of keys
+_SLOTS_KEY, _WINDOWS_KEY, _STAGE_KEY = 1, 2, 3  # distinguish keys by purpose
 
 
 def num_windows(num_tokens: int, seq_len: int) -> int:
-    """Return the number of windows of a source with `num_tokens` ids.
+    """Return the number of windows in a source of `num_tokens` ids.
 
-    A window is `seq_len` + 1 ids. The next window starts `seq_len` ids later, at the last id of
-    this one, so each id except the first is a target exactly once. At most `seq_len` - 1 ids after
-    the last full window are not used.
+    A window consists of `seq_len` + 1 ids. The next window starts at the last id of this one, so
+    each id except the first is a target exactly once. Up to `seq_len` - 1 ids after the last full
+    window are unused.
     """
     return max(0, (num_tokens - 1) // seq_len)
 
 
 class Placement(NamedTuple):
-    """Where sequences come from; (N,) int64 each."""
+    """The origins of sequences; (N,) int64 each."""
 
     source: np.ndarray
     window: np.ndarray
@@ -61,12 +63,13 @@ class Placement(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The weights of the sources from a sequence number up to the next stage.
+    """The weights of the sources from one sequence number until the next stage.
 
     Attributes:
-        start: sequence number.
-        weights: one per source, in any unit; 0: the source is not used.
-        consumed: windows of each source before the stage; None: as in the stages before it.
+        start: sequence number at which the stage starts.
+        weights: one per source, in any unit; 0 if the source is not used.
+        consumed: number of windows of each source before the stage; None to continue from the
+            previous stages.
     """
 
     start: int
@@ -78,20 +81,19 @@ class Order:
     """The order of the sequences of some sources, for one seed.
 
     Args:
-        num_windows: windows of each source, at least 1.
-        weights: share of the sequences of each source in the first stage, in any unit. Weights are
-            taken exactly as the decimal numbers that they print as. 0 is for a source of later
-            stages.
-        seed: any integer; taken modulo 2^64.
-        block: minimum number of sequences in a mixing block. It is doubled until each source has at
-            least two sequences a block by weight, so that rounding leaves it at least one.
-        stages: later stages, in ascending order of their start.
-        group: consecutive windows of a source that are read one after another. Windows after its
-            last complete group are not used.
+        num_windows: number of windows in each source, at least 1.
+        weights: share of the sequences from each source in the first stage, in any unit. Weights
+            count as the exact decimal numbers that they print as. 0 is for sources of later stages.
+        seed: any integer; used modulo 2^64.
+        block: minimum number of sequences in a mixing block. It is doubled until each source's
+            share is at least two sequences per block, so rounding leaves it at least one.
+        stages: later stages, in ascending order of start.
+        group: number of consecutive windows of a source that are read one after another. Windows
+            after the last complete group are unused.
 
     Raises:
-        ConfigError: a weight is not a positive number, or gives a source less than 2^-20 of the
-            sequences; all are listed.
+        ConfigError: weights are not positive numbers, or give a source less than 2^-20 of the
+            sequences; all problems are listed.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Order:
         self.starts = np.array([stage.start for stage in all_stages], np.int64)
         assert (np.diff(self.starts) > 0).all(), "stages ascend"
         self._mixers: list[StageMixer] = []
-        shifts = list[int]()  # of one source: its sequence minus the sequence number
+        shifts = list[int]()  # for one source: its sequence minus the sequence number
         before = np.zeros(len(num_windows), np.int64)
         for number, stage in enumerate(all_stages):
             assert len(num_windows) == len(stage.weights) > 0, "one weight a source"
@@ -135,7 +137,7 @@ class Order:
         self.block = self._mixers[0].block
 
     def __call__(self, sequence_ids: np.ndarray) -> Placement:
-        """Return where sequences come from.
+        """Return the source and window of each sequence.
 
         Args:
             sequence_ids: (N,) int64 in [0, 2^62), in any order.
@@ -153,25 +155,26 @@ class Order:
         return Placement(source, window, epoch)
 
     def counts(self, num_sequences: int) -> np.ndarray:
-        """Return how many of the first `num_sequences` sequences each source has, (S,) int64.
+        """Return how many of the first `num_sequences` sequences come from each source, (S,) int64.
 
-        Cheap at the end of a mixing block; inside one, it also places the block's first sequences.
+        Cheap at the end of a mixing block; inside a block, it also places the block's first
+        sequences.
         """
         before, sources, _ = self._block_until(num_sequences)
         return before + np.bincount(sources, minlength=len(before))
 
     def ends(self, num_sequences: int) -> np.ndarray:
-        """Return how many windows of each source end with the last one that was read, (S,) int64.
+        """Return the number of windows of each source up to the last one that was read, (S,) int64.
 
-        Inside a mixing block, they are more than `counts`: its slots are permuted, so the windows
-        of a source are not read one after another there.
+        Inside a mixing block this exceeds `counts`, because slots are permuted, so a source's
+        windows are not read one after another.
         """
         ends, sources, samples = self._block_until(num_sequences)
         np.maximum.at(ends, sources, samples + 1)
         return ends
 
     def _block_until(self, num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the counts at the start of a block, and sources and numbers of its sequences."""
+        """Return the counts at the start of a block, and the source and number of its sequences."""
         mixer = self._mixers[self.stage_of(num_sequences)]
         blocks, rest = divmod(int(num_sequences) - mixer.start, mixer.block)
         before = mixer.counts_after(np.array([blocks]))[0]
@@ -179,12 +182,12 @@ class Order:
         return before, *self._mix(ids)
 
     def stage_of(self, sequence_id: int) -> int:
-        """Return the number of the stage that a sequence belongs to, from 0."""
+        """Return the index of the stage that a sequence belongs to."""
         return int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
 
     def _mix(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sequence, and its number among that source's sequences."""
-        if len(self.num_windows) == 1:  # no mixing: ids [0, windows) are exactly one epoch
+        if len(self.num_windows) == 1:  # no mixing: sequences [0, windows) are exactly one epoch
             stage = np.searchsorted(self.starts, ids, side="right") - 1
             return np.zeros_like(ids), ids + self._shifts[stage]
         if len(self._mixers) == 1:

@@ -1,14 +1,14 @@
-"""Reads the index of best-fit packing, which lists the documents that share a row.
+"""Reads the best-fit packing index, which lists the documents that share each row.
 
-Without packing, a row is a window of the concatenated documents. With packing, an index beside the
+Without packing, a row is a window of the concatenated documents. With packing, an index next to the
 shards defines the rows; `zerolm data pack` builds it for one `seq_len`:
 
     packing-2048.json    published last; without it the index is incomplete
     packing-2048.rows    little-endian uint64: the end of each row, counted in pieces
     packing-2048.pieces  12 bytes each: start (uint64, token of the source) and length (uint32)
 
-A piece is a document, or a part of one that is longer than a row. docs/formats.md has the keys.
-Independent of torch.
+A piece is a document, or part of a document that is longer than a row. docs/formats.md describes
+the keys. Independent of torch.
 """
 
 import hashlib
@@ -51,13 +51,13 @@ class PackingManifest(TypedDict):
 
 
 def index_file(directory: Path, seq_len: int, part: str = "json") -> Path:
-    """Return the path of a part of an index: `json`, `rows` or `pieces`."""
+    """Return the path of one file of an index: `json`, `rows` or `pieces`."""
     return directory / f"packing-{seq_len}.{part}"
 
 
 @dataclass(frozen=True)
 class Packing:
-    """The packing index of one source, opened for reading. Pickled without its memory maps.
+    """One source's packing index, opened for reading. Pickled without its memory maps.
 
     Attributes:
         manifest: the checked content of packing-<seq_len>.json.
@@ -83,7 +83,7 @@ class Packing:
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
     def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (starts in the source, lengths) of a row's pieces, in reading order.
+        """Return (start in the source, length) of each of a row's pieces, in reading order.
 
         Raises:
             ShardReadError: the row is invalid, because the index is damaged.
@@ -92,7 +92,7 @@ class Packing:
         first, end = int(ends[row - 1]) if row else 0, int(ends[row])
         row_pieces = pieces[first:end]
         starts, lengths = row_pieces["start"], row_pieces["length"]
-        # Each is compared alone first, because damaged numbers may be so large that sums wrap.
+        # Each is first compared alone, because damaged numbers may be so large that sums overflow.
         if not (
             0 <= first < end <= len(pieces)
             and int(lengths.max()) <= self.num_tokens
@@ -101,13 +101,13 @@ class Packing:
             and int(lengths.sum(dtype=np.uint64)) <= self.seq_len + 1
         ):
             raise ShardReadError(
-                f"{index_file(self.directory, self.seq_len)}: row {row} is not in the source's "
+                f"{index_file(self.directory, self.seq_len)}: row {row} is outside the source's "
                 f"{self.num_tokens} tokens: the index is damaged. {_repack_hint(self)}"
             )
         return starts, lengths
 
     def damage(self) -> list[str]:
-        """Read both files and compare their checksums; return a line for each damaged one."""
+        """Read both files and compare their checksums; return one line for each damaged file."""
         files = {part: index_file(self.directory, self.seq_len, part) for part in PARTS}
         return [
             f"{file}: is damaged: its SHA-256 differs. {_repack_hint(self)}"
@@ -134,16 +134,16 @@ def _repack_hint(packing: Packing) -> str:
 
 
 def open_packing(source: Source, seq_len: int) -> Packing:
-    """Open the packing index of a source, checking that it is complete and made from its tokens.
+    """Open a source's packing index, and check that it is complete and was built from its tokens.
 
     Raises:
-        ShardError: there is none for this `seq_len`, it was made from other tokens, or one of its
-            files is missing or has another size.
+        ShardError: there is no index for this `seq_len`, it was built from other tokens, or one of
+            its files is missing or has the wrong size.
     """
     if source.is_remote:
         raise ShardError(
-            f"{source.directory}: --packing {BEST_FIT} needs its index beside the shards on this "
-            f"machine. Copy them here and use their path, or use --packing concat."
+            f"{source.directory}: --packing {BEST_FIT} needs its index next to the shards on this "
+            "machine. Copy both here and use their path, or use --packing concat."
         )
     path = index_file(source.directory, seq_len)
     command = f"Run: zerolm data pack {source.directory} --seq_len {seq_len}"
@@ -153,7 +153,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
         raise ShardError(error.problems) from None
     if found is None:
         raise ShardError(
-            f"{path}: no such file, and --packing {BEST_FIT} with --seq_len {seq_len} needs it. "
+            f"{path}: no such file, but --packing {BEST_FIT} with --seq_len {seq_len} needs it. "
             f"{command}"
         )
     manifest: dict[str, Any] = dict(found)
@@ -169,7 +169,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
     if made_from != source.fingerprint:
         raise ShardError(
             f"{path}: source_fingerprint: {made_from[:16]}, but the tokens here are "
-            f"{source.fingerprint[:16]}: it was made from other tokens. {command}"
+            f"{source.fingerprint[:16]}: it was built from other tokens. {command}"
         )
     if changed := digest_problem(manifest):
         raise ShardError(f"{path}: {changed}. {command}")
@@ -186,7 +186,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
 
 
 def open_intact_packing(source: Source, seq_len: int) -> Packing:
-    """Open the packing index of a source, and compare the checksums of its files."""
+    """Open a source's packing index, and compare the checksums of its files."""
     packing = open_packing(source, seq_len)
     if damage := packing.damage():
         raise ShardError(damage)
@@ -194,9 +194,9 @@ def open_intact_packing(source: Source, seq_len: int) -> Packing:
 
 
 def verify_packings(source: Source) -> list[str]:
-    """Verify the packing indices beside a source; return a line for each that is not intact."""
+    """Verify the packing indices next to a source; return one line for each damaged index."""
     problems: list[str] = []
-    if source.is_remote:  # packing is not supported in stores
+    if source.is_remote:  # packing is not supported for remote sources
         return problems
     for path in sorted(source.directory.glob("packing-*.json")):
         seq_len = path.stem.removeprefix("packing-")
@@ -210,14 +210,14 @@ def verify_packings(source: Source) -> list[str]:
 
 
 def num_rows(source: Source, seq_len: int, packing: str) -> int:
-    """Return the number of rows of `seq_len` targets of a source, for `BEST_FIT` or `CONCAT`."""
+    """Return the number of rows with `seq_len` targets in a source, for `BEST_FIT` or `CONCAT`."""
     if packing == BEST_FIT:
         return open_packing(source, seq_len).num_rows
     return num_windows(source.num_tokens, seq_len)
 
 
 def data_fingerprint(sources: Sequence[Source], seq_len: int | None, packing: str) -> str:
-    """Return the hex SHA-256 that identifies the rows of a run: the tokens, and their packing."""
+    """Return the hex SHA-256 that identifies a run's rows: the tokens and their packing."""
     prints = [source.fingerprint for source in sources]
     if packing == BEST_FIT:
         assert seq_len is not None

@@ -1,9 +1,9 @@
-"""Pseudorandom permutations of [0, N), one for each key, computed without storing anything.
+"""Pseudorandom permutations of [0, N), one per key, computed without storing anything.
 
-A Feistel network on the smallest power of two that is at least N and at least 64. Its rounds change
-the high and the low bits in turn. Results outside of [0, N) pass through it again ("cycle walking")
-until they fall inside, which keeps it a bijection. `Order` decides what to permute. Any change in
-the results would make existing runs irreproducible.
+A Feistel network on the smallest power of two that is at least N and at least 64. Its rounds
+alternately change the high and the low bits. Results outside [0, N) pass through the network again
+("cycle walking") until they fall inside, so the mapping remains a bijection. `Order` decides what
+to permute. Any change in the results would make existing runs irreproducible.
 
 Sources: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions"
 (1988), for the network; Black and Rogaway, "Ciphers with arbitrary finite domains" (2002), for
@@ -13,8 +13,8 @@ splitmix64, the round function.
 
 import numpy as np
 
-# Four rounds suffice in theory on large domains. On tiny ones, fewer rounds or bits than these give
-# distributions uneven by 20%; with these, 100,000 keys show no unevenness for any size.
+# In theory, four rounds suffice on large domains. On tiny ones, fewer rounds or bits than these
+# make distributions uneven by 20%; with these values, 100,000 keys show no unevenness at any size.
 NUM_ROUNDS = 6
 MIN_DOMAIN_BITS = 6
 MASK_64 = (1 << 64) - 1
@@ -26,7 +26,7 @@ _ROUND_CONSTANT = 0xD1B54A32D192ED03
 
 
 def permute(index: np.ndarray, size: np.ndarray, bits: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Permute indices; for each (size, key) this is a bijection of [0, size).
+    """Permute indices; for each (size, key), this is a bijection of [0, size).
 
     Args:
         index: (N,) uint64, below `size`.
@@ -66,7 +66,7 @@ def derive_key(key: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def domain_bits(size: int) -> int:
-    """Return the number of bits of the network that permutes [0, size)."""
+    """Return the number of bits in the network that permutes [0, size)."""
     return max(MIN_DOMAIN_BITS, (size - 1).bit_length()) if size > 1 else 0
 
 
@@ -89,7 +89,7 @@ def _feistel(
 
 def _mix(values: np.ndarray) -> np.ndarray:
     """Return the next output of splitmix64 from each state, (N,) uint64, modulo 2^64."""
-    mixed = np.atleast_1d(values) + _GOLDEN  # arrays wrap around silently, scalars would warn
+    mixed = np.atleast_1d(values) + _GOLDEN  # arrays wrap around silently; scalars would warn
     mixed ^= mixed >> np.uint64(30)
     mixed *= _MULTIPLIER_1
     mixed ^= mixed >> np.uint64(27)

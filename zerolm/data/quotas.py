@@ -1,6 +1,6 @@
-"""The sources of the sequences of a stage: exact shares, mixing blocks, and quotas in them. Pure.
+"""Assigns the sequences of a stage to sources: exact shares, mixing blocks and their quotas. Pure.
 
-`Order` explains the arithmetic; it is part of the order of the data, which must never change.
+`Order` explains the arithmetic. It determines the order of the data, which must never change.
 """
 
 import math
@@ -13,11 +13,11 @@ import numpy as np
 from zerolm.common.errors import ConfigError
 from zerolm.data.permutation import derive_key, domain_bits, permute
 
-# Small, so that any usual global batch is a multiple of a block and has the weights of the run, and
-# so that the epochs of a source overlap by no more than its part of one block.
+# Small, so that any usual global batch is a multiple of a block and has the run's weights, and so
+# that a source's epochs overlap by no more than its share of one block.
 BLOCK_SEQUENCES = 64
 MAX_SEQUENCES = 1 << 62
-MIN_SHARE = Fraction(1, 1 << 20)  # bounds the size of a mixing block, and so the cost of counts()
+MIN_SHARE = Fraction(1, 1 << 20)  # limits the size of a mixing block, and so the cost of counts()
 
 # Of `StageMixer._bounds` with 64 bits: a remainder is below 2^63, the error of an estimate below 1.
 MAX_DENOMINATOR, MAX_DISTANCE = 1 << 61, 1 << 31
@@ -27,15 +27,15 @@ class StageMixer:
     """Assigns the sequences of one stage to the sources, in mixing blocks.
 
     Args:
-        shares: exact share of each source; 0 for those that the stage does not use.
+        shares: exact share of each source; 0 for sources that the stage does not use.
         block: minimum size of a mixing block.
         key: distinguishes stages in the permutation of slots.
-        before: sequences of each source in earlier stages, (S,) int64.
+        before: number of sequences from each source in earlier stages, (S,) int64.
         start: sequence number at which the stage starts.
-        stop: sequence number at which it ends; by default never.
+        stop: sequence number at which the stage ends; by default it never ends.
 
     Attributes:
-        at_end: sequences of each source up to the end of the stage, (S,) int64.
+        at_end: number of sequences from each source up to the end of the stage, (S,) int64.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StageMixer:
         self.start, self._before, self._key = start, before, key
         self.block = block_size(shares, block)
         self._length = stop - start if stop < MAX_SEQUENCES else 2 * MAX_SEQUENCES
-        # Cumulative weights as integers over one denominator, from 0 to the denominator.
+        # Cumulative weights as integers over a common denominator, from 0 to the denominator.
         self._denominator = math.lcm(*(share.denominator for share in shares))
         parts = [share.numerator * (self._denominator // share.denominator) for share in shares]
         self._levels = np.array([0, *accumulate(parts)], object)
@@ -74,7 +74,7 @@ class StageMixer:
         key = derive_key(self._key, number.astype(np.uint64))
         in_last = number == self._last
         has_last = bool(in_last.any())
-        kind = in_last.astype(np.intp) if has_last else 0  # one size for all is faster
+        kind = in_last.astype(np.intp) if has_last else 0  # a single size for all is faster
         place = permute(slot.astype(np.uint64), self._sizes[kind], self._bits[kind], key)
         place = place.astype(np.int64)
         source, sample = self._find(number, place)
@@ -83,10 +83,10 @@ class StageMixer:
         return source, sample
 
     def _find(self, number: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the source and its sample at some places of complete blocks, by bisection.
+        """Find the source and its sample for places in complete blocks, by bisection.
 
-        The source is the last one that starts at or before a place: of those that start at the same
-        place, only the last one has a quota.
+        The source is the last one that starts at or before a place, because among sources that
+        start at the same place, only the last one has a quota.
         """
         bounds = self._bounds(number)
         num_sources = len(self._before)
@@ -102,12 +102,12 @@ class StageMixer:
         return source, before + place - first
 
     def _bounds(self, number: np.ndarray) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Return a function of sources, (N,), that gives their lower bounds in the blocks `number`.
+        """Return a function that maps sources, (N,), to their lower bounds in the blocks `number`.
 
-        The bounds are the sequences of all earlier sources up to the block, and the place in the
-        block where the source starts, (N,) int64 each. They are exact: computed in 64 bits relative
-        to the first block if the denominator and the distances of the blocks allow, else in
-        Python's integers.
+        The bounds are the number of sequences from all earlier sources before the block, and the
+        place in the block where the source starts, (N,) int64 each. They are exact: computed in 64
+        bits relative to the first block if the denominator and the distances of the blocks allow,
+        and otherwise with Python integers.
         """
         base = int(number.min()) if number.size else 0
         distance = number - base
@@ -141,7 +141,7 @@ class StageMixer:
         return in_small
 
     def _find_in_last(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Do as `_find` in the last block, whose quotas end at `at_end`."""
+        """Like `_find`, but for the last block, whose quotas end at `at_end`."""
         before = self.counts_after(np.array([self._last]))[0]
         quotas = self.at_end - before
         first = np.cumsum(quotas) - quotas
@@ -149,8 +149,8 @@ class StageMixer:
         return source, before[source] + place - first[source]
 
     def counts_after(self, blocks: np.ndarray) -> np.ndarray:
-        """Return how many sequences of each source precede the end of each given block, (B, S)."""
-        # Arrays of Python integers, which are exact: the products soon exceed 64 bits.
+        """Return how many sequences from each source precede the end of each block, (B, S)."""
+        # Arrays of Python integers, which are exact, since the products soon exceed 64 bits.
         lengths = np.minimum(blocks.astype(object) * self.block, self._length)
         ends = lengths[:, None] * self._levels // self._denominator
         counts = self._before + np.diff(ends, axis=1).astype(np.int64)
@@ -161,14 +161,14 @@ class StageMixer:
 def counts_at_end(
     shares: Sequence[Fraction], length: int, block: int = BLOCK_SEQUENCES
 ) -> list[int]:
-    """Return the number of sequences of each source in a complete stage.
+    """Return the number of sequences from each source in a complete stage.
 
-    They are the differences of the floors of `length` times the cumulative shares. Where that would
-    give a source a negative number in the last, short block, it keeps its earlier sequences, and
-    the sources furthest above their share get one less.
+    These are the differences of floor(`length` * cumulative share). If a source would get a
+    negative number in the last, short block, it keeps its earlier sequences, and the sources
+    furthest above their share get one fewer.
 
     Args:
-        length: sequences in the stage.
+        length: number of sequences in the stage.
         block: minimum size of a mixing block, as in `Order`.
     """
     block = block_size(shares, block)
@@ -185,13 +185,13 @@ def counts_at_end(
 
 
 def _floors(shares: Sequence[Fraction], length: int) -> list[int]:
-    """Return differences of the floors of `length` times the cumulative shares."""
+    """Return the differences of floor(`length` * cumulative share)."""
     ends = [int(length * level) for level in accumulate(shares)]
     return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def block_size(shares: Sequence[Fraction], block: int = BLOCK_SEQUENCES) -> int:
-    """Return the sequences of a mixing block for some shares: see `Order`."""
+    """Return the number of sequences in a mixing block for these shares, see `Order`."""
     while block * min(share for share in shares if share) < 2:
         block *= 2
     return block
@@ -203,8 +203,8 @@ def exact_shares(
     """Return weights as exact shares of 1.
 
     Args:
-        where: names the flag of the weights in messages.
-        allow_zero: accept 0, except for all weights.
+        where: flag that sets the weights, for messages.
+        allow_zero: whether to accept 0, unless all weights are 0.
 
     Raises:
         ConfigError: a weight is invalid.
@@ -213,20 +213,21 @@ def exact_shares(
     for number, weight in enumerate(weights):
         if not (math.isfinite(weight) and (weight > 0 or (allow_zero and weight == 0))):
             problems.append(
-                f"{where}: weight {weight} of source {number} is not a number above 0. "
-                f"Correct it, or leave the source out."
+                f"{where}: weight {weight} of source {number} is not a number above 0. Correct it, "
+                "or remove the source."
             )
     if problems:
         raise ConfigError(problems)
     if not any(weights):
-        raise ConfigError(f"{where}: every weight is 0. Give a source a weight.")
-    # A float's shortest decimal form is what the user wrote: 0.7 means 7/10, not 0x1.666...p-1.
+        raise ConfigError(f"{where}: every weight is 0. Give at least one source a weight.")
+    # The shortest decimal form of a float is what the user wrote: 0.7 means 7/10, not
+    # 0x1.666...p-1.
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
     shares = [weight / total for weight in exact]
     problems = [
         f"{where}: weight {weights[number]} of source {number} gives it {float(share):.1e} of the "
-        f"sequences; the minimum is 2^-20 (9.5e-07). Raise it, or leave the source out."
+        "sequences; the minimum is 2^-20 (9.5e-07). Raise it, or remove the source."
         for number, share in enumerate(shares)
         if 0 < share < MIN_SHARE
     ]

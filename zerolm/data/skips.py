@@ -1,9 +1,9 @@
 """Ranges of the data order that a run skips after a rollback. Pure.
 
-A range is a pair of sequence numbers, [start, end). The position of a run counts the sequences it
-has consumed, excluding skipped ones, and remains one integer: `sequence_ids` maps positions to
+A range is a pair of sequence numbers, [start, end). A run's position counts the sequences that it
+has consumed, excluding skipped ones, so it remains one integer; `sequence_ids` maps positions to
 sequence numbers. A range that is added later starts at or after the position to which the run is
-rolled back, so positions before it keep their meaning, on any number of ranks.
+rolled back, so earlier positions keep their meaning, for any number of ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ SkippedRanges = Sequence[Sequence[int]]
 
 
 def merge_ranges(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
-    """Return the ranges in ascending order, with those that touch or overlap joined."""
+    """Return the ranges in ascending order, merging those that touch or overlap."""
     result: list[list[int]] = []
     for start, end in sorted((int(start), int(end)) for start, end in ranges):
         assert 0 <= start < end, "an empty range"
@@ -37,7 +37,7 @@ def sequence_ids(positions: np.ndarray, skipped: SkippedRanges) -> np.ndarray:
         return positions
     table = np.array(skipped, np.int64)
     lengths = np.cumsum(table[:, 1] - table[:, 0])
-    # The positions at which ranges start, once the ranges before them are skipped.
+    # The positions at which ranges start, after skipping the ranges before them.
     starts = table[:, 0] - np.concatenate([[0], lengths[:-1]])
     num_passed = np.searchsorted(starts, positions, side="right")
     return positions + np.concatenate([[0], lengths])[num_passed]
@@ -57,7 +57,7 @@ def used_sequences_end(position: int, skipped: SkippedRanges) -> int:
 
 
 def source_counts(order: Any, position: int, skipped: SkippedRanges) -> np.ndarray:
-    """Return the sequences of each source that a run at `position` has consumed, (S,) int64."""
+    """Return how many sequences from each source a run at `position` has consumed, (S,) int64."""
     end = position
     num_skipped = 0
     for start, stop in skipped:

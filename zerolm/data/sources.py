@@ -1,4 +1,4 @@
-"""Opens the sources of a run with their weights, names them, and checks that they fit the model.
+"""Opens a run's sources with their weights, names them, and checks that they fit the model.
 
 Reads manifests and packing indices, but no tokens.
 """
@@ -19,11 +19,11 @@ from zerolm.data.quotas import exact_shares
 from zerolm.shards.manifest import MANIFEST
 from zerolm.shards.reader import Source, open_source
 
-COLON_WEIGHT = re.compile(r"(.+):([0-9.]+)")  # as other programs write the weight of a source
+COLON_WEIGHT = re.compile(r"(.+):([0-9.]+)")  # the syntax of other programs for a source's weight
 
 
 class Sources(NamedTuple):
-    """The opened sources of a run, and the weights of the training sources in the first stage."""
+    """A run's opened sources, and the weights of the training sources in the first stage."""
 
     training: list[Source]
     weights: list[float]
@@ -33,8 +33,7 @@ class Sources(NamedTuple):
 def open_sources(settings: Settings, problems: list[str]) -> Sources:
     """Open the sources of `--data` and `--val_data`; append a problem for each failure.
 
-    Without any weights, sources are weighted by their token counts to the power of
-    1 / `--mixture_temperature`.
+    If no weights are given, they are the token counts to the power of 1 / `--mixture_temperature`.
     """
     specs = _parse_data(settings, problems)
     training = _open("data", [path for path, _ in specs], problems)
@@ -43,7 +42,7 @@ def open_sources(settings: Settings, problems: list[str]) -> Sources:
 
 
 def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, float | None]]:
-    """Parse `--data` to (path, weight) each; a source without a weight has None."""
+    """Parse each `--data` value into (path, weight); the weight is None if not given."""
     where = settings.where("data")
     specs: list[tuple[str, float | None]] = []
     for spec in settings.data:
@@ -58,7 +57,7 @@ def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, floa
         try:
             path, weight = split_weight(spec)
         except ValueError:
-            path, weight = spec, None  # "=" may be part of a name
+            path, weight = spec, None  # "=" may be part of the name
             if not is_url(spec) and not Path(spec).exists():
                 problems.append(
                     f"{where}: {spec}: its weight is not a number. Write for example "
@@ -67,7 +66,7 @@ def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, floa
                 continue
         if weight is not None and (weight < 0 or (weight == 0 and not settings.data_stage)):
             problems.append(
-                f"{where}: {spec}: a weight must be above 0. Correct it, or leave the source out."
+                f"{where}: {spec}: a weight must be above 0. Correct it, or remove the source."
             )
         specs.append((path, weight))
     return specs
@@ -89,7 +88,7 @@ def _weights(
     training: Sequence[Source],
     problems: list[str],
 ) -> list[float]:
-    """Return the weights of the training sources, given by the user or derived from their sizes."""
+    """Return the training sources' weights, given by the user or derived from their sizes."""
     where = settings.where("data")
     weights = [weight for _, weight in specs if weight is not None]
     num_given = len(weights)
@@ -97,8 +96,8 @@ def _weights(
         if num_given:
             unweighted = next(path for path, weight in specs if weight is None)
             problems.append(
-                f"{where}: {unweighted} has no weight while others have. Give all of them one, or "
-                f"none for shares by size."
+                f"{where}: {unweighted} has no weight, but other sources do. Give all sources a "
+                "weight, or none for shares by size."
             )
         sizes = [source.num_tokens for source in training]
         weights = temperature_weights(sizes, settings.mixture_temperature or 1.0)
@@ -123,7 +122,7 @@ def source_problems(
 ) -> list[str]:
     """Check every source against the model, the sequence length and the other sources.
 
-    What is not known is None and not checked.
+    Arguments that are not yet known are None, and their checks are skipped.
     """
     problems: list[str] = []
     everything = [("data", source) for source in sources.training]
@@ -135,13 +134,13 @@ def source_problems(
         if vocab_size is not None and source.vocab_size > vocab_size:
             problems.append(
                 f"{manifest}: vocab_size: {source.vocab_size} must not exceed the model's "
-                f"vocab_size {vocab_size} ({settings.model_config}). Raise that, or tokenize with "
-                f"the model's tokenizer."
+                f"vocab_size {vocab_size} ({settings.model_config}). Raise the model's, or "
+                "tokenize with the model's tokenizer."
             )
         if seq_len and settings.packing == BEST_FIT:
             try:
                 packing = open_packing(source, seq_len)
-                if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a node
+                if os.environ.get("LOCAL_RANK", "0") == "0":  # one process per node
                     problems += [f"{line} (--{flag})" for line in packing.damage()]
                     problems += [
                         f"{line} Then run `zerolm data pack` again. (--{flag})"
@@ -164,7 +163,7 @@ def source_problems(
             other_flag, other = seen[source.fingerprint]
             why = "validation data must be held out" if other_flag != flag else "give it once"
             problems.append(
-                f"{settings.where(flag)}: {source.directory} holds the same tokens as "
+                f"{settings.where(flag)}: {source.directory} contains the same tokens as "
                 f"--{other_flag} {other.directory}: {why}. Remove one of them."
             )
         seen.setdefault(source.fingerprint, (flag, source))
@@ -177,13 +176,13 @@ def _tokenizer_problems(source: Source, first: Source) -> list[str]:
         return []
     return [
         f"{source.directory / MANIFEST}: tokenizer.fingerprint: {ours[:16]} must equal that of "
-        f"{first.directory}, {theirs[:16]}: the ids were made by different tokenizers. Tokenize "
-        f"both with the same one."
+        f"{first.directory}, {theirs[:16]}: their ids come from different tokenizers. Tokenize "
+        "both with the same one."
     ]
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """Return a unique name for each source: its directory's, with parents where needed."""
+    """Return a unique name for each source: its directory's name, with parents if necessary."""
     parts = [
         (source.directory if source.is_remote else source.directory.absolute()).parts
         for source in sources
@@ -195,7 +194,7 @@ def source_names(sources: Sequence[Source]) -> list[str]:
 
 
 def find_source(name: str, sources: Sequence[Source]) -> int:
-    """Return the number of the source whose name in `source_names`, or path, is `name`.
+    """Return the index of the source whose path, or name in `source_names`, is `name`.
 
     Raises:
         ValueError: no source or several sources have that name.

@@ -1,6 +1,6 @@
 """Reads the token ids of windows and packed rows from the shards of several sources.
 
-Locates windows, and prefetches them. Independent of the order of windows and of batches.
+Locates, prefetches and reads windows. Independent of the order of windows and of batches.
 """
 
 from collections import Counter
@@ -16,14 +16,14 @@ from zerolm.shards.reader import Source
 
 
 class WindowReader:
-    """Reads windows of several sources.
+    """Reads windows from several sources.
 
     Args:
-        seq_len: targets in a window.
+        seq_len: number of targets in a window.
 
     Attributes:
-        num_windows: windows of each source, (S,) int64.
-        dtype: the narrowest that holds the ids of every source.
+        num_windows: number of windows in each source, (S,) int64.
+        dtype: the narrowest dtype that fits the ids of every source.
         eos_ids: EOS id of each source, (S,) int64.
     """
 
@@ -31,7 +31,7 @@ class WindowReader:
         counts = [num_windows(source.num_tokens, seq_len) for source in sources]
         problems = [
             f"{source.directory}: {source.num_tokens} tokens are too few for one sequence: "
-            f"--seq_len {seq_len} takes {seq_len + 1}. Add text, or lower --seq_len."
+            f"--seq_len {seq_len} needs {seq_len + 1}. Add text, or lower --seq_len."
             for source, count in zip(sources, counts, strict=True)
             if count == 0
         ]
@@ -42,7 +42,7 @@ class WindowReader:
         self.dtype = np.result_type(*(source.dtype for source in sources))
         self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
         self._smallest_vocabulary = min(source.vocab_size for source in sources)
-        # The shards of all sources concatenated, so that one search finds any window's shard.
+        # The shards of all sources, concatenated so that one search finds any window's shard.
         lengths = [source.num_tokens for source in sources]
         self._source_starts = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
         starts = zip(sources, self._source_starts, strict=True)
@@ -58,14 +58,14 @@ class WindowReader:
         self._numbers = np.concatenate([np.arange(count) for count in num_shards])
 
     def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (shard in which each window starts, offset in it); any shape, int64."""
+        """Return (shard in which each window starts, offset in that shard); any shape, int64."""
         assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such window"
         positions = windows * self.seq_len + self._source_starts[sources]
         shards = np.searchsorted(self._shard_starts, positions, side="right") - 1
         return shards, positions - self._shard_starts[shards]
 
     def traffic(self) -> Counter[str]:
-        """Return the traffic with stores and their caches since the last call."""
+        """Return the traffic with object stores and their caches since the last call."""
         if not self.is_remote:
             return self._reported
         counts: Counter[str] = Counter()
@@ -76,28 +76,28 @@ class WindowReader:
         return new
 
     def start_mirror(self) -> None:
-        """Start to fetch all shards in idle time, for sources whose cache has room for them."""
+        """Start fetching all shards in idle time, for sources whose cache has room for them."""
         for source in self.sources:
             if source.is_remote:
                 source.files.start_mirror()
 
     def check_sizes(self) -> None:
-        """Compare the sizes of files that the start has not compared, in the background."""
+        """In the background, check the file sizes that were not checked at the start."""
         for source in self.sources:
             source.files.check_sizes()
 
     def _require_ids(self, shards: np.ndarray, starts: np.ndarray) -> None:
-        """Compare the ids of windows that are in one shard each with their source's vocabulary."""
+        """Compare the ids of windows, each within one shard, with their source's vocabulary."""
         for shard, start in zip(shards.tolist(), starts.tolist(), strict=True):
             files = self.sources[self._owners[shard]].files
             if not files.is_remote:
                 files.require_ids(int(self._numbers[shard]), start, start + self.seq_len + 1)
 
     def prefetch(self, shards: np.ndarray, offsets: np.ndarray) -> list[Any]:
-        """Start to read located windows.
+        """Start reading located windows.
 
         Returns:
-            The fetches from stores; their blocks stay in memory while these are held.
+            The fetches from stores, whose blocks stay in memory as long as these objects exist.
         """
         wants = [source.files.wants_prefetch for source in self.sources]
         if not any(wants):
@@ -110,7 +110,7 @@ class WindowReader:
         for owner, number, start, end in zip(owners, numbers, starts.tolist(), ends, strict=True):
             if wants[owner]:
                 ranges.setdefault(owner, []).append((number, start, end))
-        for place in np.flatnonzero(stops > sizes).tolist():  # windows that cross into next shards
+        for place in np.flatnonzero(stops > sizes).tolist():  # windows that span several shards
             source = self.sources[owners[place]]
             start = int(source.starts[numbers[place] + 1])
             if wants[owners[place]]:
@@ -125,7 +125,7 @@ class WindowReader:
         """Return the ids of located windows, (..., seq_len + 1) of `dtype`.
 
         Raises:
-            ShardReadError: a block is damaged, or a store does not deliver it.
+            ShardReadError: a block is damaged, or cannot be fetched from its store.
         """
         length = self.seq_len + 1
         tokens = np.empty((shards.size, length), self.dtype)
@@ -142,7 +142,7 @@ class WindowReader:
         ):
             if inside:
                 row[:] = ids[owner](number, start, start + length, False)
-            else:  # the window crosses into the next shard
+            else:  # the window extends into the next shard
                 source = self.sources[owner]
                 source.read(int(source.starts[number]) + start, row)
         if tokens.size and tokens.max() >= self._smallest_vocabulary:
@@ -151,9 +151,9 @@ class WindowReader:
 
 
 class PackedReader:
-    """Reads rows of packed documents of several sources; same interface as `WindowReader`.
+    """Reads rows of packed documents from several sources; same interface as `WindowReader`.
 
-    Packed sources are local; the packing indices are all for one `seq_len`.
+    Packed sources are local, and all packing indices have the same `seq_len`.
     """
 
     is_remote = False
@@ -171,19 +171,19 @@ class PackedReader:
         return sources, windows
 
     def traffic(self) -> Counter[str]:
-        """Return nothing: there is no traffic with stores."""
+        """Return no counts: there is no traffic with stores."""
         return Counter()
 
     def start_mirror(self) -> None:
         """Do nothing: there is no store to mirror."""
 
     def check_sizes(self) -> None:
-        """Compare the sizes of files that the start has not compared, in the background."""
+        """In the background, check the file sizes that were not checked at the start."""
         for source in self.sources:
             source.files.check_sizes()
 
     def prefetch(self, sources: np.ndarray, rows: np.ndarray) -> list[Any]:
-        """Start to read rows, as `WindowReader.prefetch`."""
+        """Start reading rows, as `WindowReader.prefetch` does."""
         for number, row in zip(sources.ravel().tolist(), rows.ravel().tolist(), strict=True):
             if self.sources[number].files.wants_prefetch:
                 for start, length in zip(*self.packings[number].pieces(row), strict=True):

@@ -1,10 +1,10 @@
 """Turns windows of token ids into micro-batches, reading ahead. Independent of their order.
 
 A window is `seq_len` + 1 ids of one source: a slice of its concatenated documents or, with packing,
-the documents of one row, padded with EOS ids. A subclass of `WindowStream` decides which windows
-come in which order: `TokenStream` for training, `ValidationStream` for validation.
+the documents of one row, padded with EOS ids. Subclasses of `WindowStream` choose the windows and
+their order: `TokenStream` for training, `ValidationStream` for validation.
 
-Legend: C micro-batches, M rows in each, T tokens in a row (`seq_len`).
+Legend: C micro-batches, M rows per micro-batch, T tokens per row (`seq_len`).
 """
 
 import itertools
@@ -23,21 +23,21 @@ from zerolm.data.window_readers import PackedReader, WindowReader
 from zerolm.model.loss import IGNORED
 from zerolm.shards.reader import Source
 
-# Rows placed by one call of the order, which lowers the cost per row from 30 us to 0.2 us.
+# Rows located by one call of the order, which lowers the cost per row from 30 us to 0.2 us.
 PLACED_SEQUENCES = 8192
 # Read-ahead for shards in a store. Most requests are for one block, so 512 take 32 MiB of memory.
-# Cached groups need no request, so their number is limited too: looking them up costs time.
+# Cached groups need no request, so their number is also limited, since looking them up takes time.
 AHEAD_REQUESTS, AHEAD_GROUPS = 512, 32
 LOCAL_AHEAD_GROUPS = (
-    4  # of some 50 windows each: enough for a queue in the disk, little for the end
+    4  # of about 50 windows each: enough to fill the disk's queue, few to discard at the end
 )
-READ_BYTES = 1 << 18  # read at a time in the training process: a few micro-batches, in CPU cache
+READ_BYTES = 1 << 18  # read at a time in the training process; fits in the CPU cache
 
 Batch = dict[str, torch.Tensor]
 
 
 class Rows(NamedTuple):
-    """Sources and windows of the rows of micro-batches; (C, M) int64 each."""
+    """The source and window of each row in micro-batches; (C, M) int64 each."""
 
     sequence_ids: np.ndarray  # -1: padding, without loss
     sources: np.ndarray
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 
 class Located(NamedTuple):
-    """Locations in the shards of micro-batches that are read together; (C, M) int64 each."""
+    """Shard locations of the rows in micro-batches that are read together; (C, M) int64 each."""
 
     shards: np.ndarray
     offsets: np.ndarray
@@ -54,7 +54,7 @@ class Located(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Tokens of micro-batches, as read from the shards and sent by loader workers."""
+    """The tokens of micro-batches, as read from the shards and sent by loader workers."""
 
     tokens: np.ndarray  # (C, M, T + 1), in the dtype of the shards
     sequence_ids: np.ndarray  # (C, M) int64
@@ -76,13 +76,13 @@ class WindowStream(IterableDataset):
         boundaries    (D + 1,) int32, only with document_mask: where each of the D documents starts
                       in the concatenated rows, and the number of tokens
 
-    A document ends with the EOS id of its source. With document_mask, and in a packed row, that id
-    has no target, because another document follows. The padding of a packed row has no targets
-    either: it consists of EOS ids, each a document of its own. The tensors are contiguous and share
+    A document ends with its source's EOS id. With document_mask, and in packed rows, that id has no
+    target, because another document follows. The padding of a packed row has no targets either: it
+    consists of EOS ids, each of which is a separate document. The tensors are contiguous and share
     no memory.
     """
 
-    reads_all_data = False  # whether all shards are read in the long run, so that mirroring pays
+    reads_all_data = False  # whether all shards are eventually read, so mirroring pays off
 
     def __init__(
         self,
@@ -105,32 +105,32 @@ class WindowStream(IterableDataset):
         self.micro_batch_size = micro_batch_size
         self.rank, self.world_size = rank, world_size
         self.document_mask = document_mask
-        self.traffic: Counter[str] = Counter()  # with stores, of this process and its workers
+        self.traffic: Counter[str] = Counter()  # with stores, from this process and its workers
 
     def micro_batch_starts(self) -> Iterator[int]:
         """Yield the first sequence number of each micro-batch of this rank."""
         raise NotImplementedError
 
     def find_rows(self, sequence_ids: np.ndarray) -> Rows:
-        """Return the rows with some sequence numbers, (C, M) int64."""
+        """Return the rows for sequence numbers, (C, M) int64."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
-        # A plain DataLoader asks its workers in turn for one micro-batch each.
+        # A plain DataLoader requests one micro-batch from each worker in turn.
         group = 1 if worker else self.num_micro_batches_within(READ_BYTES)
         return self.batches(self.read_groups(group))
 
     def num_micro_batches_within(self, size_bytes: int) -> int:
-        """Return the number of micro-batches that fit into a size, at least one."""
+        """Return the number of micro-batches that fit in a byte size, at least one."""
         row_bytes = (self.reader.seq_len + 1) * self.reader.dtype.itemsize
         return max(1, size_bytes // (row_bytes * self.micro_batch_size))
 
     def read_groups(self, group: int) -> Iterator[Tokens]:
-        """Yield the tokens of `group` micro-batches (C) at a time; the last may have fewer.
+        """Yield the tokens of `group` micro-batches (C) at a time; the last group may have fewer.
 
-        Worker w of k yields groups w, w + k, w + 2k, ..., so a loader that asks its workers in turn
-        gets all groups in order.
+        Worker w of k yields groups w, w + k, w + 2k, ..., so a loader that reads from its workers
+        in turn gets all groups in order.
         """
         located = self._locate_groups(group)
         if get_worker_info() is None:
@@ -145,11 +145,11 @@ class WindowStream(IterableDataset):
         if self.reads_all_data:
             reader.start_mirror()
             worker = get_worker_info()
-            if self.rank == 0 and (worker is None or worker.id == 0):  # one process of the run
+            if self.rank == 0 and (worker is None or worker.id == 0):  # only one process of the run
                 reader.check_sizes()
         waiting: deque[tuple[Located, list[Any]]] = deque()
         num_requests = 0
-        # Local disks respond at once, so there the first batch does not wait for further requests.
+        # Local disks respond at once, so the first batch need not wait for further requests there.
         most = AHEAD_GROUPS if reader.is_remote else LOCAL_AHEAD_GROUPS
         groups = AHEAD_GROUPS if reader.is_remote else 0
         for part in located:
@@ -162,7 +162,7 @@ class WindowStream(IterableDataset):
                 groups = min(groups + 1, most)
                 yield part
         while waiting:
-            part, fetches = waiting.popleft()  # `fetches` keeps the blocks while the part is read
+            part, fetches = waiting.popleft()  # `fetches` keeps the blocks while `part` is read
             yield part
 
     def _locate_groups(self, group: int) -> Iterator[Located]:
@@ -188,7 +188,7 @@ class WindowStream(IterableDataset):
             yield Located(shards[part], offsets[part], rows.sequence_ids[part], rows.sources[part])
 
     def batches(self, groups: Iterable[Tokens], pin_memory: bool = False) -> Iterator[Batch]:
-        """Yield the batches of groups that were read in this process or by a worker."""
+        """Yield the batches in groups that this process or a worker has read."""
         for *group, traffic in groups:
             if traffic:
                 self.traffic += traffic
@@ -213,13 +213,13 @@ class WindowStream(IterableDataset):
             batch["position_ids"] = make(positions)
             batch["document_ids"] = make(documents)
             batch["boundaries"] = make(boundaries, torch.int32)
-        if sequence_ids[-1] < 0:  # padding rows come last
+        if sequence_ids[-1] < 0:  # padding rows are last
             batch["targets"][batch["sequence_ids"] < 0] = IGNORED
         return batch
 
 
 def _split_first(located: Iterator[Located]) -> Iterator[Located]:
-    """Yield the same groups, but the first micro-batch by itself, so that it is ready sooner."""
+    """Yield the same groups, but with the first micro-batch separate, so it is ready sooner."""
     for part in itertools.islice(located, 1):
         yield Located(*(each[:1] for each in part))
         if len(part.shards) > 1:
@@ -228,7 +228,7 @@ def _split_first(located: Iterator[Located]) -> Iterator[Located]:
 
 
 def number_documents(is_last: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return where the documents of some rows are.
+    """Return the positions and boundaries of the documents in rows.
 
     Args:
         is_last: (M, T) bool, true at the last token of each document.

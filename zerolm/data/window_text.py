@@ -1,7 +1,7 @@
-"""Windows of token shards as text, split by document, for people who inspect data.
+"""Windows of token shards as text, split by document, for inspection by people.
 
-Decodes with the copy of the tokenizer beside the shards. Independent of runs; `Order` decides which
-window a sequence is.
+Decodes with the tokenizer copy next to the shards. Independent of runs; `Order` maps sequences to
+windows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +24,10 @@ class DocumentSpan(NamedTuple):
     """The tokens of a window that belong to one document.
 
     Attributes:
-        document: number in the source, from 0.
+        document: number of the document in the source, from 0.
         start: first token, counted from the start of the document.
-        stop: end of the span, counted likewise.
-        length: tokens in the document, including its EOS.
+        stop: end of the span, counted from the same place.
+        length: number of tokens in the document, including its EOS.
     """
 
     document: int
@@ -93,7 +93,7 @@ def _spans_in_shard(source: Source, number: int, start: int, stop: int) -> Itera
 
 
 def render_window(source: Source, spans: Sequence[DocumentSpan], decode: Decoder) -> Iterator[str]:
-    """Yield the lines that show a window: the place, origin and text of each document in it."""
+    """Yield lines that show a window: the extent, origin and text of each document in it."""
     for span in spans:
         extent = f"tokens {span.start:,} to {span.stop:,} of {span.length:,}"
         if span.start == 0 and span.stop == span.length:
@@ -105,7 +105,7 @@ def render_window(source: Source, spans: Sequence[DocumentSpan], decode: Decoder
 
 
 def source_decoder(source: Source) -> Decoder:
-    """Return the function that decodes a source's ids, from the tokenizer beside its shards.
+    """Return a function that decodes a source's ids with the tokenizer next to its shards.
 
     Raises:
         ConfigError: there is no tokenizer, or it cannot be loaded.
@@ -113,8 +113,8 @@ def source_decoder(source: Source) -> Decoder:
     copy = source.tokenizer_directory()
     if not copy.is_dir():
         raise ConfigError(
-            f"{copy}: no such directory, so ids cannot be shown as text. Put the tokenizer there "
-            f"that made the shards."
+            f"{copy}: no such directory, so ids cannot be shown as text. Copy the tokenizer of the "
+            "shards to it."
         )
     return load_decoder(copy)
 

@@ -1,5 +1,5 @@
 """The ranks of a run: their devices, process group, collective operations and parallel layout.
 
-Must not depend on the model, the data or the training loop. Modules import torch lazily where
-preflight imports them.
+Must not depend on the model, the data or the training loop. Modules that preflight uses import
+torch lazily.
 """

@@ -13,7 +13,7 @@ from zerolm.common.values import printable
 
 
 def print_safely(*values: object) -> None:
-    """Print without secrets and control characters, and ignore output errors.
+    """Print without secrets or control characters, and ignore output errors.
 
     A closed terminal or a full disk must not end a run.
     """
@@ -31,12 +31,12 @@ def barrier() -> None:
     """Wait for every rank. Every rank must call this."""
     import torch
 
-    if torch.distributed.get_world_size() > 1:  # torch would warn of a group without a device
+    if torch.distributed.get_world_size() > 1:  # torch would warn about a group without a device
         torch.distributed.barrier()
 
 
 def print_communication_table() -> None:
-    """Print what DeepSpeed's `comms_logger` has collected, on rank 0. Every rank must call this."""
+    """Print the table of DeepSpeed's `comms_logger` on rank 0. Every rank must call this."""
     import deepspeed.comm
 
     deepspeed.comm.log_summary()
@@ -48,7 +48,7 @@ def require_on_all_ranks(condition: bool, problem: str) -> None:
     Every rank must call this.
 
     Args:
-        problem: the message of this rank, used if its condition is false.
+        problem: this rank's message, used if its condition is false.
     """
     reported = gather_objects(None if condition else f"{problem} (on {socket.gethostname()})")
     problems = list(dict.fromkeys(line for line in reported if line is not None))
@@ -57,7 +57,7 @@ def require_on_all_ranks(condition: bool, problem: str) -> None:
 
 
 def require_same_on_all_ranks(value: Any, problem: str) -> None:
-    """Raise a ConfigError on every rank unless all have rank 0's `value`. All ranks call this."""
+    """Raise a ConfigError on every rank unless all pass the same `value`. All ranks call this."""
     require_on_all_ranks(value == broadcast_object(value), problem)
 
 
@@ -71,7 +71,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def gather_on_rank0(value: Any) -> list[Any] | None:
-    """Return every rank's `value` on rank 0, None on the others. Every rank must call this."""
+    """Return every rank's `value` on rank 0, and None on other ranks. Every rank must call this."""
     import torch
 
     first = torch.distributed.get_rank() == 0

@@ -1,6 +1,6 @@
 """The device of a rank: its kind, name and memory, and whether it multiplies bf16 natively.
 
-torch and DeepSpeed are imported where they are needed.
+torch and DeepSpeed are imported only where they are needed.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ from typing import NamedTuple
 
 from zerolm.common.errors import ConfigError
 
-CPU = "cpu"  # kind of the device of a rank without an accelerator, and --hardware for it
-ABSENT = "absent"  # kind of devices that are not on this machine
-# A CPU whose bf16 products take longer than this, relative to float32, emulates them: measured
-# ratios are 20 to 200 with AVX2, about 3 with AVX-512 only, and at most 1 with AVX512-BF16 or AMX.
+CPU = "cpu"  # device kind of a rank without an accelerator, also a value of --hardware
+ABSENT = "absent"  # kind of a device that this machine does not have
+# A CPU whose bf16 products take longer than this, relative to float32, emulates bf16. Measured
+# ratios are 20 to 200 with AVX2, about 3 with only AVX-512, and at most 1 with AVX512-BF16 or AMX.
 EMULATED_RATIO = 1.7
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = {"amx_bf16", "avx512_bf16"}
 ISA_LIMITS = {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"}
-NATIVE_CAPABILITY = (8, 0)  # of NVIDIA GPUs; torch emulates bf16 on older ones
+NATIVE_CAPABILITY = (8, 0)  # of NVIDIA GPUs; on older ones, torch emulates bf16
 
 
 class Device(NamedTuple):
-    """The accelerator of this rank.
+    """This rank's accelerator.
 
     Attributes:
         kind: DeepSpeed's name (`cpu`, `cuda`, ...); `absent` if this machine has no such device.
-        memory_bytes: total, not free: free memory differs between ranks, which must all make the
-            same plan. None on a CPU.
-        supports_bf16: whether it can compute in bf16, natively or emulated.
-        name: the model, as the driver or the kernel reports it.
-        lacks_bf16: why it has no native bf16; empty if it has.
-        bf16_ratio: time of a bf16 product, relative to float32; only where bf16 is not native.
+        memory_bytes: total memory; None on a CPU. Free memory would differ between ranks, which
+            must all make the same plan.
+        supports_bf16: whether it can compute in bf16, natively or by emulation.
+        name: the model name that the driver or the kernel reports.
+        lacks_bf16: why it has no native bf16; empty if it does.
+        bf16_ratio: time of a bf16 product relative to float32; set only if bf16 is not native.
     """
 
     kind: str
@@ -51,15 +51,15 @@ class Device(NamedTuple):
         return self.kind != CPU
 
 
-NO_DEVICE = Device(CPU, None, True)  # after a problem that prevents the detection
+NO_DEVICE = Device(CPU, None, True)  # after a problem that prevented detection
 
 
 def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
-    """Return the device of this rank.
+    """Return this rank's device.
 
     Args:
         environment: the launcher's variables.
-        problems: a line is added if the requested device is missing.
+        problems: receives a line if the requested device is missing.
     """
     if environment.get("DS_ACCELERATOR") == "cuda":
         import torch
@@ -67,10 +67,10 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
         if not torch.cuda.is_available():
             problems.append(
                 "environment: DS_ACCELERATOR: cuda, but torch finds no CUDA device. Unset it, or "
-                "install a driver and a torch build for CUDA."
+                "install a CUDA driver and a CUDA build of torch."
             )
             return NO_DEVICE
-    logging.disable(logging.WARNING)  # it warns that this is a CPU, which the plan prints anyway
+    logging.disable(logging.WARNING)  # warns about a CPU, which the plan prints anyway
     try:
         from deepspeed.accelerator import get_accelerator
 
@@ -94,7 +94,7 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
         supported = bool(accelerator.is_bf16_supported())
         if kind == "cuda":
             return _cuda(local_rank, memory, supported)
-    except RuntimeError as error:  # the driver's library counts devices that CUDA cannot use
+    except RuntimeError as error:  # the driver's library also counts devices that CUDA cannot use
         problems.append(f"environment: {kind}: {_unusable(error)}")
         return Device(kind, None, True)
     lacks = "" if supported else "does not support bf16"
@@ -102,7 +102,7 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
 
 
 def this_cpu() -> Device:
-    """Return the CPU of this machine, whose bf16 products may be timed."""
+    """Return this machine's CPU; may time bf16 products."""
     ratio = bf16_ratio(CPU)
     lacks = f"multiplies bf16 {ratio:.3g} times slower than float32"
     return Device(CPU, None, True, cpu_name(), lacks if ratio > EMULATED_RATIO else "", ratio)
@@ -122,9 +122,10 @@ def _cuda(index: int, memory_bytes: int, supported: bool) -> Device:
 
 
 def gpu_library_versions() -> dict[str, str]:
-    """Return the versions of CUDA's libraries that torch uses here; empty without a GPU.
+    """Return the versions of the CUDA libraries that torch uses here; empty without a GPU.
 
-    They choose kernels: cuDNN chooses one for scaled dot-product attention, for example.
+    These libraries choose kernels; cuDNN, for example, chooses one for scaled dot-product
+    attention.
     """
     import torch
 
@@ -139,7 +140,7 @@ def gpu_library_versions() -> dict[str, str]:
 
 
 def driver_version() -> dict[str, str]:
-    """Return {"NVIDIA driver": its version}; empty without one."""
+    """Return {"NVIDIA driver": version}; empty if there is no driver."""
     with contextlib.suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
         if found := re.search(r"Kernel Module\D* (\d[\d.]+)", text):
@@ -154,13 +155,13 @@ def _unusable(error: Exception) -> str:
     reason = str(error).partition("\n")[0].rstrip(".")
     return (
         f"cannot be used: {reason}. Compare nvidia-smi with torch, built for CUDA "
-        f"{torch.version.cuda}: update the driver or install another build, and see that every "
-        f"device is healthy."
+        f"{torch.version.cuda}: update the driver or install another build, and check that every "
+        "device is healthy."
     )
 
 
 def _multiplies_bf16() -> bool:
-    """Return whether this CPU has instructions for bf16, and no variable switches them off."""
+    """Return whether this CPU has bf16 instructions, and no environment variable disables them."""
     if ISA_LIMITS & os.environ.keys():
         return False
     try:
@@ -171,7 +172,7 @@ def _multiplies_bf16() -> bool:
 
 
 def cpu_name() -> str:
-    """Return the model name of this CPU, or its architecture if the kernel does not name it."""
+    """Return this CPU's model name, or its architecture if the kernel does not report a name."""
     try:
         lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -181,12 +182,12 @@ def cpu_name() -> str:
 
 
 def bf16_ratio(device: str) -> float:
-    """Return the time of a matrix product in bf16, relative to float32, on a torch device.
+    """Return the time of a bf16 matrix product relative to float32 on a torch device.
 
-    1 on a CPU that has instructions for it, if nothing keeps oneDNN from using them. Otherwise it
-    is measured, in milliseconds: products of width 128, on a GPU of width 2,048. A CPU uses one
-    thread: while other programs are running, two threads wait for each other, and half of 20 ratios
-    on a CPU that emulates bf16 were below 1.
+    The ratio is 1 on a CPU with bf16 instructions that oneDNN may use. Otherwise it is measured
+    within milliseconds, with products of width 128, or 2,048 on a GPU. On a CPU, the measurement
+    uses a single thread: with two threads, which wait for each other while other programs are
+    running, half of 20 ratios were below 1 on a CPU that emulates bf16.
     """
     import torch
 
@@ -200,7 +201,7 @@ def bf16_ratio(device: str) -> float:
     seconds = dict.fromkeys(operands, float("inf"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for _ in range(6):  # the first product of each precision prepares it
+    for _ in range(6):  # the first product in each precision is a warm-up
         for dtype, operand in operands.items():
             start = time.perf_counter()
             (operand @ operand)[0, 0].item()  # item() waits for the device
@@ -210,10 +211,10 @@ def bf16_ratio(device: str) -> float:
 
 
 def inference_device(requested: str | None) -> str:
-    """Return the torch device for a command that runs a model in one process.
+    """Return the torch device for a command that runs a model in a single process.
 
     Args:
-        requested: None for a GPU if there is one.
+        requested: device name; None selects a GPU if there is one.
     """
     import torch
 

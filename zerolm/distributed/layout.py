@@ -1,4 +1,4 @@
-"""The parallel layout: which ranks share a sequence, and which part of it each rank has.
+"""The parallel layout: which ranks share a sequence, and which part of it each rank processes.
 
     replica    the ranks that share one sequence of the batch; replicas train on other sequences
     tensor     inside a replica each rank has a slice of every large matrix, and all of the sequence
@@ -6,10 +6,10 @@
     shards     ZeRO shards optimizer states over all ranks with the same weights, or over groups of
                neighbours, each of which has a copy of all states
 
-The ranks of a replica are neighbours: rank r is number r % size of replica r // size, as in
+The ranks of a replica are consecutive: rank r is number r % size in replica r // size, as in
 DeepSpeed's own groups (`_init_tp_mesh_device`, `initialize_sequence_parallel`, 0.19.8). Without
-tensor or sequence parallelism a replica is one rank. Pure arithmetic; the rules on which forms work
-with what are in `zerolm.ds_config.parallel_rules`.
+tensor or sequence parallelism, a replica is one rank. Pure arithmetic;
+`zerolm.ds_config.parallel_rules` contains the rules for combinations.
 """
 
 from typing import NamedTuple
@@ -19,12 +19,12 @@ class Layout(NamedTuple):
     """The number of ranks, and how many of them share a sequence.
 
     Attributes:
-        tensor: degree of tensor parallelism: ranks over which the matrices of a replica are
+        tensor: degree of tensor parallelism: number of ranks over which a replica's matrices are
             sharded.
-        sequence: degree of sequence parallelism: ranks over which the sequences of a replica are
-            sharded.
+        sequence: degree of sequence parallelism: number of ranks over which a replica's sequences
+            are sharded.
         partitions_weights: whether weights are partitioned over ranks (ZeRO-3).
-        shard_within: number of ranks in a group with all optimizer states; 0: all ranks.
+        shard_within: number of ranks in each group that holds all optimizer states; 0: all ranks.
     """
 
     world_size: int
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Number of groups that have all optimizer states, each with the same values."""
+        """Number of groups that each hold a copy of all optimizer states."""
         return self.world_size // self.shard_within if self.shard_within else 1
 
     @property
@@ -50,16 +50,16 @@ class Layout(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """Number of replicas, over which the sequences of a batch are divided."""
+        """Number of replicas over which the sequences of a batch are divided."""
         return self.world_size // self.replica_size
 
     @property
     def gradient_divisor(self) -> int:
         """The number by which DeepSpeed divides the sum of gradients.
 
-        Stages 1 and 2 divide by the number of replicas (the size of the data-parallel group, or all
-        ranks over the degree). Stage 3 ignores sequence parallelism and divides by all ranks
-        (`reduce_scatter_coalesced`).
+        Stages 1 and 2 divide by the number of replicas (the size of the data-parallel group, or the
+        number of ranks divided by the degree). Stage 3 ignores sequence parallelism and divides by
+        the number of ranks (`reduce_scatter_coalesced`).
         """
         return self.world_size if self.partitions_weights else self.replicas
 
@@ -68,29 +68,30 @@ class Layout(NamedTuple):
         return rank // self.replica_size
 
     def rank_in_replica(self, rank: int) -> int:
-        """Return the number of a rank inside its replica."""
+        """Return a rank's index inside its replica."""
         return rank % self.replica_size
 
     def contributes(self, rank: int) -> bool:
         """Return whether a rank's sums are added to the totals over ranks.
 
-        Tensor-parallel ranks of a replica see the same tokens, so only the first of them does.
+        Tensor-parallel ranks of a replica process the same tokens, so only the first one's sums
+        count.
         """
         return self.tensor == 1 or self.rank_in_replica(rank) == 0
 
     def training_shard(self, rank: int) -> tuple[int, int]:
-        """Return (index, number of shards) of a rank's sequences of the training data."""
+        """Return (index, number of shards) for a rank's share of the training sequences."""
         return self.replica_of(rank), self.replicas
 
     def evaluation_shard(self, rank: int) -> tuple[int, int]:
-        """Return (index, number of shards) of a rank's sequences of the evaluation data.
+        """Return (index, number of shards) for a rank's share of the evaluation sequences.
 
-        Evaluation does not shard sequences: sequence-parallel ranks have different ones.
+        Evaluation does not shard sequences: sequence-parallel ranks process different sequences.
         """
         return self.training_shard(rank) if self.tensor > 1 else (rank, self.world_size)
 
     def describe(self) -> str:
-        """Return the layout for display next to the number of devices, empty if data parallel."""
+        """Return the layout to show next to the device count; empty for plain data parallelism."""
         if self.shard_within:
             return f"{self.copies} groups of {self.shards} with all optimizer states"
         if self.replica_size == 1:

@@ -1,4 +1,4 @@
-"""The life of a rank's process group: rendezvous of all hosts, creation, destruction, exit.
+"""The life cycle of a rank's process group: rendezvous of all hosts, creation, destruction, exit.
 
 Preflight runs before torch is loaded, so torch is imported inside the functions that need it.
 """
@@ -21,14 +21,14 @@ from zerolm.distributed import collectives, ranks
 from zerolm.engine import shared_memory
 
 REFUSAL_DELAY_SECONDS = 20
-# torch's own timeout for a process group; rank 0 may first download a run to restore.
+# torch's own timeout for process groups; rank 0 may first download a run to restore.
 RENDEZVOUS_TIMEOUT_SECONDS = 1800
 DEPARTURE_TIMEOUT_SECONDS = 30
-# The watchdog ends a run that hangs, and names the rank. NCCL's timeout, by default 10 minutes like
-# --hang_timeout, aborts all ranks, so it must not come first.
+# The watchdog ends a hanging run and names the rank. NCCL's timeout, 10 minutes by default like
+# --hang_timeout, aborts all ranks, so it must not expire first.
 GROUP_TIMEOUT = timedelta(days=1)
-_first_rank: tuple[str, processes.Process | None] | None = None  # machine and process of rank 0
-_stores: list[Any] = []  # the TCP store shared by all ranks, then one prefix of it per rendezvous
+_first_rank: tuple[str, processes.Process | None] | None = None  # rank 0's machine and process
+_stores: list[Any] = []  # the TCP store shared by all ranks, then one prefix store per rendezvous
 
 
 def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -42,16 +42,16 @@ def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, 
 
 
 class SharedConfigError(ConfigError):
-    """A configuration error that every rank of every host raises."""
+    """A configuration error that every rank on every host raises."""
 
 
 def report_config_error(error: ConfigError, rank: int, local_rank: int) -> int:
     """Print a configuration error once per run and return its exit code.
 
-    Call it only before the process group exists. The launcher kills all ranks of a host as soon as
-    one of them exits, so rank 0 prints and exits at once while the others wait. A problem of all
-    ranks is thus printed once; a problem of another rank alone is printed after its wait. Ranks of
-    other hosts learn of it in `rendezvous`, because no launcher would stop them.
+    Call this only before the process group exists. The launcher kills all ranks on a host as soon
+    as one of them exits, so rank 0 prints and exits at once, while other ranks wait. So a problem
+    that all ranks have is printed once; one that only another rank has is printed after that rank's
+    wait. Ranks on other hosts are notified in `rendezvous`, because no launcher would stop them.
     """
     if not isinstance(error, SharedConfigError):
         try:
@@ -72,15 +72,15 @@ def report_config_error(error: ConfigError, rank: int, local_rank: int) -> int:
 
 
 def rendezvous(problems: Sequence[str] = ()) -> None:
-    """Wait for the ranks of all hosts; if any rank has a problem, raise the same error on all.
+    """Wait for the ranks on all hosts; if any rank has a problem, raise the same error on all.
 
-    A rank that exited alone would leave the ranks of other hosts waiting, because a launcher stops
-    only the ranks of its own host. Every rank must call this equally often; with one host it does
-    nothing. The process group is later created over the same store, so its port is never released
-    in between. `problems` are this rank's.
+    If one rank exited alone, ranks on other hosts would keep waiting, because a launcher stops only
+    the ranks on its own host. Every rank must call this equally often; on a single host it does
+    nothing. The process group is later created over the same store, so the store's port is never
+    released in between. `problems` are those of this rank.
 
     Raises:
-        SharedConfigError: on every rank, if any rank has problems or does not arrive in time.
+        SharedConfigError: on every rank, if any rank has a problem or does not arrive in time.
     """
     rank, _, world_size = environment_rank()
     if not _stores and machine.num_hosts(os.environ) == 1:
@@ -121,7 +121,7 @@ def rendezvous(problems: Sequence[str] = ()) -> None:
     while store.add("left", int(rank != 0)) < world_size - 1 and rank == 0:
         if time.monotonic() > deadline:
             break
-        time.sleep(0.05)  # rank 0 hosts the store, so it must leave last
+        time.sleep(0.05)  # rank 0 hosts the store, so it must exit last
     raise SharedConfigError(
         [f"{line} (on {', '.join(dict.fromkeys(hosts))})" for line, hosts in hosts_of.items()]
     )
@@ -154,7 +154,7 @@ def init() -> tuple[int, int, Any]:
     else:
         device = torch.device(accelerator.device_name(local_rank))
         accelerator.set_device(local_rank)
-    # DeepSpeed creates further groups without a timeout: they take these.
+    # DeepSpeed creates further groups without a timeout, which use these defaults.
     distributed_c10d.default_pg_timeout = GROUP_TIMEOUT
     distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     deepspeed.init_distributed(timeout=GROUP_TIMEOUT, verbose=False)
@@ -167,10 +167,10 @@ def init() -> tuple[int, int, Any]:
 
 
 def destroy(close: Callable[[], object] = lambda: None) -> None:
-    """Close what uses the process group, and destroy it. Every rank must call this.
+    """Close everything that uses the process group, and destroy it. Every rank must call this.
 
-    The barrier comes first: without it, and without destroying the group, Gloo aborted the
-    interpreter in about 1 run of 20 (DeepSpeed 0.19.8, torch 2.13, 2 ranks on a CPU).
+    Begins with a barrier: without the barrier and without destroying the group, Gloo aborted the
+    interpreter in about 1 of 20 runs (DeepSpeed 0.19.8, torch 2.13, 2 ranks on a CPU).
     """
     import torch
 
@@ -178,12 +178,12 @@ def destroy(close: Callable[[], object] = lambda: None) -> None:
         return
     collectives.barrier()
     close()
-    with contextlib.suppress(ValueError):  # DeepSpeed's engine may have destroyed its groups itself
+    with contextlib.suppress(ValueError):  # DeepSpeed's engine may have destroyed its groups
         torch.distributed.destroy_process_group()
 
 
 def waits_for_rank0() -> bool:
-    """Return whether this is another rank on the machine of rank 0, which has not ended yet."""
+    """Return whether this is another rank on rank 0's machine, and rank 0 is still running."""
     machine_of_rank0, process = _first_rank or ("", None)
     if process is None or process.pid == os.getpid() or machine_of_rank0 != processes.machine_id():
         return False
@@ -195,7 +195,7 @@ def exit_process(code: int) -> NoReturn:
 
     During teardown, Gloo threads that DeepSpeed's groups keep alive may still need the interpreter.
     C++ then aborts the process: "terminate called without an active exception", exit code -6 after
-    a completed run (about 1 launch of 100, torch 2.13).
+    a completed run (about 1 of 100 launches, torch 2.13).
     """
     atexit._run_exitfuncs()
     flush_output()

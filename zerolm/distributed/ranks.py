@@ -1,8 +1,9 @@
-"""Which rank this process is, by the variables of what has started it.
+"""Determines which rank this process is, from the environment variables of its starter.
 
 DeepSpeed's launcher and torchrun set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-`mpirun` and `srun` have names of their own, also below DeepSpeed's launchers openmpi, mvapich and
-slurm, which add nothing. A rank that did not know them would train alone, beside the others.
+`mpirun` and `srun` use their own names, even under DeepSpeed's launchers openmpi, mvapich and
+slurm, which set no others. Without reading these, each rank would train alone, alongside the
+others.
 """
 
 import re
@@ -13,16 +14,16 @@ from typing import NamedTuple
 from zerolm.engine.launcher_options import DEFAULT_PORT
 
 HOST_SECONDS = 30.0
-# Ports of jobs that may share a host; below Linux's ephemeral ports, which start at 32768.
+# Ports for jobs that may share a host, below Linux's ephemeral ports, which start at 32768.
 FIRST_PORT, NUM_PORTS = 20000, 10000
 TASKS_OF_NODES = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class Starter(NamedTuple):
-    """A program that starts ranks, with the names of its variables.
+    """A program that starts ranks, and the names of its environment variables.
 
     Attributes:
-        identity: a number of the job, the same on all ranks.
+        identity: a job number that is the same on all ranks.
     """
 
     name: str
@@ -47,12 +48,13 @@ SLURM = Starter(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_JOB_ID",
 )  # fmt: skip
-# The first whose variables are complete: mpirun starts its daemons by srun, and srun has PMI too.
+# The first one with complete variables is used: mpirun starts its daemons with srun, and srun also
+# sets PMI variables.
 STARTERS = (OPEN_MPI, MVAPICH, MPICH, CRAY, SLURM)
 
 
 class Ranks(NamedTuple):
-    """A rank among all ranks, and among those of its host."""
+    """The numbers of a rank among all ranks and among those on its host."""
 
     rank: int
     size: int
@@ -61,7 +63,7 @@ class Ranks(NamedTuple):
 
 
 def of_environment(environment: Mapping[str, str]) -> Ranks:
-    """Return which rank this is; a process that nothing has numbered is the only one."""
+    """Return which rank this is; without variables, it is the only one."""
     if "RANK" not in environment and (found := _started(environment)):
         return found[1]
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")
@@ -74,9 +76,9 @@ def of_environment(environment: Mapping[str, str]) -> Ranks:
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:
-    """Set the variables of DeepSpeed's launcher for a rank of `mpirun` or `srun`.
+    """Set the variables of DeepSpeed's launcher for a rank that `mpirun` or `srun` started.
 
-    Call before anything reads them. What is missing then is one of the `problems`.
+    Call this before anything reads them. `problems` then reports what is missing.
     """
     if "RANK" in environment or not (found := _started(environment)):
         return
@@ -97,26 +99,26 @@ def adopt(environment: MutableMapping[str, str]) -> None:
 
 
 def problems(environment: Mapping[str, str]) -> list[str]:
-    """Return why this process cannot be one of the ranks that were started, after `adopt`."""
+    """Return why this process cannot run as one of the started ranks, after `adopt`."""
     found = _started(environment)
     if found is None:
         return _unnumbered(environment)
     starter, ranks = found
     if environment.get("RANK") != str(ranks.rank) or ranks.size == 1:
-        return []  # of a launcher below it
+        return []  # set by a launcher under it
     lines = []
     if ranks.size % ranks.local_size:
         lines.append(
             f"environment: {starter.size}: {ranks.size} ranks, {ranks.local_size} of them on this "
-            f"host. Start as many on each host."
+            "host. Start the same number on each host."
         )
     if "MASTER_ADDR" not in environment:
         how = "-genv MASTER_ADDR HOST -genv MASTER_PORT 29500"
         if starter is OPEN_MPI:
             how = "-x MASTER_ADDR=HOST -x MASTER_PORT=29500"
         lines.append(
-            f"environment: MASTER_ADDR is not set, and {starter.name} does not say which host has "
-            f"rank 0. Set it for all ranks: mpirun {how} (deepspeed: --launcher_args '{how}')."
+            f"environment: MASTER_ADDR is not set, and {starter.name} does not state which host "
+            f"runs rank 0. Set it for all ranks: mpirun {how} (deepspeed: --launcher_args '{how}')."
         )
     if starter is SLURM and ranks.rank == 0 and environment.get("SLURM_NODEID", "0") != "0":
         lines.append(
@@ -127,23 +129,23 @@ def problems(environment: Mapping[str, str]) -> list[str]:
 
 
 def _unnumbered(environment: Mapping[str, str]) -> list[str]:
-    """Return the problem if there seem to be other processes, whose numbers are not known."""
+    """Return the problem if other processes seem to exist, but this one's rank is unknown."""
     if "RANK" in environment:
         return []
     for size in [*(starter.size for starter in STARTERS), "SLURM_NTASKS"]:
         number = environment.get(size, "")
         if number.isdigit() and int(number) > 1:
             return [
-                f"environment: {size}: {number}, but nothing says which of these this process is: "
-                f"each would train alone, in the same --run_dir. Start them with `srun python "
-                f"pretrain.py ...`, with mpirun, or with the job file of `zerolm render "
-                f"slurm`; for a run of one process ask for one task."
+                f"environment: {size}: {number}, but no variable states which of these this "
+                "process is, so each would train alone in the same --run_dir. Start them with "
+                "`srun python pretrain.py ...`, with mpirun, or with the job file of `zerolm "
+                "render slurm`; for a run with one process, request one task."
             ]
     return []
 
 
 def _started(environment: Mapping[str, str]) -> tuple[Starter, Ranks] | None:
-    """Return the starter whose variables are complete, and what they say."""
+    """Return the starter whose variables are complete, and the rank that they state."""
     for starter in STARTERS:
         values = [environment.get(name, "") for name in starter[1:4]]
         local_size = environment.get(starter.local_size, "")
@@ -156,7 +158,7 @@ def _started(environment: Mapping[str, str]) -> tuple[Starter, Ranks] | None:
 
 
 def _tasks_of_node(tasks: str, node: str) -> str:
-    """Return the number of tasks of a node; `tasks` is such as "2(x3),1"."""
+    """Return the number of tasks on a node, from a list such as "2(x3),1"."""
     counts: list[str] = []
     for part in tasks.split(","):
         if match := TASKS_OF_NODES.fullmatch(part):
@@ -165,7 +167,7 @@ def _tasks_of_node(tasks: str, node: str) -> str:
 
 
 def _first_host(nodes: str) -> str | None:
-    """Return the first host of a list as Slurm writes it, such as "node[1-3]"."""
+    """Return the first host in a Slurm host list such as "node[1-3]"."""
     try:
         shown = subprocess.run(
             ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True,

@@ -1,9 +1,10 @@
-"""Hosts that are slower than the others, by the time that their ranks spend by themselves.
+"""Finds hosts that are slower than the others, by the time that their ranks spend not waiting.
 
-Training goes at the pace of its slowest rank. At each report the ranks share the time per step in
-which they wait for no other rank (`Stopwatch.own_seconds`): one small sum, after the device has
-finished anyway. A host is slow if its slowest rank needs a tenth more than the median of the other
-hosts: in the median of the reports of the last three minutes, at least five.
+Training is as fast as its slowest rank. At each report, the ranks share the time per step in which
+they do not wait for other ranks (`Stopwatch.own_seconds`), by one small sum when the device is idle
+anyway. A host is slow if its slowest rank needs a tenth more time than the median of the other
+hosts. This is decided by the median over the last three minutes' reports, of which there must be at
+least five.
 """
 
 import socket
@@ -16,8 +17,8 @@ import torch
 
 from zerolm.distributed.collectives import gather_objects
 
-SLOWER = 1.1  # times the median of the other hosts
-SECONDS, REPORTS = 180.0, 5  # of which the median is taken, and how many reports they must have
+SLOWER = 1.1  # relative to the median of the other hosts
+SECONDS, REPORTS = 180.0, 5  # span of the median, and the minimum number of reports in it
 
 
 class SlowHosts:
@@ -25,15 +26,15 @@ class SlowHosts:
 
     def __init__(self) -> None:
         self._hosts: list[str] = []  # by rank
-        self._ratios: dict[str, float] = {}  # of the last report, by host
+        self._ratios: dict[str, float] = {}  # from the last report, by host
         self._recent: dict[str, deque[tuple[float, float]]] = {}  # {host: (time, ratio)}
         self._slow: set[str] = set()
 
     def row(self, own_seconds: float, device: torch.device) -> dict[str, float]:
-        """Return the `throughput/` metrics that compare ranks; none with a single rank.
+        """Return the `throughput/` metrics that compare ranks; empty for a single rank.
 
         Args:
-            own_seconds: the result of `Stopwatch.own_seconds`.
+            own_seconds: result of `Stopwatch.own_seconds`.
         """
         world_size = torch.distributed.get_world_size()
         if world_size == 1:
@@ -56,10 +57,10 @@ class SlowHosts:
         }
 
     def events(self, now: float) -> list[dict[str, Any]]:
-        """Return what has changed with the last report, as fields of `slow_host` events.
+        """Return what changed with the last report, as fields of `slow_host` events.
 
         Args:
-            now: seconds by a clock that is never set.
+            now: seconds on a monotonic clock.
         """
         found = []
         for host, ratio in self._ratios.items():
@@ -81,7 +82,7 @@ class SlowHosts:
 def host_ratios(hosts: Sequence[str], seconds: Sequence[float]) -> dict[str, float]:
     """Return {host: time of its slowest rank, relative to the median of the other hosts}.
 
-    Empty on a single host, or if others need no time of their own.
+    Empty with a single host, or if the other hosts spend no time of their own.
 
     Args:
         hosts, seconds: by rank.

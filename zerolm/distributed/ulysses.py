@@ -1,9 +1,9 @@
 """Sequence parallelism: shards each sequence over several ranks with DeepSpeed's Ulysses attention.
 
-Each rank has all weights and a slice of each sequence. Inside attention the ranks of a replica
-exchange slices of the sequence for attention heads, and back; everything else is computed token by
-token. Only training does this: in evaluation mode each rank has complete sequences of its own, of
-any length.
+Each rank holds all weights and a slice of each sequence. Inside attention, the ranks of a replica
+exchange sequence slices for attention heads, and back; everything else is computed token by token.
+This applies only to training: in evaluation mode, each rank processes complete sequences of its
+own, of any length.
 
 Source: Jacobs et al. 2023 (arXiv 2309.14509); Bekman et al. 2025 (arXiv 2506.13996); DeepSpeed
 0.19.8, runtime/sequence_parallel/ulysses_sp.py.
@@ -20,13 +20,15 @@ PER_TOKEN_KEYS = ("input_ids", "targets")  # tensors with a sequence dimension
 
 
 def register_attention(model: Any, layout: Layout, micro_batch_size: int, seq_len: int) -> Any:
-    """Replace a new model's attention by DeepSpeed's Ulysses attention. Every rank must call this.
+    """Replace a new model's attention with DeepSpeed's Ulysses attention. Every rank must call
+    this.
 
-    Changes transformers' table of attention functions in this process.
+    Changes this process's table of attention functions in transformers.
 
     Args:
-        micro_batch_size: sequences in a training micro-batch; evaluation may use any shape.
-        seq_len: tokens in a training sequence; evaluation may use any length.
+        micro_batch_size: number of sequences in a training micro-batch; evaluation may use any
+            shape.
+        seq_len: number of tokens in a training sequence; evaluation may use any length.
 
     Returns:
         The object to pass to `deepspeed.initialize` as `mpu`; None without sequence parallelism.
@@ -53,7 +55,7 @@ def shard_batch(batch: Batch, layout: Layout, rank: int) -> Batch:
         batch: `input_ids` and `targets`, (M, T); no `document_ids`.
 
     Returns:
-        Without sequence parallelism the batch itself; otherwise (M, T / degree) tensors, and
+        Without sequence parallelism, the batch itself; otherwise (M, T / degree) tensors, with
         `position_ids` that count from the start of the complete sequence.
     """
     if layout.sequence == 1:

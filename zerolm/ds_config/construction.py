@@ -1,8 +1,8 @@
-"""What DeepSpeed asserts only while it builds an engine: one table, with the source of each.
+"""The checks that DeepSpeed runs only while it builds an engine: one table, with their sources.
 
-A run would end in these after minutes of start-up. What DeepSpeed's types and its config object
-refuse is found by `schema` and `resolve`, what this program refuses for other reasons by `rules`.
-Versions: DeepSpeed 0.19.8.
+These would end a run after minutes of start-up. `schema` and `resolve` find what DeepSpeed's types
+and its config object refuse; `rules` finds what zerolm refuses for other reasons. Versions:
+DeepSpeed 0.19.8.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from zerolm.ds_config.profile import AUTO, Profile, block
 from zerolm.engine.config_keys import is_number
 
 MISSING = object()
-# Parameters of schedulers that are no numbers.
+# Scheduler parameters that are not numbers.
 NO_NUMBERS = ("warmup_type", "cycle_momentum", "lr_range_test_staircase")
 
 
@@ -25,7 +25,7 @@ class Assertion(NamedTuple):
     Attributes:
         key: dotted.
         refused: (profile, value, `MISSING` without the key) -> whether it is refused.
-        source: file below deepspeed/runtime that says so, and its words.
+        source: file in deepspeed/runtime that refuses it, and its message.
     """
 
     key: str
@@ -41,14 +41,14 @@ def _scatters(profile: Profile) -> bool:
 
 
 def _offloads_to_other(profile: Profile) -> bool:
-    """Return whether ZeRO-3 offloads an optimizer that is not DeepSpeed's Adam for CPUs."""
+    """Return whether ZeRO-3 offloads an optimizer other than DeepSpeed's CPU Adam."""
     is_cpu_adam = profile.optimizer.kind in CPU_ADAM
     is_cpu_adam = is_cpu_adam and not profile.optimizer.params.get("torch_adam")
     return profile.zero_stage == 3 and profile.optimizer_offload != "none" and not is_cpu_adam
 
 
 def _is(kind: str, accepts: Callable[[Any], bool]) -> Callable[[Profile, Any], bool]:
-    """Return whether a value of a kind of scheduler is given, and not accepted."""
+    """Return a check for a value that this kind of scheduler has but does not accept."""
     return lambda profile, value: (
         profile.scheduler == kind and value not in (MISSING, AUTO) and not accepts(value)
     )
@@ -67,7 +67,7 @@ def _is_class(name: Any) -> bool:
 
 
 def _are_classes(profile: Profile, names: Any) -> bool:
-    """Return whether names are a list; torch_autocast imports them only if it is enabled."""
+    """Return whether names are a valid list; torch_autocast imports them only if it is enabled."""
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         return False
     return not profile.block("torch_autocast").get("enabled") or all(map(_is_class, names))
@@ -87,13 +87,13 @@ ASSERTIONS = (
     ),
     Assertion(
         "zero_optimization.legacy_stage1", lambda profile, value: value is True,
-        "chooses the old stage 1, which DeepSpeed has removed", "Remove the key",
+        "selects the old stage 1, which DeepSpeed has removed", "Remove the key",
         "engine.py: The deprecated version of ZeRO Stage 1 is not supported",
     ),
     Assertion(
         "zero_optimization.offload_optimizer.ratio",
         lambda profile, value: is_number(value) and value != 1 and _offloads_to_other(profile),
-        "needs Adam or AdamW, and not torch_adam, at stage 3", "Remove the key",
+        "needs Adam or AdamW without torch_adam at stage 3", "Remove the key",
         "zero/stage3.py: Hybrid Optimizer Only Supports DeepSpeedCPUAdam",
     ),
     Assertion(
@@ -132,7 +132,7 @@ ASSERTIONS = (
 
 
 def construction_problems(profile: Profile) -> list[str]:
-    """Return what DeepSpeed would refuse when it builds the engine."""
+    """Return a problem for each value that DeepSpeed would refuse when it builds the engine."""
     problems = []
     for key, refused, rule, fix, _ in ASSERTIONS:
         *path, name = key.split(".")
@@ -141,7 +141,7 @@ def construction_problems(profile: Profile) -> list[str]:
             subject = "missing, but" if value is MISSING else shown(value)
             problems.append(f"{key}: {subject} {rule}. {fix}.")
     judged = {problem.partition(":")[0] for problem in problems}
-    # DeepSpeed computes with them, and takes a list for one value of each parameter group.
+    # DeepSpeed computes with them, and treats a list as one value per parameter group.
     problems += [
         f"{key}: {shown(value)} must be a number. Correct it."
         for name, value in profile.scheduler_params.items()

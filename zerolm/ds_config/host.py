@@ -1,4 +1,4 @@
-"""Check that this host has the NVMe directories, libaio and compilers that a profile needs.
+"""Checks that this host has the NVMe directories, libaio and compilers that a profile needs.
 
 DeepSpeed compiles its operators on first use, after the model is built, and fails with a traceback
 if it cannot. Preflight runs these checks before `deepspeed.initialize`. Versions: DeepSpeed 0.19.8.
@@ -24,10 +24,10 @@ from zerolm.engine import operators
 def with_nvme_path(profile: Profile, settings: Settings, problems: list[str]) -> Profile:
     """Return the profile with every `nvme_path` that is "auto" or missing set to `--nvme_path`.
 
-    ds_configs/zero3_nvme.json has "auto" there, because the path differs between machines.
+    ds_configs/zero3_nvme.json contains "auto", because the path differs between machines.
 
     Args:
-        problems: found problems are appended.
+        problems: receives the problems found.
     """
     resolved: dict[str, Any] = copy.deepcopy(profile.json)
     path, used = settings.nvme_path, False
@@ -59,7 +59,7 @@ def with_nvme_path(profile: Profile, settings: Settings, problems: list[str]) ->
 
 
 def nvme_problems(profile: Profile) -> list[str]:
-    """Check that this host can write to the profile's NVMe directories, and has libaio."""
+    """Check that this host can write to the profile's NVMe directories and has libaio."""
     paths = {
         name: block(profile.zero, name).get("nvme_path")
         for name, device in profile.offloads.items()
@@ -84,9 +84,9 @@ def nvme_problems(profile: Profile) -> list[str]:
 
 
 def kernel_problems(profile: Profile, device_kind: str) -> list[str]:
-    """Find operators that this host cannot build and that DeepSpeed was not installed with.
+    """Find needed operators that DeepSpeed was not installed with and that this host cannot build.
 
-    Muon's update is not an operator of DeepSpeed's: torch.compile compiles it.
+    Muon's update is not a DeepSpeed operator: torch.compile compiles it.
     """
     found = []
     if profile.uses_muon and (why := compile_problem(device_kind)):
@@ -106,9 +106,9 @@ def kernel_problems(profile: Profile, device_kind: str) -> list[str]:
 
 
 def needed_kernels(profile: Profile) -> list[tuple[str, str, str]]:
-    """Return (operator, JSON key that needs it, fix) for each operator that needs CUDA's toolkit.
+    """Return (operator, JSON key that needs it, fix) for each operator that needs the CUDA toolkit.
 
-    The optimizers of offloaded states need only a C++ compiler.
+    Optimizers for offloaded states need only a C++ compiler.
     """
     kind, toolkit = profile.optimizer.kind, "Install the CUDA toolkit that matches torch, or"
     found = []
@@ -132,9 +132,9 @@ def needed_kernels(profile: Profile) -> list[tuple[str, str, str]]:
 
 
 def toolkit_problem() -> str | None:
-    """Return why CUDA code cannot be compiled on this host, None if it can.
+    """Return why CUDA code cannot be compiled on this host, or None if it can.
 
-    Hosts without a GPU and ROCm, which has its own compiler, are not checked.
+    Hosts without a GPU, and hosts with ROCm, which has its own compiler, are not checked.
     """
     import torch
     from torch.utils import cpp_extension
@@ -159,4 +159,4 @@ def toolkit_problem() -> str | None:
         return None
     if os.environ.get("DS_SKIP_CUDA_CHECK") == "1":  # DeepSpeed's own override
         return None
-    return f"{nvcc} is from CUDA {release}, and torch was built with CUDA {torch.version.cuda}"
+    return f"{nvcc} is from CUDA {release}, but torch was built with CUDA {torch.version.cuda}"

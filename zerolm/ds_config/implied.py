@@ -1,7 +1,7 @@
-"""Find the settings that a DeepSpeed JSON fixes, and where it contradicts a flag.
+"""Finds the settings that a DeepSpeed JSON fixes, and contradictions with flags.
 
-Explicit numbers in the JSON become settings; a number that contradicts an explicit flag is refused,
-and the message shows both values. `zerolm.plan.resolve` applies the result. Reads no file.
+Explicit numbers in the JSON become settings; a number that contradicts an explicit flag is refused
+with a message that shows both values. `zerolm.plan.resolve` applies the result. Reads no files.
 """
 
 import math
@@ -25,8 +25,8 @@ class Implied(NamedTuple):
     """A setting that the JSON fixes.
 
     Attributes:
-        key: dotted key in the JSON.
-        written: text of the value in messages, if not `value` itself.
+        key: dotted JSON key.
+        written: text for the value in messages, if not `value` itself.
     """
 
     value: Any
@@ -41,10 +41,10 @@ def implied_settings(
 
     Args:
         seq_len: tokens per sequence; DeepSpeed counts batches in sequences.
-        replicas: number of data-parallel ranks or groups of ranks.
+        replicas: number of data-parallel replicas.
 
     Returns:
-        Implied values by name of the setting, and problems without the file's name.
+        Implied values by setting name, and problems without the file's name.
     """
     implied, problems = _implied_batch(profile, seq_len, replicas)
     writer = profile.block("checkpoint").get("writer")
@@ -67,7 +67,7 @@ def implied_settings(
 
 
 def _implied_trackers(profile: Profile) -> dict[str, Implied]:
-    """Find the trackers that DeepSpeed's monitors ask for; `rules` has notices about them."""
+    """Find the trackers that DeepSpeed's monitor blocks enable; `rules` adds notices about them."""
     implied = {}
     wandb = profile.block("wandb")
     if wandb.get("enabled") is True:
@@ -140,9 +140,9 @@ def implied_token_counts(
     """Find the token counts that the scheduler's step counts fix.
 
     Args:
-        settings: explicit token counts are compared in steps: a count that ends within the same
-            step is no contradiction.
-        tokens_after: returns the tokens that a number of optimizer steps consumes.
+        settings: explicit token counts are compared in steps, so a count that ends within the same
+            step is not a contradiction.
+        tokens_after: returns the number of tokens consumed after a number of optimizer steps.
     """
     implied: dict[str, Implied] = {}
     problems = []
@@ -153,7 +153,7 @@ def implied_token_counts(
         if not is_number(steps) or (no_warmup and name == "warmup_tokens"):
             continue
         tokens, given = tokens_after(int(steps)), getattr(settings, name)
-        # DeepSpeed's shortest warm-up is one step, so one step may also mean no warm-up.
+        # DeepSpeed's shortest warm-up is one step, so a single step may also mean no warm-up.
         lower = -1 if steps <= 1 else tokens_after(int(steps) - 1)
         if name in settings.explicit and not lower < given <= tokens:
             problems.append(
@@ -168,7 +168,7 @@ def implied_token_counts(
 def contradictions(
     implied: Mapping[str, Implied], settings: Settings, profile: Profile
 ) -> list[str]:
-    """Find explicit settings that differ from what the JSON fixes."""
+    """Find explicit settings that contradict values fixed by the JSON."""
     problems = []
     for setting, (value, key, written) in implied.items():
         if setting not in settings.explicit:

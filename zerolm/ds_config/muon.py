@@ -1,9 +1,9 @@
-"""DeepSpeed's Muon for matrices, with AdamW for embeddings, the head, norms and biases.
+"""DeepSpeed's Muon optimizer for matrices, with AdamW for embeddings, the head, norms and biases.
 
-Muon orthogonalizes the momentum of each matrix by a Newton-Schulz iteration before each step
-(Jordan et al. 2024, kellerjordan.github.io/posts/muon). ZeRO gathers full matrices for it, and the
-optimizer receives the finished update. This module decides which parameters Muon updates, and
-refuses what DeepSpeed 0.19.8 gets wrong. Imports torch only inside functions.
+Muon orthogonalizes each matrix's momentum by Newton-Schulz iteration before each step (Jordan et
+al. 2024, kellerjordan.github.io/posts/muon). ZeRO gathers full matrices for this, and the optimizer
+receives the finished update. This module decides which parameters Muon updates, and refuses what
+DeepSpeed 0.19.8 gets wrong. Imports torch only inside functions.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ PARAMS = ("lr", "muon_lr", "adam_lr", "momentum", "ns_method", "betas", "eps", "
 SWITCHES = ("adam_w_mode", "torch_adam", "per_head_muon")
 NEWTON_SCHULZ = ("gram", "standard")
 MOMENTUM, ADAM_EPSILON = 0.95, 1e-8
-# Parts of the names of embeddings and output heads in transformers' models.
+# Name parts of embeddings and output heads in transformers' models.
 EMBEDDING_NAMES = ("embed", "lm_head", "wte", "wpe")
 
 
@@ -44,8 +44,8 @@ def _param_problems(profile: Profile) -> list[str]:
     params = profile.optimizer.params
     known = (*PARAMS, *SWITCHES)
     found = [
-        f"optimizer.params.{key}: not a parameter of Muon, DeepSpeed would ignore it."
-        f"{did_you_mean(key, known) or ' Remove it.'}"
+        f"optimizer.params.{key}: not a parameter of Muon, so DeepSpeed would ignore "
+        f"it.{did_you_mean(key, known) or ' Remove it.'}"
         for key in params
         if key not in known
     ]
@@ -77,7 +77,7 @@ def _param_problems(profile: Profile) -> list[str]:
 
 
 def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Refuse experts stacked in one tensor where DeepSpeed's Muon supports only 2-D tensors.
+    """Refuse experts stacked in one tensor if DeepSpeed's Muon supports only 2-D tensors.
 
     Args:
         shapes: {parameter name: shape}.
@@ -93,7 +93,7 @@ def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> l
 
 
 def notices(profile: Profile) -> list[str]:
-    """List options of the JSON that DeepSpeed's Muon does not follow, and values chosen for it."""
+    """List JSON options that DeepSpeed's Muon ignores, and values that were chosen for Muon."""
     if not profile.uses_muon:
         return []
     found = []
@@ -113,13 +113,13 @@ def notices(profile: Profile) -> list[str]:
     return [
         *found,
         "Muon at stage 2 accumulates the gradients of its matrices over micro-batches in bf16, and "
-        "keeps its momentum in bf16, whatever data_types.grad_accum_dtype is; stages 1 and 3 use "
+        "keeps its momentum in bf16, regardless of data_types.grad_accum_dtype; stages 1 and 3 use "
         "fp32",
     ]
 
 
 def fill_defaults(params: dict[str, Any]) -> None:
-    """Fill in DeepSpeed's defaults where the JSON has no value.
+    """Fill in DeepSpeed's defaults for values missing in the JSON.
 
     Args:
         params: `optimizer.params` of the JSON; changed in place.
@@ -133,15 +133,15 @@ def fill_defaults(params: dict[str, Any]) -> None:
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether Muon updates a parameter, by name and shape.
+    """Return whether Muon updates a parameter, given its name and shape.
 
-    `not_matrices` asks the model itself; a test holds the two to the same answer.
+    `not_matrices` inspects the model itself; a test checks that the two agree.
     """
     return len(shape) >= 2 and not any(word in name.lower() for word in EMBEDDING_NAMES)
 
 
 def not_matrices(model: Any) -> list[Any]:
-    """Return the parameters that AdamW updates: embeddings, the head, and what does not decay."""
+    """Return the parameters that AdamW updates: embeddings, the head, and all without decay."""
     from torch import nn
 
     from zerolm.optim.parameter_groups import decays

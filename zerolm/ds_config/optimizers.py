@@ -1,7 +1,7 @@
-"""Check the `optimizer` and `scheduler` blocks of a DeepSpeed JSON.
+"""Checks the `optimizer` and `scheduler` blocks of a DeepSpeed JSON.
 
 Finds names and parameters that DeepSpeed would reject only after the model is built, and optimizers
-that are wrong on ZeRO's shards. `rules` calls this module. Versions: DeepSpeed 0.19.8.
+that compute wrong updates on ZeRO's shards. `rules` calls this module. Versions: DeepSpeed 0.19.8.
 """
 
 import importlib.util
@@ -17,22 +17,22 @@ from zerolm.ds_config.profile import AUTO, Profile, is_number
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 ADAM = frozenset({"adam", "adamw"})
 WITHOUT_BETAS = frozenset({"adagrad", "musgd"})
-# Their arithmetic needs full parameters. ZeRO gives an optimizer flat shards, at stages 1 and 2 of
-# several parameters, so the loss curve would depend on the number of ranks. A test steps every
-# torch optimizer on full and on halved parameters.
+# The arithmetic of these optimizers needs full parameters. ZeRO passes flat shards to an optimizer
+# (at stages 1 and 2, shards of several parameters), so the loss curve would depend on the number of
+# ranks. A test steps every torch optimizer on full and on halved parameters.
 NOT_ELEMENTWISE = {
-    "adafactor": "factors matrices and scales its step by the norms of full parameters",
+    "adafactor": "factorizes matrices and scales its step by the norms of full parameters",
     "lamb": "scales the step of each parameter by the norms of the full parameter",
     "lbfgs": "calls the model several times in a step",
-    "sparseadam": "takes sparse gradients only",
+    "sparseadam": "supports only sparse gradients",
 }
-# Often requested, but neither in DeepSpeed nor in torch.optim.
+# Often requested, but available neither in DeepSpeed nor in torch.optim.
 UNAVAILABLE = {
     "sophia": "needs a second backward pass through the gradient for its Hessian, which ZeRO's "
     "gradient reduction does not support"
 }
 NEEDS_MUP = frozenset({"muadam", "muadamw", "musgd"})
-# deepspeed/ops/*/cpu_*.py. ZeRO computes Muon's update, CPUAdam that of the other parameters.
+# deepspeed/ops/*/cpu_*.py. ZeRO computes Muon's update; CPUAdam updates the other parameters.
 WITH_CPU_OFFLOAD = frozenset({"adam", "adamw", "adagrad", "lion", "muon"})
 ADAM_PARAMS = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
 FUSED_ADAM_PARAMS = ("bias_correction", "fp32_optimizer_states", "amsgrad")
@@ -56,7 +56,7 @@ SCHEDULERS = {
     "lr_range_test_staircase",
 }
 
-# Parameters that may be "auto", as in the Hugging Face Trainer.
+# Parameters that may be "auto", as with the Hugging Face Trainer.
 AUTO_PARAMS = muon.AUTO_PARAMS
 AUTO_SCHEDULER_PARAMS = (
     "warmup_min_lr",
@@ -68,7 +68,7 @@ AUTO_SCHEDULER_PARAMS = (
 
 
 def takes_betas(profile: Profile) -> bool:
-    """Return whether the optimizer has betas; True if it is unknown, which is refused elsewhere."""
+    """Return whether the optimizer has betas; True if it is unknown (refused elsewhere)."""
     optimizer_name, kind = profile.optimizer.name, profile.optimizer.kind
     if kind in map(str.lower, OPTIMIZERS):
         return kind not in WITHOUT_BETAS
@@ -93,8 +93,8 @@ def master_problems(profile: Profile, where: str, done: str, what: str) -> list[
     """Refuse to change master weights that are not float32 values in memory.
 
     Args:
-        where: `flag: value`, to start a message.
-        done, what: the change, as in "averaged" and "an average".
+        where: `flag: value`, as the start of the message.
+        done, what: words for the change, such as "averaged" and "an average".
     """
     problems = [
         f"{where}, but {profile.name} has zero_optimization.{block} on NVMe, where weights cannot "
@@ -111,15 +111,15 @@ def master_problems(profile: Profile, where: str, done: str, what: str) -> list[
 
 
 def uses_torch_adam(profile: Profile) -> bool:
-    """Return whether torch's Adam is used rather than DeepSpeed's, which has to be compiled.
+    """Return whether torch's Adam is used instead of DeepSpeed's, which must be compiled.
 
-    It is the default where the optimizer is not offloaded, on CPUs and on GPUs.
+    torch's Adam is the default if the optimizer is not offloaded, on CPUs and GPUs.
     """
     return bool(profile.optimizer.params.get("torch_adam", profile.optimizer_offload == "none"))
 
 
 def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
-    """Find an optimizer or optimizer parameters that this machine or ZeRO does not support."""
+    """Find optimizers and optimizer parameters that this machine or ZeRO does not support."""
     written, kind, params = profile.optimizer.name, profile.optimizer.kind, profile.optimizer.params
     offload = profile.optimizer_offload
     problems = [
@@ -161,7 +161,7 @@ def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
 
 
 def _torch_optimizer_problems(profile: Profile) -> list[str]:
-    """Check an optimizer of torch.optim, or a user's own class named by its dotted path."""
+    """Check an optimizer from torch.optim, or a user's own class given by its dotted path."""
     import torch
 
     from zerolm.optim import custom
@@ -204,14 +204,14 @@ def _torch_optimizer_problems(profile: Profile) -> list[str]:
 
 
 def _trial_problems(profile: Profile) -> list[str]:
-    """Step a user's own optimizer on a small matrix, once full and once in shards."""
+    """Step a user's own optimizer on a small matrix, once as a whole and once in shards."""
     from zerolm.optim import custom
 
     name = profile.optimizer.name
     try:
         if custom.is_elementwise(name, profile.optimizer.params):
             return []
-    except Exception as error:  # whatever its code raises
+    except Exception as error:  # the user's code may raise anything
         reason = f"{type(error).__name__}: {error}"
         return [f"optimizer.type: {name} fails on a small matrix ({reason}). Correct it."]
     return [
@@ -230,7 +230,7 @@ def _adam_param_problems(profile: Profile) -> list[str]:
             f'key. Write "gradient_clipping": {shown(params["max_grad_norm"])} instead.'
         )
     torch_adam, offloaded = uses_torch_adam(profile), profile.optimizer_offload != "none"
-    # Without offload `resolve` removes what only DeepSpeed's Adam accepts.
+    # Without offload, `resolve` removes what only DeepSpeed's Adam accepts.
     more = TORCH_ADAM_PARAMS if torch_adam else FUSED_ADAM_PARAMS
     known = (*ADAM_PARAMS, *more, *(() if offloaded else FUSED_ADAM_PARAMS), "max_grad_norm")
     for key in params:
@@ -255,20 +255,21 @@ def _adam_param_problems(profile: Profile) -> list[str]:
         and all(isinstance(beta, (int, float)) and 0 <= beta < 1 for beta in betas)
     ):
         problems.append(
-            f"optimizer.params.betas: {shown(betas)} must be two numbers from 0 to below 1, or "
+            f"optimizer.params.betas: {shown(betas)} must be two numbers from 0 up to, but not "
+            "including, 1, or "
             f'"auto". Write for example [0.9, 0.95].'
         )
     return problems
 
 
 def scheduler_problems(profile: Profile) -> list[str]:
-    """Find a scheduler or scheduler parameters that DeepSpeed does not have."""
+    """Find schedulers and scheduler parameters that DeepSpeed does not support."""
     if "scheduler" not in profile.json:
         return []
     kind, params = str(profile.scheduler), profile.scheduler_params
     if kind not in SCHEDULERS:
         hint = did_you_mean(kind, SCHEDULERS) or f" Use one of {', '.join(SCHEDULERS)}."
-        return [f"scheduler.type: {kind}, DeepSpeed has no such scheduler.{hint}"]
+        return [f"scheduler.type: {kind}, but DeepSpeed has no such scheduler.{hint}"]
     known = (*SCHEDULERS[kind].split(), "last_batch_iteration")
     problems = [
         f"scheduler.params.{key}: not a parameter of {kind}."
@@ -283,17 +284,17 @@ def scheduler_problems(profile: Profile) -> list[str]:
     ]
     if "total_num_steps" in known and "total_num_steps" not in params:
         problems.append(
-            f'scheduler.params.total_num_steps: missing, {kind} needs it. Write "auto".'
+            f'scheduler.params.total_num_steps: missing, but {kind} needs it. Write "auto".'
         )
     if "warmup_type" in known and (shape := params.get("warmup_type", "log")) not in WARMUP_TYPES:
         problems.append(
-            f"scheduler.params.warmup_type: {shown(shape)} must be log or linear: for others "
-            f"DeepSpeed takes log. Correct it."
+            f"scheduler.params.warmup_type: {shown(shape)} must be log or linear: for any other "
+            "value, DeepSpeed uses log. Correct it."
         )
     steps = params.get("warmup_num_steps", 1)
     if steps != AUTO and not (is_number(steps) and steps >= 0 and steps == int(steps)):
         problems.append(
-            f"scheduler.params.warmup_num_steps: {shown(steps)} must be a whole number, at least "
-            f"0. Correct it."
+            f"scheduler.params.warmup_num_steps: {shown(steps)} must be a whole number of at least "
+            "0. Correct it."
         )
     return problems

@@ -1,9 +1,9 @@
-"""Check what a run combines with tensor or sequence parallelism.
+"""Checks which options a run combines with tensor or sequence parallelism.
 
-Each rule was found by running DeepSpeed or reading its source; DeepSpeed itself checks few of them,
-and some never. tests/end_to_end/test_parallel.py compares the loss curves of allowed combinations
-with plain PyTorch; all others are refused. docs/parallelism.md has the reasons. Versions: DeepSpeed
-0.19.8.
+Each rule was found by running DeepSpeed or reading its source; DeepSpeed itself checks only a few
+of them. tests/end_to_end/test_parallel.py compares the loss curves of allowed combinations with
+plain PyTorch; all other combinations are refused. docs/parallelism.md explains the reasons.
+Versions: DeepSpeed 0.19.8.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ OPTIMIZERS = ("adam", "adamw")
 
 
 def ds_problems(profile: Profile, world_size: int) -> list[str]:
-    """Find keys of the JSON that tensor or sequence parallelism does not support."""
+    """Find JSON keys that tensor or sequence parallelism does not support."""
     tensor = profile.json.get("tensor_parallel")
     if tensor is not None and not isinstance(tensor, Mapping):
         return [
@@ -50,8 +50,8 @@ def ds_problems(profile: Profile, world_size: int) -> list[str]:
         ]
     key = TENSOR_KEY if profile.tensor_parallel > 1 else SEQUENCE_KEY
     problems = [
-        f"tensor_parallel.{name}: not supported, the model's class decides how layers are sharded. "
-        f"Remove the key."
+        f"tensor_parallel.{name}: not supported, because the model's class decides how layers are "
+        "sharded. Remove the key."
         for name in profile.block("tensor_parallel")
         if name != "autotp_size"
     ]
@@ -73,7 +73,7 @@ def _tensor_problems(profile: Profile) -> list[str]:
 
 def _sequence_problems(profile: Profile) -> list[str]:
     if profile.zero.get("reduce_scatter") is False:
-        # zero/stage3.py: without it, small gradients get a different divisor from large ones.
+        # zero/stage3.py: without it, small gradients are divided by another number than large ones.
         return [
             f"{SEQUENCE_KEY}: needs zero_optimization.reduce_scatter, got false: DeepSpeed would "
             f"average small and large gradients differently. Remove that key."
@@ -118,7 +118,7 @@ def _shared_problems(profile: Profile, key: str) -> list[str]:
 
 
 def parallel_key(profile: Profile, world_size: int) -> str | None:
-    """Return the key of the JSON by which ranks share matrices or sequences, None if none do."""
+    """Return the JSON key that makes ranks share matrices or sequences, or None."""
     layout = profile.layout(world_size)
     if layout.replica_size == 1:
         return None
@@ -128,10 +128,10 @@ def parallel_key(profile: Profile, world_size: int) -> str | None:
 def model_problems(
     settings: Settings, config: "PretrainedConfig", profile: Profile, world_size: int
 ) -> list[str]:
-    """Find what in the model or the flags the profile's parallelism does not support.
+    """Find what the profile's parallelism does not support in the model or the flags.
 
     Args:
-        profile: one that `ds_problems` accepts; for others nothing is found.
+        profile: a profile that `ds_problems` accepts; for others, nothing is found.
     """
     layout, key = profile.layout(world_size), parallel_key(profile, world_size)
     if key is None:

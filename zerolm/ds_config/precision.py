@@ -1,7 +1,7 @@
-"""Decide the precision of a run, and check the blocks of the JSON that concern it.
+"""Decides the precision of a run, and checks the JSON blocks that concern it.
 
-An explicit `bf16` or `fp16` block decides; `--precision` decides where the file says "auto" or
-nothing; otherwise "auto" is what suits the device. `rules` and preflight call this module.
+An explicit `bf16` or `fp16` block takes precedence; `--precision` applies if the file has "auto" or
+no block; otherwise "auto" selects what suits the device. `rules` and preflight call this module.
 Versions: DeepSpeed 0.19.8.
 """
 
@@ -13,16 +13,16 @@ from zerolm.config.settings import PRECISIONS, Settings
 from zerolm.distributed.device import Device
 from zerolm.ds_config.profile import AUTO, Profile, block, weight_precision
 
-BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")  # as deepspeed.runtime.config.DtypeEnum
+BF16_NAMES = ("bfloat16", "bf16", "torch.bfloat16")  # as in deepspeed.runtime.config.DtypeEnum
 CPU_ADAM = frozenset({"adam", "adamw"})
 
 
 class Begun(NamedTuple):
-    """The precision that a run has begun with.
+    """The precision with which a run started.
 
     Attributes:
         path: the run.json that records it.
-        device: name of its devices; empty if it was not recorded.
+        device: name of the run's devices; empty if not recorded.
     """
 
     path: str
@@ -40,8 +40,8 @@ def with_precision(
     """Return the profile with an explicit precision, and notices about it.
 
     Args:
-        problems: a contradiction between `--precision` and the file is appended.
-        begun: the precision of the run that is resumed, which is kept where the file says "auto".
+        problems: receives a contradiction between `--precision` and the file.
+        begun: the precision of the resumed run, which is kept if the file has "auto".
     """
     flag, where = settings.precision, settings.where("precision")
     chosen, reason = weight_precision(profile.json, flag)
@@ -59,7 +59,7 @@ def with_precision(
     written = [profile.block(_key(profile, name)).get("enabled") for name in ("bf16", "fp16")]
     if flag is None and AUTO in written:
         chosen, notices = _automatic(profile, chosen, reason, device, begun)
-        fix = "Resume the run on devices like those it began on, or start another run"
+        fix = "Resume the run on devices like those it started on, or start another run"
     elif flag is None and written[0] is not False and profile.compute_precision == "fp32":
         notices = [f"{profile.name}: training in fp32, since {reason}; {_others(chosen)}"]
     resolved: dict[str, Any] = copy.deepcopy(profile.json)
@@ -76,11 +76,11 @@ def with_precision(
 def _automatic(
     profile: Profile, wanted: str, reason: str, device: Device, begun: Begun | None
 ) -> tuple[str, list[str]]:
-    """Return what "auto" stands for, and a notice if it is not bf16.
+    """Return the precision that "auto" selects, and a notice if it is not bf16.
 
     Args:
         wanted: bf16, or fp16 if the file rules out bf16.
-        reason: the keys that say so.
+        reason: the keys that select "auto".
     """
     fitting, why = wanted, ""
     if wanted == "bf16" and device.lacks_bf16:
@@ -90,8 +90,8 @@ def _automatic(
     if begun is not None and begun.precision != fitting:
         where = f" on {begun.device}" if begun.device else ""
         return begun.precision, [
-            f"{profile.name}: training in {begun.precision}, since the run of {begun.path} began "
-            f"so{where}; a new run would train in {fitting} on {device.name}"
+            f"{profile.name}: training in {begun.precision}, since the run of {begun.path} started "
+            f"with it{where}; a new run would train in {fitting} on {device.name}"
         ]
     if why:
         other = _others(fitting)
@@ -108,11 +108,11 @@ def _automatic(
 
 def _others(chosen: str) -> str:
     others = ", ".join(name for name in PRECISIONS if name != chosen)
-    return f"--precision chooses another ({others})"
+    return f"--precision selects another ({others})"
 
 
 def _emulation(profile: Profile, device: Device, fix: str) -> list[str]:
-    """Return a notice if the device emulates the products of this run, which are in bf16."""
+    """Return a notice if this run multiplies in bf16 and the device emulates that."""
     if profile.compute_precision != "bf16" or not device.lacks_bf16:
         return []
     return [
@@ -122,7 +122,7 @@ def _emulation(profile: Profile, device: Device, fix: str) -> list[str]:
 
 
 def _contradiction(profile: Profile, flag: str, chosen: str, reason: str) -> str:
-    """Return the explicit value of the JSON that `--precision` contradicts, or nothing."""
+    """Return the explicit JSON value that `--precision` contradicts, or an empty string."""
     if chosen != flag:
         return reason
     enabled = profile.block(_key(profile, flag)).get("enabled") if flag != "fp32" else None
@@ -146,7 +146,8 @@ def precision_problems(profile: Profile, on_gpu: bool) -> list[str]:
     fp16, bf16 = profile.block("fp16"), profile.block(bf16_key)
     if fp16.get("enabled") is True and bf16.get("enabled") is True:
         problems.append(
-            f"fp16.enabled: true, but {bf16_key}.enabled is true too. Only one may be: remove fp16."
+            f"fp16.enabled: true, but {bf16_key}.enabled is also true. Only one may be: remove "
+            "fp16."
         )
     elif profile.precision == "fp16" and not on_gpu and not cpu_has_fp16():
         problems.append(
@@ -211,7 +212,7 @@ def _master_problems(profile: Profile) -> list[str]:
 
 
 def cpu_has_fp16() -> bool:
-    """Return whether this CPU supports fp16 matmuls; DeepSpeed asks oneDNN in the same way."""
+    """Return whether this CPU supports fp16 matmuls; DeepSpeed queries oneDNN in the same way."""
     import torch
 
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
@@ -225,8 +226,8 @@ def _autocast_problems(profile: Profile) -> list[str]:
     problems = []
     dtype = autocast.get("dtype")
     if dtype not in BF16_NAMES:
-        # Without a dtype torch chooses float16 on a GPU, without a loss scale. With float16 a
-        # GradScaler skips steps that engine.was_step_applied() reports as taken.
+        # Without a dtype, torch selects float16 on a GPU, without loss scaling. With float16, a
+        # GradScaler skips steps that engine.was_step_applied() reports as applied.
         problems.append(
             f"torch_autocast.dtype: {'missing, but it' if dtype is None else shown(dtype)} must be "
             f"bfloat16, since DeepSpeed does not report the steps that float16 autocast skips. "
@@ -234,7 +235,7 @@ def _autocast_problems(profile: Profile) -> list[str]:
         )
     if profile.precision == "fp16":
         problems.append(
-            "torch_autocast.enabled: true, but fp16.enabled is true too. Only one may be: remove "
+            "torch_autocast.enabled: true, but fp16.enabled is also true. Only one may be: remove "
             "fp16."
         )
     if profile.zero.get("zero_quantized_weights") is True:

@@ -1,8 +1,8 @@
 """`Profile`: a DeepSpeed JSON file, parsed once; the rest of the project reads the profile.
 
 Only this subpackage reads the raw JSON: `schema` reads its keys and values as DeepSpeed does,
-`rules` checks their combinations, `implied` finds the settings it fixes, and `resolve` replaces
-"auto" and missing values. Imports DeepSpeed only through `schema`.
+`rules` checks combinations of keys, `implied` finds the settings that the JSON fixes, and `resolve`
+replaces "auto" and missing values. Imports DeepSpeed only through `schema`.
 """
 
 import json
@@ -19,7 +19,7 @@ from zerolm.ds_config import schema
 from zerolm.engine import reduction_choice
 from zerolm.engine.config_keys import AUTO, is_number
 
-# DeepSpeed's defaults where the JSON has no value (deepspeed/runtime/zero/config.py, 0.19.8).
+# DeepSpeed's defaults for values missing in the JSON (deepspeed/runtime/zero/config.py, 0.19.8).
 REDUCE_BUCKET, PREFETCH_BUCKET, PERSISTENCE_THRESHOLD = 500_000_000, 50_000_000, 100_000
 MAX_LIVE_PARAMETERS, MODEL_PERSISTENCE_THRESHOLD = 1_000_000_000, sys.maxsize
 
@@ -29,8 +29,8 @@ class Optimizer:
     """The `optimizer` block.
 
     Attributes:
-        name: its type as written; AdamW if missing.
-        params: its parameters as written.
+        name: the optimizer's type as written; AdamW if missing.
+        params: the optimizer's parameters as written.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Optimizer:
 
     @property
     def kind(self) -> str:
-        """The name in lower case, as DeepSpeed compares names."""
+        """The lower-case name, since DeepSpeed compares names case-insensitively."""
         return self.name.lower()
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """ZeRO's buffer sizes and thresholds, counted in values.
+    """ZeRO's buffer sizes and thresholds, in number of values.
 
     Attributes:
-        reduce: gradients reduced in one message.
-        prefetch: weights that stage 3 gathers ahead.
+        reduce: number of gradients reduced in one message.
+        prefetch: number of weights that stage 3 gathers ahead.
         persistence_threshold: stage 3 keeps parameters up to this size on every rank.
-        persistence_limit: total values of the parameters kept that way.
-        max_live: gathered weights that stage 3 keeps at a time.
+        persistence_limit: maximum total size of these parameters.
+        max_live: maximum number of gathered weights that stage 3 keeps at a time.
     """
 
     reduce: int
@@ -67,24 +67,25 @@ class Profile:
 
     Attributes:
         name: the file's name, for messages.
-        problems: unknown keys, and values of a wrong type; `rules` finds the others.
-        json: its values as DeepSpeed reads them, or as resolved for `deepspeed.initialize`.
+        problems: unknown keys, and values of a wrong type; `rules` finds all other problems.
+        json: the values as DeepSpeed reads them, or as resolved for `deepspeed.initialize`.
         zero: the `zero_optimization` block.
         zero_stage: 1 if missing or 0 (see `resolve`); 0 if the value is not a stage.
         precision: dtype of the weights, `fp32`, `bf16` or `fp16` (see `weight_precision`).
         compute_precision: dtype of matmuls, which differs under `torch_autocast`.
         grad_accum_dtype: dtype of accumulated gradients; None means `precision`.
-        communication_dtype: dtype of the gradients' reduction; None means `precision`.
+        communication_dtype: dtype in which gradients are reduced; None means `precision`.
         optimizer_offload, param_offload: `none`, `cpu` or `nvme`.
-        scheduler: type of the `scheduler` block, None without one.
-        scheduler_params: its parameters as written.
+        scheduler: type of the `scheduler` block; None if there is no block.
+        scheduler_params: the scheduler's parameters as written.
         gradient_clipping: None if missing or "auto".
-        tensor_parallel, sequence_parallel: ranks per group; 1 if the value is invalid.
-        batch_size, micro_batch_size: numbers of sequences; None if missing or "auto".
+        tensor_parallel, sequence_parallel: number of ranks per group; 1 if the value is invalid.
+        batch_size, micro_batch_size: number of sequences; None if missing or "auto".
         accumulation: micro-batches per step; None if missing or "auto".
         overlap_comm: None if missing.
-        buckets: sizes, with DeepSpeed's defaults filled in.
-        shard_within: number of ranks over which states are sharded, of `--shard_within`; 0: all.
+        buckets: buffer sizes, with DeepSpeed's defaults filled in.
+        shard_within: number of ranks over which states are sharded (`--shard_within`); 0: all
+            ranks.
     """
 
     name: str
@@ -113,7 +114,7 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | Path) -> "Profile":
-        """Read a file, in JSON or in hjson, which DeepSpeed accepts too.
+        """Read a JSON file, or an hjson file, which DeepSpeed also accepts.
 
         Raises:
             ConfigError: the file is missing, not readable, or not an object.
@@ -123,7 +124,7 @@ class Profile:
 
     @classmethod
     def parse(cls, value: Mapping[str, Any], name: str = "DeepSpeed JSON") -> "Profile":
-        """Parse a JSON object; its problems are in `problems`."""
+        """Parse a JSON object; the attribute `problems` lists its problems."""
         value, problems = schema.read(without_comments(value))
         zero = block(value, "zero_optimization")
         weights, _ = weight_precision(value)
@@ -159,7 +160,7 @@ class Profile:
         )  # fmt: skip
 
     def block(self, *path: str) -> Mapping[str, Any]:
-        """Return a nested block of the JSON, empty if missing or not an object."""
+        """Return a nested block of the JSON; empty if missing or not an object."""
         return block(self.json, *path)
 
     def layout(self, world_size: int) -> Layout:
@@ -171,7 +172,7 @@ class Profile:
 
     @property
     def offloads(self) -> dict[str, str]:
-        """Device by block: `offload_optimizer` and `offload_param`."""
+        """The device of each offload block: `offload_optimizer` and `offload_param`."""
         return {"offload_optimizer": self.optimizer_offload, "offload_param": self.param_offload}
 
     @property
@@ -190,7 +191,7 @@ class Profile:
 
     @property
     def all_reduces(self) -> bool:
-        """Whether gradients at stage 1 or 2 are reduced to all ranks, not to their owners."""
+        """Whether stage 1 or 2 reduces gradients to all ranks instead of to their owners."""
         asked = self.block("zero_optimization").get(reduction_choice.KEY) is True
         in_parts = self.tensor_parallel > 1 or self.sequence_parallel > 1
         is_other = in_parts if self.uses_bf16_optimizer else self.optimizer_offload != "none"
@@ -198,10 +199,10 @@ class Profile:
 
     @property
     def keeps_micro_batch_gradients(self) -> bool:
-        """Whether stage 1 has the gradients of a micro-batch until its backward pass has ended."""
+        """Whether stage 1 keeps a micro-batch's gradients until its backward pass has ended."""
         if self.optimizer_offload != "none" or self.gradient_bytes == self.weight_bytes:
             return False
-        # Without it in the JSON, `resolve` sets it.
+        # If it is not in the JSON, `resolve` sets it.
         freed = self.block("bf16").get("immediate_grad_update", True)
         return not (self.uses_bf16_optimizer and freed)
 
@@ -222,7 +223,7 @@ class Profile:
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of one value of the optimizer's states: 4, or 2 with `bf16_optimizer_states`."""
+        """Bytes of one optimizer state value: 4, or 2 with `bf16_optimizer_states`."""
         bf16 = self.block("bf16") or self.block("bfloat16")
         return 2 if bf16.get("bf16_optimizer_states") is True else 4
 
@@ -238,7 +239,7 @@ class Profile:
 
 
 def block(value: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """Return a nested object of a JSON object, empty if missing or not an object."""
+    """Return a nested object of a JSON object; empty if missing or not an object."""
     found: Any = value
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -272,10 +273,10 @@ def _count(value: Any) -> int | None:
 
 
 def weight_precision(value: Mapping[str, Any], default: str | None = None) -> tuple[str, str]:
-    """Return the precision of the weights, and the dotted key or the rule that decides it.
+    """Return the precision of the weights, and the dotted key or the rule that determines it.
 
     Args:
-        default: `--precision`, which decides where the JSON has "auto" or nothing.
+        default: `--precision`, which applies if the JSON has "auto" or no block.
     """
     bf16_key = "bfloat16" if "bfloat16" in value and "bf16" not in value else "bf16"
     bf16 = block(value, bf16_key).get("enabled")

@@ -1,6 +1,7 @@
-"""Resolve a profile: replace every "auto", and write out DeepSpeed's silent defaults.
+"""Resolves a profile: replaces every "auto", and writes out DeepSpeed's silent defaults.
 
-Runs after `rules` has found no problems. The result goes to `deepspeed.initialize` and run.json.
+Runs after `rules` has found no problems. The result is passed to `deepspeed.initialize` and saved
+in run.json.
 """
 
 import copy
@@ -35,14 +36,14 @@ def resolve_profile(
     """Return the profile for `deepspeed.initialize`, without "auto" and with defaults filled in.
 
     Args:
-        profile: a profile that has no problems.
+        profile: a profile without problems.
         settings: resolved.
-        hidden_size: the model's; None keeps DeepSpeed's default bucket sizes.
+        hidden_size: the model's hidden size; None keeps DeepSpeed's default bucket sizes.
         accumulation: micro-batches per optimizer step.
-        replicas: number of data-parallel ranks or groups of ranks.
-        warmup_steps, total_steps: optimizer steps, for a `scheduler` block.
-        gathered_block: values of each parameter of the largest block, if ZeRO-3 gathers blocks at
-            once.
+        replicas: number of data-parallel replicas.
+        warmup_steps, total_steps: numbers of optimizer steps, for a `scheduler` block.
+        gathered_block: number of values in each parameter of the largest block, if ZeRO-3 gathers
+            blocks at once.
 
     Source: transformers/integrations/deepspeed.py, HfTrainerDeepSpeedConfig (5.23).
     """
@@ -52,7 +53,7 @@ def resolve_profile(
     resolved["train_batch_size"] = micro_batch_size * accumulation * replicas
     if profile.tensor_parallel > 1:
         del resolved["train_batch_size"]  # DeepSpeed's check would multiply by the world size
-        # With true, a head with tied weights would return only the rank's shard of the logits.
+        # If true, a head with tied weights would return only the rank's shard of the logits.
         resolved["tensor_parallel"]["vocab_parallel_lm_head"] = False
     if resolved.get("gradient_clipping", AUTO) == AUTO:
         # DeepSpeed's default since 0.19, written out so that run.json records it.
@@ -62,12 +63,12 @@ def resolve_profile(
     for monitor in ("wandb", "tensorboard", "csv_monitor", "comet"):
         resolved.pop(monitor, None)  # `implied` and `rules` map them to our trackers
     if block(resolved, "comms_logger").get("enabled") is not True:
-        resolved.pop("comms_logger", None)  # DeepSpeed collects if there is a block at all
+        resolved.pop("comms_logger", None)  # the block's presence alone enables it in DeepSpeed
     # DeepSpeed's throughput timer waits for the device twice in every step.
     resolved.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     _resolve_precision(resolved, profile.precision)
     if profile.uses_bf16_optimizer:
-        # Adds each gradient to its float32 sum and frees it, within the backward pass.
+        # Adds each gradient to its float32 sum and frees it during the backward pass.
         resolved.setdefault("bf16", {}).setdefault("immediate_grad_update", True)
     _resolve_zero(resolved, profile, hidden_size, gathered_block)
     if replicas == 1 and profile.zero_stage < 3 and profile.optimizer_offload == "none":
@@ -80,29 +81,29 @@ def resolve_profile(
 
 
 def deepspeed_problems(profile: Profile) -> list[str]:
-    """Return why DeepSpeed's own config object refuses a profile, as the engine would find later.
+    """Return why DeepSpeed's own config object refuses a profile, as the engine would do later.
 
     Args:
-        profile: resolved, and without problems that `schema` and `rules` find.
+        profile: resolved, and without problems found by `schema` and `rules`.
     """
     from deepspeed import DeepSpeedConfig
 
     config = copy.deepcopy(profile.json)
     config.pop("train_batch_size", None)  # it would be compared with a world size of 1
-    config.pop("aio", None)  # `rules` checks it; DeepSpeed asks for the GPU of this machine
+    config.pop("aio", None)  # `rules` checks it; DeepSpeed would query this machine's GPU
     try:
         DeepSpeedConfig(config)
-    except Exception as error:  # it raises assertions, ValueErrors and its own
+    except Exception as error:  # it raises AssertionError, ValueError and its own classes
         text = reason(error, named=False)
-        return [f"{profile.name}: is refused by DeepSpeed: {text}. Correct the file."]
+        return [f"{profile.name}: DeepSpeed refuses it: {text}. Correct the file."]
     return []
 
 
 def _leave_out_communication(resolved: dict[str, Any], profile: Profile) -> None:
-    """Avoid waits and copies for the communication of a single replica, which sums nothing."""
+    """Avoid waits and copies for communication within a single replica, which sums nothing."""
     resolved["zero_optimization"]["overlap_comm"] = False
-    # Stage 2 converts the gradients of each micro-batch, which have the precision of the weights.
-    # Stage 1 converts their sum, so there this would round.
+    # Stage 2 converts the gradients of each micro-batch, which have the weights' precision. Stage 1
+    # converts their sum, which this would round.
     if profile.zero_stage == 2 and not resolved.get("prescale_gradients"):
         resolved["communication_data_type"] = profile.precision
 
@@ -158,7 +159,7 @@ def _resolve_optimizer(resolved: dict[str, Any], profile: Profile, settings: Set
     if (adam or profile.uses_muon) and profile.optimizer_offload == "none":
         params["torch_adam"] = uses_torch_adam(profile)
         if adam and params["torch_adam"]:
-            params.setdefault("fused", True)  # one pass over the states, not seven
+            params.setdefault("fused", True)  # one pass over the states instead of seven
             params.pop("bias_correction", None)
 
 
@@ -168,7 +169,7 @@ def _resolve_scheduler(
     kind = resolved["scheduler"]["type"]
     params = resolved["scheduler"].setdefault("params", {})
     if is_number(steps := params.get("warmup_num_steps")):
-        params["warmup_num_steps"] = max(1, int(steps))  # DeepSpeed's shortest, and an int
+        params["warmup_num_steps"] = max(1, int(steps))  # DeepSpeed's minimum, and an int
     if kind not in DEEPSPEED_SCHEDULES:
         return
     values: dict[str, Any] = {"warmup_num_steps": max(1, warmup_steps)}
@@ -185,7 +186,7 @@ def _resolve_scheduler(
 
 
 def _without_auto(value: Any) -> Any:
-    """Drop keys that are still "auto": DeepSpeed then uses its default."""
+    """Drop keys that are still "auto", so DeepSpeed uses its defaults."""
     if isinstance(value, dict):
         kept = {key: inner for key, inner in value.items() if inner != AUTO}
         kept |= {key: inner for key, inner in value.items() if key == "keep_in_fp32_modules"}

@@ -1,8 +1,8 @@
-"""The keys of a DeepSpeed JSON that are refused, by themselves or together with others.
+"""The keys of a DeepSpeed JSON that are refused, alone or in combination.
 
 Each rule was found by running DeepSpeed or reading its source; DeepSpeed checks some of them after
-minutes of start-up, some with a bare assertion, some never. Must not depend on the settings of a
-run. Versions: DeepSpeed 0.19.8.
+minutes of start-up, some with a bare assertion, and some not at all. Must not depend on the
+settings of a run. Versions: DeepSpeed 0.19.8.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ _MISSING = object()
 
 
 class Refusal(NamedTuple):
-    """A key that is refused whatever the rest of the file says.
+    """A key that is refused regardless of the rest of the file.
 
     Attributes:
         key: dotted.
@@ -50,17 +50,17 @@ REFUSALS = (
         "true",
         "pretraining trains every weight",
     ),
-    Refusal("zero_optimization.compute_grad_norm", "false", "spikes are found by train/grad_norm"),
+    Refusal("zero_optimization.compute_grad_norm", "false", "spike checks need train/grad_norm"),
     Refusal(
         "zero_optimization.load_from_fp32_weights",
         "false",
-        "a resume would begin with weights rounded to 16 bits, which changes the loss curve",
+        "a resume would start with weights rounded to 16 bits, which changes the loss curve",
     ),
     Refusal(
         "zero_optimization.offload_optimizer.super_offload",
         "true",
-        "it needs CUDA, updates weights before a step can be refused, and its moments are in no "
-        "checkpoint (docs/settings.md)",
+        "it needs CUDA, updates weights before a step can be refused, and its moments are not "
+        "saved in checkpoints (docs/settings.md)",
     ),
     Refusal(
         "zero_optimization.zenflow",
@@ -72,7 +72,9 @@ REFUSALS = (
     Refusal(
         "gradient_allreduce_op", '"sum"', "it multiplies gradients by the world size", "Use mean"
     ),
-    Refusal("managed_gradient_accumulation", "false", "the training loop would have to accumulate"),
+    Refusal(
+        "managed_gradient_accumulation", "false", "the loop would have to sum gradients itself"
+    ),
     Refusal(
         "compile.deepcompile",
         "true",
@@ -91,7 +93,7 @@ REFUSALS = (
         "a checkpoint is one directory shared by all nodes",
         "Remove the key, and use a shared file system for --run_dir",
     ),
-    # On by its presence, whatever it contains (deepspeed/datastates/config.py).
+    # Enabled by its presence, whatever it contains (deepspeed/datastates/config.py).
     Refusal(
         "datastates_ckpt",
         "any, also null",
@@ -103,27 +105,27 @@ REFUSALS = (
         "not disabled",
         "DeepSpeed's pipeline engine steps the optimizer inside its own training loop, where a "
         "step cannot be checked (docs/parallelism.md)",
-        "Remove the block, use ZeRO 3",
+        "Remove the block, and use ZeRO 3",
     ),
     Refusal(
         "expert_parallel",
         "enabled",
         "with DeepSpeed's AutoEP a checkpoint can be neither resharded nor exported "
         "(docs/experts.md)",
-        "Remove the block, use ZeRO 3",
+        "Remove the block, and use ZeRO 3",
     ),
     Refusal(
         "data_efficiency",
         "enabled",
         "it works only through DeepSpeed's own data loader; the data order here depends only on "
         "--data and the seed",
-        "Remove the block, use stages of the mixture (docs/data_order.md)",
+        "Remove the block, and use mixture stages (docs/data_order.md)",
     ),
     Refusal(
         "autotuning",
         "enabled",
         "pretrain.py is one run, not a search",
-        "Remove the block, use zerolm plan --search",
+        "Remove the block, and use zerolm plan --search",
     ),
     Refusal("fp8", "enabled", "DeepSpeed does not read it", "Remove the block, use bf16 and --fp8"),
     Refusal("hybrid_engine", "enabled", "it is for reinforcement learning", "Remove the block"),
@@ -133,7 +135,7 @@ REFUSALS = (
 
 
 def rule_problems(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
-    """Find combinations of keys that DeepSpeed or pretrain.py does not support."""
+    """Find key combinations that DeepSpeed or pretrain.py does not support."""
     problems = _zero_problems(profile, on_gpu, world_size)
     problems += precision_problems(profile, on_gpu)
     problems += optimizer_problems(profile, on_gpu)
@@ -163,7 +165,7 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
                 problems.append(f"{key}.device: nvme needs stage 3, got {stage}. Use cpu instead.")
             if not block(zero, name).get("nvme_path"):
                 problems.append(
-                    f"{key}.nvme_path: missing, but device nvme needs it. Name a directory."
+                    f"{key}.nvme_path: missing, but device nvme needs it. Add a directory."
                 )
     if profile.block("aio").get("use_gds") is True and not on_gpu:
         problems.append("aio.use_gds: true needs a GPU. Remove the key.")
@@ -178,15 +180,16 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
 
 
 def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
-    """List options that are allowed, but change the loss curve or are easily misread."""
+    """List options that are allowed, but change the loss curve or are easily misunderstood."""
     notices = []
     if profile.zero.get("stage", 0) == 0:
-        # engine.py scales the loss for a ZeROOptimizer only, so at stage 0 fp16 gradients would be
-        # 2^16 too small; in fp32 there is no gradient norm; nothing here reads its checkpoints.
+        # engine.py scales the loss only for a ZeROOptimizer, so at stage 0 fp16 gradients would be
+        # too small by a factor of 2^16, and in fp32 there is no gradient norm. zerolm cannot read
+        # stage 0 checkpoints.
         is_what = "is missing" if "stage" not in profile.zero else "is 0"
         notices.append(
-            f"zero_optimization.stage {is_what}: using stage 1, which has the results of stage 0 "
-            f"with sharded optimizer states"
+            f"zero_optimization.stage {is_what}: using stage 1, which computes the same as stage 0 "
+            "with sharded optimizer states"
         )
     notices += _without_effect(profile) + _other_trackers(profile)
     if profile.block("checkpoint").get("writer") is not None:
@@ -216,7 +219,7 @@ def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str
 
 
 def _without_effect(profile: Profile) -> list[str]:
-    """List options that DeepSpeed reads, but that nothing on the path of a run uses."""
+    """List options that DeepSpeed reads, but that have no effect in a run."""
     found = []
     if used := [key for key, on in profile.block("activation_checkpointing").items() if on]:
         found.append(
@@ -234,14 +237,14 @@ def _without_effect(profile: Profile) -> list[str]:
 
 
 def _other_trackers(profile: Profile) -> list[str]:
-    """List the blocks of DeepSpeed's monitors, of which `implied` takes what it can."""
+    """List the blocks of DeepSpeed's monitors, from which `implied` adopts what it can."""
     instead = {
         "wandb": "pretrain.py logs to W&B itself, with the block's project, group and team; see "
         "--wandb",
-        "tensorboard": "pretrain.py writes TensorBoard files itself, to tensorboard/ of the run "
+        "tensorboard": "pretrain.py writes TensorBoard files itself, to tensorboard/ in the run "
         "directory; the block's paths are not used",
-        "csv_monitor": "pretrain.py writes no CSV files; metrics.jsonl in the run directory has "
-        "every metric",
+        "csv_monitor": "pretrain.py writes no CSV files; metrics.jsonl in the run directory "
+        "contains every metric",
         "comet": "pretrain.py does not log to Comet; use --wandb or --tensorboard",
     }
     return [
@@ -252,12 +255,12 @@ def _other_trackers(profile: Profile) -> list[str]:
 
 
 def _reduction(profile: Profile) -> tuple[str, str]:
-    """Return the precision in which gradients are summed over ranks, and how to get fp32."""
+    """Return the precision in which gradients are summed over ranks, and how to select fp32."""
     if profile.block("torch_autocast").get("enabled") is True:
         # deepspeed/runtime/torch_autocast.py sets it for each weight of a linear layer.
         return "bf16", "; torch_autocast requires it"
     dtype = str(profile.communication_dtype or profile.precision)
-    return dtype, '; "communication_data_type": "fp32" is exact, at twice the bytes'
+    return dtype, '; "communication_data_type": "fp32" is exact, but sends twice the bytes'
 
 
 def _refusals(profile: Profile) -> list[str]:
@@ -277,7 +280,7 @@ def _is_enabled(value: Any, default: bool) -> bool:
 
 
 def _secrets(value: Mapping[str, Any], where: str = "") -> list[str]:
-    """Refuse secrets, because the JSON is copied to run.json, the HTML report and W&B."""
+    """Refuse secrets, since the JSON is copied to run.json, the HTML report and W&B."""
     problems = []
     for key, part in value.items():
         if isinstance(part, Mapping):

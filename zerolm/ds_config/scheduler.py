@@ -1,17 +1,17 @@
-"""The learning rates of DeepSpeed's schedulers, from DeepSpeed itself. Imports it in functions."""
+"""Computes the learning rates of DeepSpeed's schedulers with DeepSpeed's own code."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerolm.ds_config.implied import DEEPSPEED_SCHEDULES
 
-FIRST_STEPS, SAMPLES = 10, 200  # steps that are looked at: the first, and equally far apart
+FIRST_STEPS, SAMPLES = 10, 200  # steps to sample: the first ones, and evenly spaced ones
 
 
 def rates(block: Mapping[str, Any], learning_rate: float, steps: Sequence[int]) -> list[float]:
-    """Return the learning rate that the engine uses in each of some ascending steps, from 1.
+    """Return the learning rate that the engine uses at each of the ascending steps, counted from 1.
 
-    The scheduler is advanced after a step, so the first step has the rate that it begins with.
+    The scheduler advances after a step, so the first step uses the scheduler's initial rate.
 
     Args:
         block: a resolved `scheduler` block.
@@ -23,7 +23,7 @@ def rates(block: Mapping[str, Any], learning_rate: float, steps: Sequence[int]) 
     weights = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([weights], lr=learning_rate)
     level = logger.level
-    logger.setLevel("ERROR")  # it warns that the rate is read before the first step
+    logger.setLevel("ERROR")  # DeepSpeed warns that the rate is read before the first step
     try:
         scheduler = getattr(lr_schedules, block["type"])(optimizer, **block.get("params", {}))
     finally:
@@ -37,10 +37,10 @@ def rates(block: Mapping[str, Any], learning_rate: float, steps: Sequence[int]) 
 
 
 def description(block: Mapping[str, Any], learning_rate: float, total_steps: int) -> str:
-    """Return the course of a scheduler: its highest rate, its last one, and its steps at rate 0.
+    """Summarize a scheduler: its highest rate, its last rate, and the steps at rate 0.
 
     Args:
-        learning_rate: the peak of `DEEPSPEED_SCHEDULES`; of the others the peak is looked for.
+        learning_rate: the peak for `DEEPSPEED_SCHEDULES`; for other types, the peak is searched.
     """
     shares = [round(total_steps * number / SAMPLES) for number in range(SAMPLES + 1)]
     steps = sorted({*range(1, min(FIRST_STEPS, total_steps) + 1), *shares} - {0})

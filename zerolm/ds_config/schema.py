@@ -1,9 +1,9 @@
-"""Reads a DeepSpeed JSON: its values as DeepSpeed reads them, and the problems of its keys.
+"""Reads a DeepSpeed JSON: its values as DeepSpeed reads them, and problems with its keys.
 
-`Profile` reads its file through `read` once, so that rules, plan, run.json and engine agree that
+`Profile` reads its file once, through `read`, so rules, plan, run.json and engine agree that
 `"true"` and 1 are true, and 2.0 is 2. DeepSpeed ignores unknown keys at the top level and in some
-blocks, so a typo there would go unnoticed. zerolm/engine/config_keys.py has the keys with their
-types, `rules` checks which values work together.
+blocks, so a typo there would go unnoticed. zerolm/engine/config_keys.py lists the keys and their
+types; `rules` checks which values work together.
 """
 
 import enum
@@ -25,7 +25,7 @@ from zerolm.engine.config_keys import (
     removed_keys,
 )
 
-# `rules` and `parallel_rules` refuse most of these, with better messages than their types have.
+# `rules` and `parallel_rules` refuse most of these, with better messages than a type check.
 CHECKED_BY_RULES = (
     "autotuning",
     "data_efficiency",
@@ -42,7 +42,7 @@ CHECKED_BY_RULES = (
 
 
 def read(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a DeepSpeed JSON with every value as DeepSpeed reads it, and the problems of its keys.
+    """Return a DeepSpeed JSON with every value as DeepSpeed reads it, and problems with its keys.
 
     Unknown keys and values that DeepSpeed refuses stay as written.
 
@@ -74,7 +74,7 @@ def _as_read(kind: Any, value: Any, where: str, problems: list[str]) -> tuple[An
 
     Args:
         where: dotted key of the value.
-        problems: unknown keys are appended.
+        problems: receives unknown keys.
     """
     model = inner_model(kind)
     if model is None:
@@ -104,14 +104,14 @@ def _as_read(kind: Any, value: Any, where: str, problems: list[str]) -> tuple[An
 
 
 def _type_problems(kind: Any, value: Any, where: str) -> list[str]:
-    """Return why a value is not of its type, or why DeepSpeed's model refuses it."""
+    """Return why a value does not have its type, or why DeepSpeed's pydantic model refuses it."""
     try:
         _adapter(kind).validate_python(value)
     except ValidationError as error:
         return [
             _problem(".".join([where, *map(str, found["loc"])]), found)
             for found in error.errors()
-            if (where, *found["loc"]) != ("zero_optimization", "stage")  # `rules` has a better one
+            if (where, *found["loc"]) != ("zero_optimization", "stage")  # `rules` reports it
         ]
     except (AttributeError, TypeError) as error:
         return [f"{where}: is refused by DeepSpeed: {error}. Correct the block."]

@@ -1,7 +1,7 @@
-"""Check `--shard_within`, and take it over into the profile: ZeRO-1 inside groups of ranks.
+"""Checks `--shard_within`, and stores it in the profile: ZeRO-1 within groups of ranks.
 
-zerolm/engine/shard_groups.py makes the groups. Only DeepSpeed's BF16_Optimizer (0.19.8) works
-in them: it takes a process group, and `OwnerReduction` sums its gradients.
+zerolm/engine/shard_groups.py creates the groups. Only DeepSpeed's BF16_Optimizer (0.19.8) supports
+them: it accepts a process group, and `OwnerReduction` sums its gradients.
 """
 
 from dataclasses import replace
@@ -15,10 +15,10 @@ from zerolm.engine.reduction_choice import KEY
 def with_shard_groups(
     profile: Profile, settings: Settings, world_size: int, problems: list[str]
 ) -> Profile:
-    """Return the profile with the size of the groups, if there are several.
+    """Return the profile with the group size, if there are several groups.
 
     Args:
-        problems: why the profile does not support groups is appended.
+        problems: receives the reasons why the profile does not support groups.
     """
     size = settings.shard_within
     if size is None or not profile.zero_stage:
@@ -32,7 +32,7 @@ def with_shard_groups(
 
 
 def _reasons(profile: Profile, world_size: int) -> list[str]:
-    """Return what the profile has that does not work in groups, and what to use."""
+    """Return which parts of the profile do not work in groups, and what to use instead."""
     if profile.zero_stage != 1:
         return [
             f"needs ZeRO stage 1, but {profile.name} has {profile.zero_stage}. Use "

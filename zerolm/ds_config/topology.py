@@ -1,4 +1,4 @@
-"""Compare how a checkpoint and a run shard optimizer states over ranks.
+"""Compares how a checkpoint and a run shard optimizer states over ranks.
 
 Preflight reports the differences, loading a checkpoint checks them, and `zerolm.engine.reshard`
 reshards accordingly. Must not read files.
@@ -11,19 +11,20 @@ from zerolm.ds_config.parallel_rules import TENSOR_KEY
 from zerolm.ds_config.profile import Profile
 from zerolm.engine.partitions import SHARDS, num_shards
 
-# Keys of zero_optimization that change which rank holds a value, or the order of values.
+# Keys of zero_optimization that change which rank stores a value, or the order of values.
 SHARDING_KEYS = ("sub_group_size", "round_robin_gradients", "parameter_alignment")
 TENSOR_PARALLEL = "tensor_parallel"
 FULL_MATRIX_STATES = frozenset({"muon"})  # momentum of full matrices, not sharded like weights
 
 
 def optimizer_kind(profile: Profile) -> str:
-    """Return the optimizer's name and offload device, as written in the manifest."""
+    """Return the optimizer's name and offload device in the manifest's format."""
     return f"{profile.optimizer.name}, offload {profile.optimizer_offload}"
 
 
 def sharding(profile: Profile) -> dict[str, Any]:
-    """Return the other options that decide which rank holds a state, for a checkpoint's manifest.
+    """Return the other options that determine which rank stores a state, for a checkpoint's
+    manifest.
 
     Args:
         profile: resolved.
@@ -32,7 +33,7 @@ def sharding(profile: Profile) -> dict[str, Any]:
     return {
         **({TENSOR_PARALLEL: degree} if degree > 1 else {}),
         **{key: profile.zero.get(key) for key in SHARDING_KEYS},
-        # At stage 1 with bf16 these select another of DeepSpeed's optimizer classes.
+        # At stage 1 with bf16, these select a different DeepSpeed optimizer class.
         "grad_accum_dtype": profile.grad_accum_dtype,
         "torch_adam": profile.optimizer.params.get("torch_adam"),
     }
@@ -61,7 +62,7 @@ def changes(manifest: Mapping[str, Any], profile: Profile, world_size: int) -> l
 
 
 def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[str]:
-    """Find why the states of a checkpoint cannot be resharded for this run.
+    """Return the reasons why a checkpoint's states cannot be resharded for this run.
 
     Args:
         where: the manifest's path, for messages.
@@ -69,9 +70,9 @@ def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[
     saved_degree = manifest.get("cut", {}).get(TENSOR_PARALLEL, 1)
     if max(saved_degree, profile.tensor_parallel) > 1:
         return [
-            f"{where}: {TENSOR_KEY}: {saved_degree}, --deepspeed_config has "
+            f"{where}: {TENSOR_KEY}: {saved_degree}, but --deepspeed_config has "
             f"{profile.tensor_parallel}: tensor-parallel checkpoints cannot be resharded. Resume "
-            f"with the world size, ZeRO stage and tensor parallelism that it was written with."
+            "with the world size, ZeRO stage and tensor parallelism that it was written with."
         ]
     saved, ours = manifest["optimizer"], optimizer_kind(profile)
     kind, _, offload = saved.partition(", offload ")
@@ -89,8 +90,8 @@ def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[
         )
     if "nvme" in {offload, *profile.offloads.values()}:
         found.append(
-            f"{where}: optimizer: {saved!r}, --deepspeed_config has {ours!r}: states on NVMe "
-            f"cannot be resharded. Resume with the world size, ZeRO stage and offload of the "
-            f"checkpoint."
+            f"{where}: optimizer: {saved!r}, but --deepspeed_config has {ours!r}: states on NVMe "
+            "cannot be resharded. Resume with the world size, ZeRO stage and offload of the "
+            "checkpoint."
         )
     return found

@@ -107,7 +107,7 @@ def test_a_stale_index_is_refused_and_written_again(shards, tmp_path):
     other = open_source(write_shards(tmp_path / "other", 300, seed=6))
     for path in shards.glob("packing-*"):
         os.replace(path, other.directory / path.name)
-    with pytest.raises(ShardError, match=r"made from other tokens\. Run: zerolm data pack"):
+    with pytest.raises(ShardError, match=r"built from other tokens\. Run: zerolm data pack"):
         open_packing(other, SEQ_LEN)
     with pytest.raises(ShardError, match=r"no such file.*--seq_len 64 needs it"):
         open_packing(source, SEQ_LEN)

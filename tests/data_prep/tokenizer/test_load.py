@@ -328,6 +328,6 @@ def test_the_hub_is_asked_once_for_a_name_that_is_no_directory(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.stderr.startswith("tokeniser: nothing here has this name; asking the hub, http")
+    assert done.stderr.startswith("tokeniser: no local file has this name; asking the hub, http")
     assert "nor a hub id that can be loaded (ConnectError: " in done.stderr
     assert "Retrying" not in done.stderr

@@ -118,11 +118,11 @@ def test_without_boundaries_text_is_generated_as_by_sdpa():
         ("llama", {}, None),
         ("mistral", {"sliding_window": 8}, None),
         ("llama", {"attention_dropout": 0.1}, "does not support dropout, but the model has 0.1."),
-        ("llama", {"head_dim": 288}, "supports head dimensions up to 256, the model has 288."),
+        ("llama", {"head_dim": 288}, "supports head dimensions up to 256, but the model has 288."),
         ("gemma2", {}, "does not support softcap."),
         ("gpt_oss", {"num_local_experts": 4}, "does not support s_aux."),
         ("llama4_text", {}, "does not support chunked_attention."),
-        ("stablelm", {}, "gets no document boundaries from the model."),
+        ("stablelm", {}, "receives no document boundaries from the model."),
         ("openai-gpt", {}, "needs a model with the attention functions of transformers"),
         ("mamba", {}, "does not support linear_attention."),
     ],
@@ -139,7 +139,7 @@ def test_devices_without_the_kernel_are_refused(monkeypatch):
 
     assert varlen.device_problem("cpu", torch.bfloat16, 64).startswith("needs a CUDA device")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert problem(torch.float32).startswith("needs bf16 or fp16, this run is in float32.")
+    assert problem(torch.float32).startswith("needs bf16 or fp16, but this run is in float32.")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert problem().startswith("needs compute capability 8.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))

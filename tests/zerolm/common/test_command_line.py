@@ -357,5 +357,5 @@ def test_a_file_whose_name_forges_a_line_of_output_is_refused(tmp_path, capsys, 
     path.mkdir()
     assert main(["status", form.format(path)]) == 2
     error = capsys.readouterr().err
-    assert r"a\nzerolm: done': has a line break in its path. Rename it." in error
+    assert r"a\nzerolm: done': contains a line break. Rename it." in error
     assert "\nzerolm: done" not in error

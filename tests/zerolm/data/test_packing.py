@@ -184,7 +184,7 @@ def test_an_index_of_other_tokens_is_refused(tmp_path, other):
     pack(source, SEQ_LEN)
     file = tmp_path / f"packing-{SEQ_LEN}.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"source_fingerprint": other}))
-    with pytest.raises(ShardError, match="it was made from other tokens"):
+    with pytest.raises(ShardError, match="it was built from other tokens"):
         open_packing(source, SEQ_LEN)
 
 
@@ -213,7 +213,7 @@ def test_a_damaged_row_is_refused_unless_it_could_be_one(tmp_path, part):
         pieces = np.fromfile(file, PIECE)
         pieces["start"][0] = (1 << 64) - 1
         pieces.tofile(file)
-        with pytest.raises(ShardReadError, match="row 0 is not in the source"):
+        with pytest.raises(ShardReadError, match="row 0 is outside the source"):
             packing.pieces(0)
 
 

@@ -87,8 +87,8 @@ def test_a_process_without_numbers_is_alone():
 @pytest.mark.parametrize(
     ("variables", "text"),
     [
-        ({"SLURM_NTASKS": "8"}, "SLURM_NTASKS: 8, but nothing says which"),  # no srun
-        (PMI2, "PMI_SIZE: 4, but nothing says which"),
+        ({"SLURM_NTASKS": "8"}, "SLURM_NTASKS: 8, but no variable states which"),  # no srun
+        (PMI2, "PMI_SIZE: 4, but no variable states which"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "5"}, "5 ranks, 2 of them on this host"),
         (
             SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"},

@@ -71,7 +71,7 @@ def test_nvcc_of_another_major_version_is_refused(toolkit, monkeypatch):
     assert problems(ADAM) == []
     toolkit("12.8")
     (problem,) = problems(ADAM)
-    assert "is from CUDA 12.8, and torch was built with CUDA 13.0" in problem
+    assert "is from CUDA 12.8, but torch was built with CUDA 13.0" in problem
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
     assert problems(ADAM) == []
 

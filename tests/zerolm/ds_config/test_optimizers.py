@@ -98,7 +98,7 @@ def test_all_problems_of_a_muon_config_are_reported_together():
     }
     found = "\n".join(muon.problems(Profile.parse(config)))
     for part in (
-        "params.momentun: not a parameter of Muon, DeepSpeed would ignore it. Did you mean",
+        "params.momentun: not a parameter of Muon, so DeepSpeed would ignore it. Did you mean",
         "params.momentum: 1.0 must be a number of at least 0 below 1",
         'params.ns_method: "gramm" must be one of gram, standard',
         "params.muon_lr: -1 must be a number of at least 0.",

@@ -61,11 +61,11 @@ EMULATED = [
 RESUMED = [
     ("bf16", NATIVE, "bf16", []),
     ("fp32", EMULATING, "fp32", ["EPYC 7763 multiplies bf16 57 times slower; --precision"]),
-    ("fp32", NATIVE, "fp32", ["began so on Xeon; a new run would train in bf16 on EPYC 9455"]),
-    ("bf16", EMULATING, "bf16", ["began so on Xeon; a new run would train in fp32 on EPYC 7763",
+    ("fp32", NATIVE, "fp32", ["with it on Xeon; a new run would train in bf16 on EPYC 9455"]),
+    ("bf16", EMULATING, "bf16", ["with it on Xeon; a new run would train in fp32 on EPYC 7763",
         "57 times slower than float32 on EPYC 7763, measured with a matrix product. Resume the run "
-        "on devices like those it began on"]),
-    ("fp16", H100, "fp16", ["began so on Xeon; a new run would train in bf16 on H100"]),
+        "on devices like those it started on"]),
+    ("fp16", H100, "fp16", ["with it on Xeon; a new run would train in bf16 on H100"]),
 ]  # fmt: skip
 
 

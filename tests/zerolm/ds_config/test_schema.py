@@ -196,4 +196,4 @@ def test_deepspeeds_own_config_object_has_the_last_word():
     bad = Profile.parse({**good.json, "checkpoint": {"tag_validation": "perhaps"}}, "ds.json")
     assert found(bad.json) == []
     [problem] = deepspeed_problems(bad)
-    assert "ds.json: is refused by DeepSpeed" in problem and "PERHAPS" in problem
+    assert "ds.json: DeepSpeed refuses it" in problem and "PERHAPS" in problem

@@ -76,16 +76,18 @@ def test_every_problem_is_reported_at_once_and_nothing_is_written(tmp_path, caps
         return capsys.readouterr().err
 
     error = refused(f"{run}@150,200,x", f"{run}@400:", tmp_path / "none", out)
-    assert "no complete checkpoint of step 150. It has those of steps: 100, 200, 300" in error
+    assert "no complete checkpoint of step 150. It has checkpoints of steps: 100, 200, 300" in error
     assert "'x' is not a step" in error and "of step 400:." in error and "none" in error
     error = refused(run, out)
     assert "hidden_size: 32, but 64 in" in error and "use_cache" not in error
     assert "step 200" not in error
     assert "have the same number of tokens" in refused(run, out, "--method", "wsm")
-    assert "A merge needs two or more" in refused(f"{run}@100", out)
-    assert "is named twice" in refused(f"{run}@:200", f"{run}@100", out)
+    assert "a merge needs at least two" in refused(f"{run}@100", out)
+    assert "is listed twice" in refused(f"{run}@:200", f"{run}@100", out)
     error = refused(run, out, "--method", "ema", "--decay_shape", "sqrt")
-    assert "needs --ema_decay" in error and "--decay_shape sqrt: is for --method wsm" in error
+    assert (
+        "needs --ema_decay" in error and "--decay_shape sqrt: applies only to --method wsm" in error
+    )
     assert "below 1" in refused(run, out, "--method", "ema", "--ema_decay", "1.5")
     (run / "checkpoints" / "step-00000100" / "model.pt").write_bytes(b"other")
     assert "the manifest says" in refused(f"{run}@:200", out)

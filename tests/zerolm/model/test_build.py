@@ -299,7 +299,7 @@ def test_auto_attention_is_the_best_that_class_and_device_support():
 @pytest.mark.parametrize(
     ("family", "requested", "complaint"),
     [
-        ("llama", "flash_attention_2", "needs a CUDA device, this run is on cpu. Use auto."),
+        ("llama", "flash_attention_2", "needs a CUDA device, but this run is on cpu. Use auto."),
         ("llama", "flash_attention_3", "needs a CUDA device"),
         ("llama", "flash", "must be one of auto, eager, sdpa"),
         ("mamba", "sdpa", "is not supported by MambaForCausalLM. Use eager."),

@@ -69,9 +69,9 @@ BAD = {
     "bad weight": ("--data web=much", ["--data", "web=much", "not a number", "=0.7"]),
     "weight after a colon": ("--data web:0.8 --data code=1", ["web:0.8: a weight", "web=0.8."]),
     "weight of zero": ("--data web=0 --data code=1", ["--data", "web=0", "above 0"]),
-    "weight for one only": ("--data web=0.5 --data code", ["code", "no weight", "all of them"]),
+    "weight for one only": ("--data web=0.5 --data code", ["code", "no weight", "all sources"]),
     "tiny weight": ("--data web=1e-9 --data code=1", ["1e-09", "2^-20"]),
-    "data twice": ("--data web=1 --data web=2", ["holds the same tokens", "give it once"]),
+    "data twice": ("--data web=1 --data web=2", ["contains the same tokens", "give it once"]),
     "validation on training data": ("--val_data web", ["--val_data", "held out", "Remove one"]),
     "ids beyond the vocabulary": (
         "--data wide",

@@ -176,7 +176,9 @@ def test_a_run_keeps_its_precision_on_another_kind_of_cpu(inputs, tmp_path, monk
     second = check.check(command(inputs, change), {})
     assert second.profile == first.profile
     notices = "\n".join(second.notices)
-    assert f"since the run of {tmp_path}/run.json began so on EPYC 9455; a new run" in notices
+    assert (
+        f"since the run of {tmp_path}/run.json started with it on EPYC 9455; a new run" in notices
+    )
     assert "bf16 is 57 times slower than float32 on EPYC 7763" in notices
     (problem,) = refusal(inputs, f"{change} --precision fp32")
     assert "precision: bf16 -> fp32 (" in problem

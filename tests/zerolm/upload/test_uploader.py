@@ -341,5 +341,5 @@ def test_a_killed_upload_leaves_no_complete_checkpoint_and_is_resumed(
     again = subprocess.run(
         words, cwd=ROOT, env=environment(), timeout=60, capture_output=True, text=True
     )
-    assert "has every checkpoint" in again.stdout
+    assert "already contains every checkpoint" in again.stdout
     assert json.loads((place / "step-00000005" / MANIFEST).read_text())["progress"]["step"] == 5

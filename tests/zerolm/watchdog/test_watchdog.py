@@ -249,7 +249,7 @@ def test_a_rank_that_was_killed_for_memory_is_said_to_be(ranks) -> None:
     ranks.started[1].kill()
     ranks.outputs()
     (event,) = ranks.events()
-    killer = "the out-of-memory killer has ended 2 processes of this host since the start"
+    killer = "the out-of-memory killer has killed 2 processes of this host since the start"
     assert event["ranks"][0]["reason"] == f"ended: SIGKILL; {killer}"
 
 
