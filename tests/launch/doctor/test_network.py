@@ -60,7 +60,9 @@ def test_one_slow_host_is_named_and_not_those_that_exchange_with_it(num_hosts, s
 def test_one_slow_link_is_named_by_its_two_hosts():
     (line,) = lines_about_the_network(4, {(1, 3): (LATENCY, RATE / 8)})
     assert (line.host, line.state) == (ALL, RED)
-    assert "slow between node1 and node3 (4.66 GiB/s per device), but not to other hosts" in line.fact
+    assert (
+        "slow between node1 and node3 (4.66 GiB/s per device), but not to other hosts" in line.fact
+    )
 
 
 def test_equal_hosts_have_the_bandwidth_in_the_unit_of_the_plan():

@@ -50,8 +50,7 @@ def test_a_host_that_fails_its_check_is_left_out(fake_run) -> None:
     launch[3] = "2"
     code, output = supervise("--backoff", "0.02s", plan="done done corrupt done")
     assert (
-        code == 0
-        and "node1: it computed or stored wrong values, but there is no spare" in output
+        code == 0 and "node1: it computed or stored wrong values, but there is no spare" in output
     )
     hostfile.write_text("node1 slots=2\nnode3 slots=2\nnode4 slots=2\n")
     (fake_run.run_dir / "starts").unlink()

@@ -260,7 +260,9 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(
     uploader.upload(run_dir, store, keep=0)
     usage = shutil._ntuple_diskusage(10, 9, 1)
     monkeypatch.setattr("zerolm.upload.restore.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"needs 0.00 GB, but the file system has only 0.00 GB free"):
+    with pytest.raises(
+        CheckpointError, match=r"needs 0.00 GB, but the file system has only 0.00 GB free"
+    ):
         restore(store, tmp_path / "again")
 
 
