@@ -117,9 +117,6 @@ COMMANDS = Group(
             "documents": {
                 "clean": "filter documents",
                 "dedup": "drop exact and near-duplicate documents",
-                "repeats": (
-                    "remove lines, paragraphs or substrings that occur earlier in the corpus"
-                ),
                 "decontaminate": "drop documents that contain parts of evaluation sets",
             },
             "tokenizers": {
@@ -142,7 +139,7 @@ COMMANDS = Group(
                 "stats": "measure document lengths, token ids and duplicates of token shards",
             },
             "pipelines": {
-                "run": "run a recipe: clean, dedup, repeats, decontaminate, tokenize, pack",
+                "run": "run a recipe: clean, dedup, decontaminate, tokenize, pack",
                 "progress": "print the progress of a pipeline's tasks",
             },
         },

@@ -56,7 +56,6 @@ QUICK_TESTS = (
     "tests/data_prep/read/test_discovery.py",
     "tests/data_prep/read/test_parse.py",
     "tests/data_prep/dedup/test_decontaminate.py",
-    "tests/data_prep/dedup/test_repeats.py",
     "tests/data_prep/dedup/test_word_hashes.py",
     "tests/data_prep/tasks/test_progress.py",
     "tests/launch/test_install.py",

@@ -1,4 +1,4 @@
-"""Shared by `dedup`, `repeats` and `decontaminate`: flags, checks, input and the summary."""
+"""Shared by `dedup` and `decontaminate`: flags, checks, input and the summary."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The dedup, repeats and decontaminate stages: drop copies, repeated parts and evaluation text.
+"""The dedup and decontaminate stages: drop copies of documents, and evaluation text.
 
 Documents are compared by hashes. Must not depend on filters, tokenizers or shards.
 """

@@ -1,4 +1,4 @@
-"""Options of the dedup, repeats and decontaminate stages.
+"""Options of the dedup and decontaminate stages.
 
 This module imports little, so `--help` is instant.
 """
@@ -9,9 +9,7 @@ from pathlib import Path
 
 from data_prep.stages.options import SWITCH, option, share
 
-UNITS = ("lines", "paragraphs", "substrings")
 MIN_MEMORY_BYTES = 1 << 20
-MEMORY = "memory for each process that sorts hashes; does not change the result"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,13 @@ class DedupOptions:
     permutations: int = option(
         128, "maximum number of values in a MinHash signature", low=16, high=4096
     )
-    memory_bytes: int = option(1 << 30, MEMORY, "BYTES", low=MIN_MEMORY_BYTES, flag="memory")
+    memory_bytes: int = option(
+        1 << 30,
+        "memory of a process that sorts hashes; does not change the result",
+        "BYTES",
+        low=MIN_MEMORY_BYTES,
+        flag="memory",
+    )
     keep_signatures: bool = option(
         False,
         "on: write OUTPUT/signatures for a later --against, about 450 bytes per document plus 8 "
@@ -53,24 +57,6 @@ class DedupOptions:
     def relative_to(self, directory: Path) -> "DedupOptions":
         """Return the options with their directories resolved against the recipe's directory."""
         return replace(self, against=tuple(str(directory / each) for each in self.against))
-
-
-@dataclass(frozen=True)
-class RepeatsOptions:
-    """Defines what a repeat is. The first occurrence in input order is kept."""
-
-    unit: str = option(
-        "lines",
-        "what is compared: lines or paragraphs by their words, or substrings character by "
-        "character",
-        "|".join(UNITS),
-        choices=UNITS,
-    )
-    min_words: int = option(8, "shorter lines and paragraphs are always kept", low=1, high=1000)
-    min_characters: int = option(
-        200, "minimum length of a repeated substring to remove", low=20, high=100_000
-    )
-    memory_bytes: int = option(1 << 30, MEMORY, "BYTES", low=MIN_MEMORY_BYTES, flag="memory")
 
 
 @dataclass(frozen=True)

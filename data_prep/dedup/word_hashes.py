@@ -20,7 +20,6 @@ import numpy as np
 BATCH_CHARACTERS = 1 << 18  # hashed at a time; 8 bytes per character fit in the CPU cache
 _CHARACTER_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _WORD_BASE = 0xD6E8FEB86659FD93
-SECOND_BASE = 0xA0761D6478BD642F  # for a second, independent hash
 _SEPARATOR, _IN_WORD, _SINGLE_WORD, _INVISIBLE = range(4)  # kinds of characters
 _UNSPACED = (  # scripts written without spaces
     (0x0E00, 0x0EFF),  # Thai, Lao
@@ -59,21 +58,7 @@ def hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(hashes), np.cumsum(counts)
 
 
-def hash_spans(words: np.ndarray, ends: np.ndarray, base: int = _WORD_BASE) -> np.ndarray:
-    """Return a hash of all words of each text: (D,) uint64.
-
-    Args:
-        words, ends: as returned by `hash_words`.
-    """
-    powers, inverse = _powers(base, len(words) + 1)
-    sums = np.append(np.uint64(0), np.cumsum(words * powers[: len(words)], dtype=np.uint64))
-    starts = ends - np.diff(ends, prepend=0)
-    return mix((sums[ends] - sums[starts]) * inverse[starts])
-
-
-def hash_ngrams(
-    words: np.ndarray, ends: np.ndarray, length: int, base: int = _WORD_BASE
-) -> tuple[np.ndarray, np.ndarray]:
+def hash_ngrams(words: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the hashes of all n-grams: (N,) uint64, and where each text ends: (D,) int64.
 
     An n-gram consists of `length` consecutive words of one text.
@@ -84,7 +69,7 @@ def hash_ngrams(
     counts = np.maximum(np.diff(ends, prepend=0) - (length - 1), 0)
     if len(words) < length:
         return np.empty(0, np.uint64), np.cumsum(counts)
-    powers, inverse = _powers(base, len(words))
+    powers, inverse = _powers(_WORD_BASE, len(words))
     sums = np.zeros(len(words) + 1, np.uint64)
     np.cumsum(words * powers[: len(words)], out=sums[1:])
     inside = np.ones(len(words) - length + 1, bool)

@@ -8,7 +8,6 @@ from typing import Any
 
 from data_prep.dedup.decontaminate import decontaminate_identity
 from data_prep.dedup.dedup import dedup_identity
-from data_prep.dedup.repeats import repeats_identity
 from data_prep.filters.build import filters_identity
 from data_prep.pipeline.recipe import Recipe, Source
 from data_prep.pipeline.recipe_options import SourceOptions, TokenizerOptions
@@ -31,9 +30,7 @@ def stage_fingerprints(
         if stage == "dedup":
             fingerprints[stage] = before = dedup[source.name]
             continue
-        if recipe.repeats is not None and stage == "repeats":
-            options = repeats_identity(recipe.repeats)
-        elif recipe.decontaminate is not None and stage == "decontaminate":
+        if recipe.decontaminate is not None and stage == "decontaminate":
             options = decontaminate_identity(recipe.decontaminate)
         elif recipe.shards is not None and stage == "shards":
             options = asdict(recipe.shards) | {"val_fraction": recipe.val_fraction(source)}

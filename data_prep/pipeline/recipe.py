@@ -16,7 +16,7 @@ from typing import Any
 
 from data_prep.dedup.dedup import open_against
 from data_prep.dedup.evaluation_items import read_all_items
-from data_prep.dedup.options import DecontaminateOptions, RepeatsOptions
+from data_prep.dedup.options import DecontaminateOptions
 from data_prep.encode.held_out import held_out_problem
 from data_prep.filters.clean import CleanOptions
 from data_prep.filters.parameters import filter_problems, resolve_model_paths
@@ -40,14 +40,13 @@ from zerolm.common.url import is_url
 # Keys whose values are parsed into a dataclass of options.
 OPTION_KEYS: dict[str, type] = {
     "dedup": SourcesDedupOptions,
-    "repeats": RepeatsOptions,
     "decontaminate": DecontaminateOptions,
     "train_tokenizer": TokenizerOptions,
     "tokenize": ShardOptions,
     "pack": PackOptions,
 }
 KEYS = ("output", "sources", "clean", *OPTION_KEYS, "executor")
-STAGES = ("clean", "dedup", "repeats", "decontaminate", "shards", "pack")
+STAGES = ("clean", "dedup", "decontaminate", "shards", "pack")
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 Json = dict[str, Any]
@@ -84,7 +83,6 @@ class Recipe:
     clean: CleanOptions
     dedup: SourcesDedupOptions | None
     against: tuple[str, ...]
-    repeats: RepeatsOptions | None
     decontaminate: DecontaminateOptions | None
     shards: ShardOptions | None
     tokenizer: Tokenizer | None
@@ -116,9 +114,7 @@ class Recipe:
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages of each source, in order."""
-        options = (
-            self.clean, self.dedup, self.repeats, self.decontaminate, self.shards, self.pack,
-        )  # fmt: skip
+        options = self.clean, self.dedup, self.decontaminate, self.shards, self.pack
         return tuple(
             stage for stage, given in zip(STAGES, options, strict=True) if given is not None
         )
@@ -182,9 +178,8 @@ def read_recipe(path: Path) -> Recipe:
         raise ConfigError(problems)
     recipe = Recipe(
         path, content, base / output, sources, clean, options["dedup"], against,
-        options["repeats"], options["decontaminate"], options["tokenize"], tokenizer,
-        options["train_tokenizer"], options["pack"],
-        executor,
+        options["decontaminate"], options["tokenize"], tokenizer,
+        options["train_tokenizer"], options["pack"], executor,
     )  # fmt: skip
     for source in sources:
         arguments = source.inputs, source.options.rules(), recipe.val_fraction(source)

@@ -17,7 +17,7 @@ from zerolm.common.records import read_record
 from zerolm.data.packing import PackingManifest, index_file
 from zerolm.shards.manifest import read_manifest
 
-STAGES = ("clean", "dedup", "repeats", "decontaminate")
+STAGES = ("clean", "dedup", "decontaminate")
 REPORT_JSON, REPORT_HTML = "report.json", "report.html"
 MAX_SLOW_TASKS = 5
 Json = dict[str, Any]

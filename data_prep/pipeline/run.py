@@ -15,7 +15,6 @@ from typing import Any
 from data_prep.dedup.decontaminate import run_decontaminate
 from data_prep.dedup.dedup import run_dedup
 from data_prep.dedup.options import DedupOptions
-from data_prep.dedup.repeats import run_repeats
 from data_prep.dedup.signatures import signatures_manifest
 from data_prep.encode.options import TokenizeOptions
 from data_prep.encode.pack import pack
@@ -140,9 +139,6 @@ class Pipeline:
         earlier = self.recipe.sources_before(self.source)
         outputs = [str((self.recipe.output / each.name / "dedup").absolute()) for each in earlier]
         return self.recipe.dedup.of_stage(outputs)
-
-    def _run_repeats(self, output: Path, before: Path | None) -> None:
-        run_repeats(self.recipe.repeats, _documents(before), output, self.executor)
 
     def _run_decontaminate(self, output: Path, before: Path | None) -> None:
         run_decontaminate(self.recipe.decontaminate, _documents(before), output, self.executor)

@@ -1,4 +1,4 @@
-"""Defines where lines and paragraphs end, for all filters and stages that split text.
+"""Defines where lines and paragraphs end, for filters and the items of evaluation sets.
 
 Line ends of Windows (CRLF), old Macs (CR) and Unicode (U+0085, U+2028, U+2029), and form feeds
 between pages, are all equivalent.
@@ -8,22 +8,15 @@ import re
 
 _LINE = "(?:\r\n|\r(?!\n)|[\n\v\f\x85\u2028])"
 _BLANK = "[^\\S\n\r\v\f\x85\u2028\u2029]*"
-LINE_END = re.compile(f"({_LINE}|\u2029)")
 PARAGRAPH_END = re.compile(f"((?:{_LINE}{_BLANK}(?:{_LINE}|\u2029)|\u2029)\\s*)")
 _OTHER = re.compile("\r\n?|[\v\f\x85\u2028\u2029]")
 _MARKS = "\r\v\f\x85\u2028\u2029"
 # The equivalent for text with only LF line ends, which is much faster.
-_LF = re.compile("(\n)")
 _LF_PARAGRAPH_END = re.compile("(\n[^\\S\n]*\n\\s*)")
 
 
 def _has_other_ends(text: str) -> bool:
     return any(mark in text for mark in _MARKS)
-
-
-def split_lines(text: str) -> list[str]:
-    """Split a text into lines, alternating with the separators between them."""
-    return (LINE_END if _has_other_ends(text) else _LF).split(text)
 
 
 def split_paragraphs(text: str) -> list[str]:
