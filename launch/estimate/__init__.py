@@ -1,5 +1,4 @@
 """`launch plan`: estimates the memory, time and price of a run before it starts.
 
-Applies pretrain.py's rules and defaults. Must not train, except that `--probe` runs pretrain.py in
-a child process.
+Applies pretrain.py's rules and defaults. Must not train.
 """

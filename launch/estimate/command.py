@@ -1,8 +1,7 @@
 """The `launch plan` command: calls the module that handles each flag.
 
-`plan_run` resolves the run, and `estimate` computes its figures. `--search` compares profiles,
-`--budget` compares model sizes, and `--probe` compares predictions with a few steps on this
-machine. Heavy imports are inside functions to keep `--help` fast.
+`plan_run` resolves the run, and `estimate` computes its figures. `--search` compares profiles, and
+`--budget` compares model sizes. Heavy imports are inside functions to keep `--help` fast.
 """
 
 import argparse
@@ -28,15 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _budget(arguments)
     if not (arguments.model_config or arguments.init_from or arguments.branch):
         raise ConfigError("command line: --model_config: missing. Name a config.json.")
-    if arguments.probe and (arguments.init_from or arguments.branch):
-        raise ConfigError(
-            "command line: --probe: supports only --model_config. Name a config.json."
-        )
     logging.disable(logging.WARNING)  # DeepSpeed warns that it finds no accelerator
     try:
-        if arguments.search:
-            return _search(arguments)
-        return _probe(arguments) if arguments.probe else _plan(arguments)
+        return _search(arguments) if arguments.search else _plan(arguments)
     finally:
         logging.disable(logging.NOTSET)
 
@@ -184,48 +177,6 @@ def _measured_restart(run_dir: str) -> float:
             f"zerolm supervise has restarted, or --restart_seconds."
         )
     return float(median(seconds))
-
-
-# -------------------------------------------------------------------------------------------------
-# --probe
-
-
-def _probe(arguments: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
-    from launch.estimate import probe
-    from launch.estimate.estimate import estimate, to_json
-    from launch.estimate.text import as_text
-    from zerolm.plan import hardware
-
-    planned_run, _, _ = _planned_run(arguments)  # raises before anything runs
-    settings = settings_of(arguments)
-    name = settings.deepspeed_config or DEFAULT_DS_CONFIG
-    on_cpu = planned_run.hardware.is_cpu
-    ranks = arguments.probe_ranks or (arguments.devices if on_cpu else probe.local_ranks())
-    found = probe.probe(planned_run.model, settings, name, ranks, arguments.probe_timeout)
-    local = hardware.recognize(found.device)
-    same = local is not None and local.name == planned_run.hardware.name
-    measured = found.mfu if same else None
-    if on_cpu and found.device == "cpu":
-        same, peak = True, planned_run.hardware.peak(planned_run.profile.compute_precision)
-        measured = found.mfu_of(peak or 0.0)
-    mfu = arguments.mfu or measured
-    planned = estimate(planned_run, assumptions(arguments), mfu, found.memory_ratio)
-    days = planned_run.settings.total_tokens / found.tokens_per_second / 86400
-    if arguments.json:
-        ratio = {"memory_ratio": found.memory_ratio, "mfu": found.mfu, "days_here": days}
-        print(json.dumps({"probe": asdict(found) | ratio, "plan": to_json(planned)}, indent=2))
-        return 0
-    print(probe.as_text(found))
-    tokens = f"{planned_run.settings.total_tokens:,} tokens"
-    print(f"these {ranks} device(s) would train on {tokens} in {days:,.3g} days")
-    time = f"the measured MFU, {mfu:.1%}" if mfu and same else (
-        f"the estimated step time, since this machine has no {planned_run.hardware.name}"
-    )  # fmt: skip
-    print(f"\nPlan with {found.memory_ratio:.4f} x the predicted memory and {time}\n")
-    print(as_text(planned, mfu))
-    return 0
 
 
 # -------------------------------------------------------------------------------------------------

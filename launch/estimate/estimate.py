@@ -99,14 +99,11 @@ class Estimate:
     interval_steps: int
 
 
-def estimate(
-    run: PlannedRun, assumed: Assumptions, mfu: float | None = None, memory_ratio: float = 1.0
-) -> Estimate:
+def estimate(run: PlannedRun, assumed: Assumptions, mfu: float | None = None) -> Estimate:
     """Compute the figures of a plan.
 
     Args:
         mfu: see `step_time`.
-        memory_ratio: measured divided by predicted memory, from a probe.
     """
     step = step_time(run, mfu)
     settings, hardware, model = run.settings, run.hardware, run.model
@@ -142,7 +139,7 @@ def estimate(
     return Estimate(
         run=run,
         hardware_flops_per_token=run.flops_per_token + recomputed,
-        memory=device_memory(run, memory_ratio),
+        memory=device_memory(run),
         activations={
             "with_checkpointing": activations.peak(True, micro),
             "without_checkpointing": activations.peak(False, micro),
@@ -164,8 +161,8 @@ def estimate(
     )
 
 
-def device_memory(run: PlannedRun, ratio: float = 1.0) -> DeviceMemory:
-    """Return the peak bytes on one device and in its share of host memory, times `ratio`."""
+def device_memory(run: PlannedRun) -> DeviceMemory:
+    """Return the peak bytes on one device and in its share of host memory."""
     model, hardware, settings = run.model, run.hardware, run.settings
     kept = settings.kept_bytes()
     states = memory.model_states(model.shapes, run.profile, run.devices, kept_bytes=kept)
@@ -173,20 +170,17 @@ def device_memory(run: PlannedRun, ratio: float = 1.0) -> DeviceMemory:
     activations = activations_of_rank(run)
     peak = activations.peak(settings.gradient_checkpointing, run.settings.micro_batch_size)
     loss = min(activations.loss_bytes(run.settings.micro_batch_size), peak)
-    sizes = {
-        "weights": states.weights,
-        "gradients": states.gradients,
-        "optimizer": states.optimizer,
-        "master": states.master,
-        "secondary": states.secondary,
-        "buckets": buckets,
-        "gathered": gathered,
-        "activations": peak - loss,
-        "loss": loss,
-        "host": states.host,
-    }
     return DeviceMemory(
-        **{name: round(size * ratio) for name, size in sizes.items()},
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        master=states.master,
+        secondary=states.secondary,
+        buckets=buckets,
+        gathered=gathered,
+        activations=peak - loss,
+        loss=loss,
+        host=states.host,
         margin=int(hardware.memory_bytes * (1 - defaults.MEMORY_SHARE)),
         capacity=int(hardware.memory_bytes),
         host_capacity=int(hardware.host_memory_bytes),

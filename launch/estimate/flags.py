@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 RUN = (
     *("model_config", "init_from", "branch", "deepspeed_config", "total_tokens", "batch_tokens"),
     *("seq_len", "micro_batch_size", "gradient_checkpointing", "async_checkpoint", "shard_within"),
-    *(name for name, about in FLAGS.items() if about["probed"]),
+    *(name for name, about in FLAGS.items() if about["planned"]),
 )
 HARDWARE_FIGURES = {
     "price_per_hour": ("DOLLARS", "price of a device"),
@@ -98,21 +98,6 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--write", type=file_to_write, metavar="FILE",
         help="with --search: write the best profile as DeepSpeed JSON",
-    )  # fmt: skip
-    group.add_argument(
-        "--probe", action="store_true",
-        help="run three training steps on this machine, compare them with the estimate, and plan "
-        "with the measurements",
-    )  # fmt: skip
-    group.add_argument(
-        "--probe_ranks",
-        metavar="N",
-        type=count,
-        help="number of ranks in the probe (default: all devices of this machine)",
-    )
-    group.add_argument(
-        "--probe_timeout", metavar="DURATION", type=duration, default=1800.0,
-        help="time limit for the probe (default: 30m)",
     )  # fmt: skip
     group.add_argument(
         "--budget", metavar="FLOPS|MONEY|DAYS",

@@ -28,7 +28,7 @@ def flag(
     unchangeable: str = "",
     follows: bool = False,
     of_one_run: bool = False,
-    probed: bool = False,
+    planned: bool = False,
     no_tensor_parallel: str = "",
 ) -> Any:
     """Describe a field. If it has a default value, the help shows it.
@@ -46,7 +46,7 @@ def flag(
         follows: whether it follows from other settings or from the machine, so each run derives it
             again.
         of_one_run: whether a branch does not inherit it from its trunk.
-        probed: whether it affects the memory or time of a step, so that `plan --probe` must use it.
+        planned: whether it affects the memory or time of a step, so it is a flag of `zerolm plan`.
         no_tensor_parallel: why it cannot be combined with tensor parallelism, if so.
     """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
@@ -55,7 +55,7 @@ def flag(
         **{"help": help and with_default(help, kind, default), "choices": tuple(choices)},
         **{"saved": saved, "tracker": tracker},
         **{"changes_curve": changes_curve, "unchangeable": unchangeable, "follows": follows},
-        **{"of_one_run": of_one_run, "probed": probed, "no_tensor_parallel": no_tensor_parallel},
+        **{"of_one_run": of_one_run, "planned": planned, "no_tensor_parallel": no_tensor_parallel},
     }
     return field(default=default, metadata=about)
 

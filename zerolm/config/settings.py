@@ -257,7 +257,7 @@ class Settings:
         default="auto",
         choices=ATTENTION_IMPLEMENTATIONS,
         follows=True,
-        probed=True,
+        planned=True,
     )
     precision: str | None = flag(
         "model",
@@ -265,7 +265,7 @@ class Settings:
         'precision of the weights, if the DeepSpeed JSON has "auto" or does not set it (default: '
         'with "auto" bf16, or fp32 on a device that emulates bf16; otherwise fp32)',
         choices=PRECISIONS,
-        probed=True,
+        planned=True,
     )
     float32_matmul: str = flag(
         "model",
@@ -278,7 +278,7 @@ class Settings:
     compile: bool = switch(
         "model",
         "compile the model's blocks and the loss with torch.compile",
-        probed=True,
+        planned=True,
     )
     loss_chunk_tokens: int | None = count(
         "model",
@@ -287,7 +287,7 @@ class Settings:
         "N",
         minimum=0,
         follows=True,
-        probed=True,
+        planned=True,
         no_tensor_parallel="DeepSpeed replaces the output head",
     )
     seed: int = flag(

@@ -1,7 +1,6 @@
 """Access to a rank's weights, master weights and optimizer states in DeepSpeed 0.19.8."""
 
-import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -189,84 +188,3 @@ def shard_group(engine: Any) -> Any:
 
 def _share_memory(values: torch.Tensor, flat: torch.Tensor) -> bool:
     return values.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-
-
-# -------------------------------------------------------------------------------------------------
-# Memory
-
-# Attributes of DeepSpeed's optimizers, 0.19.8.
-GRADIENTS = ("averaged_gradients", "all_grad_tensors", "accumulated_grads_in_cpu")
-GRADIENT_BUFFERS = ("grad_partitions_flat_buffer",)
-MUON_MOMENTA = "_muon_pending_momentum"
-WEIGHT_COPIES = "param_buffer_of_bit16_for_cpu_offload_groups"  # copied back to the device
-BUFFERS = (
-    "ipg_buckets",
-    "temp_grad_buffer_for_cpu_offload",
-    "temp_grad_buffer_for_gpu_offload",
-    "_DeepSpeedZeroOptimizer_Stage3__ipg_bucket_flat_buffer",
-)
-MASTER_COPIES = (
-    "single_partition_of_fp32_groups",
-    "fp32_partitioned_groups_flat",
-    "fp32_groups_flat_partition",
-    "fp32_groups_flat",
-    "fp32_groups",
-)
-
-
-def model_state_bytes(engine: Any) -> dict[str, int]:
-    """Return the bytes of an engine's live tensors by kind: weights, master, optimizer, ...
-
-    Each storage is counted once, under the first kind that refers to it. Host and device memory
-    are added up.
-
-    Args:
-        engine: an engine after a step's last backward pass; a first optimizer step must already
-            have allocated the optimizer states.
-    """
-    seen: set[int] = set()
-    optimizer = engine.optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)
-    parameters = list(engine.module.parameters())
-    master = [getattr(optimizer, name, None) for name in MASTER_COPIES]
-    gradients = [getattr(optimizer, name, None) for name in (*GRADIENTS, *GRADIENT_BUFFERS)]
-    gradients += [getattr(one, name, None) for one in parameters for name in ("grad", "grad_accum")]
-    gradients += [one.grad for one in _tensors(master)]
-    owned = {
-        "weights": [
-            parameters,
-            [getattr(one, "ds_tensor", None) for one in parameters],
-            getattr(optimizer, WEIGHT_COPIES, None),
-        ],
-        "master": master,
-        "optimizer": [
-            [value for state in inner.state.values() for value in state.values()],
-            getattr(optimizer, MUON_MOMENTA, None),
-        ],
-        "gradients": gradients,
-        "buffers": [getattr(optimizer, name, None) for name in BUFFERS],
-        "others": [one for one in gc.get_objects() if type(one) is torch.Tensor],
-    }
-    return {name: sum(_new_bytes(_tensors(what), seen)) for name, what in owned.items()}
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        for one in value:
-            yield from _tensors(one)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(list(vars(value).values()))
-
-
-def _new_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[int]:
-    for tensor in tensors:
-        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
-            continue
-        storage = tensor.untyped_storage()
-        if storage._cdata not in seen and storage.nbytes() > 64:
-            seen.add(storage._cdata)
-            yield storage.nbytes()

@@ -63,7 +63,7 @@ class Ema(Feature):
             default=0,
             minimum=0,
             changes_curve=True,
-            probed=True,
+            planned=True,
         )
 
     @classmethod

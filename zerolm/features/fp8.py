@@ -19,7 +19,7 @@ class Fp8(Feature):
             "model",
             "multiply in 8-bit floating point in the blocks' linear layers during training",
             changes_curve=True,
-            probed=True,
+            planned=True,
             no_tensor_parallel="DeepSpeed replaces the linear layers",
         )
 

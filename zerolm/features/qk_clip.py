@@ -56,7 +56,7 @@ class QkClip(Feature):
             "attention logit exceeds X; 100 is typical with Muon, 0: off",
             default=0.0,
             changes_curve=True,
-            probed=True,
+            planned=True,
         )
 
     @classmethod

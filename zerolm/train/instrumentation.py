@@ -1,8 +1,6 @@
-"""Instrumentation for tests and `zerolm plan --probe`: a rank's memory and training sequences.
+"""Instrumentation for tests: the sequences that a rank trains on, and faults after a step.
 
-Off unless one of these environment variables names a directory. Each rank then writes a file to it:
-for `ZEROLM_MEMORY_PROBE` the bytes of weights, gradients, optimizer states and buffers before each
-optimizer step, for `ZEROLM_LEDGER` the sequences in each step.
+If `ZEROLM_LEDGER` names a directory, each rank writes the sequences of each step to a file there.
 """
 
 import json
@@ -12,19 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from zerolm.common.faults import FLIP, fault_point
-from zerolm.common.files import write_json
 from zerolm.engine.protocol import Engine
-from zerolm.engine.states import MASTERS, model_state_bytes, states
+from zerolm.engine.states import MASTERS, states
 
-MEMORY_VARIABLE, LEDGER_VARIABLE = "ZEROLM_MEMORY_PROBE", "ZEROLM_LEDGER"
-
-
-def record_memory(engine: Engine, step: int) -> None:
-    """Write this rank's `model_state_bytes` if `ZEROLM_MEMORY_PROBE` names a directory."""
-    directory = os.environ.get(MEMORY_VARIABLE)
-    if directory:
-        found = {"step": step, **model_state_bytes(engine)}
-        write_json(Path(directory) / f"rank-{engine.global_rank:05d}.json", found)
+LEDGER_VARIABLE = "ZEROLM_LEDGER"
 
 
 def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> None:

@@ -27,7 +27,6 @@ from zerolm.features.feature import Batch, Feature, Forward, Step, StepResult
 from zerolm.model.loss import IGNORED, divided, sums_by_source, token_losses
 from zerolm.optim.spikes import SpikeGuard
 from zerolm.plan.plan import Plan
-from zerolm.train import instrumentation
 from zerolm.train.health import AUXILIARY, Health
 from zerolm.watchdog.progress import record_progress
 
@@ -97,7 +96,6 @@ class Steps:
         for feature in reversed(self.features):  # the first feature is the outermost
             compute = partial(feature.passes, compute, step)
         result = compute()
-        instrumentation.record_memory(self.engine, step.number)
         self.health.before_update()
         with ExitStack() as contexts:
             for feature in self.features:
