@@ -10,7 +10,7 @@ from typing import Any
 
 from data_prep.dedup.options import DedupOptions, against_problems
 from data_prep.read.documents import InputRules
-from data_prep.read.encodings import reading_problems
+from data_prep.read.encodings import encoding_problems
 from data_prep.stages.options import option, share
 from data_prep.tokenizer.bpe import BpeOptions
 
@@ -51,12 +51,6 @@ class SourceOptions:
         "valid UTF-8, and otherwise detects the encoding. Pages declare their own",
         "NAME",
     )
-    repair: tuple[str, ...] = option(
-        (),
-        "repairs to apply to texts, in this order: ftfy (wrongly decoded text), entities (HTML "
-        "entities such as &amp;), nfc (Unicode's composed form)",
-        "NAME",
-    )
     max_page_seconds: float = option(
         DEFAULTS.max_page_seconds,
         "maximum CPU time to extract the text of a web page; a page that takes longer is bad input",
@@ -92,13 +86,12 @@ class SourceOptions:
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (option, message) for each invalid value."""
-        yield from reading_problems(self.encoding, self.repair)
+        yield from encoding_problems(self.encoding)
 
     def rules(self, keep_records: bool = True) -> InputRules:
         """Return the rules for reading; stages that write documents again need complete records."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["input"], given["val_fraction"]
-        given["repairs"] = given.pop("repair")
         return InputRules(**given, keep_records=keep_records)
 
 

@@ -28,7 +28,7 @@ class Tally:
     input_bytes: int = 0
     skipped: Counter[str] = field(default_factory=Counter)  # by documents.SKIP_REASONS
     bad: Counter[str] = field(default_factory=Counter)  # by documents.BAD_REASONS
-    changed: Counter[str] = field(default_factory=Counter)  # by repair, or by "from ENCODING"
+    changed: Counter[str] = field(default_factory=Counter)  # by "from ENCODING"
     lost_bytes: int = 0
     examples: list[Problem] = field(default_factory=list)
 
@@ -134,11 +134,8 @@ def bad_input_record(inputs: Sequence[Input], tally: Tally, rules: InputRules) -
 
 
 def describe_changes(changed: Mapping[str, int]) -> list[str]:
-    """Return how many documents were decoded from each other encoding or changed by each repair."""
-    return [
-        f"{'decoded' if name.startswith('from ') else 'repaired by'} {name}: {count:,}"
-        for name, count in sorted(changed.items())
-    ]
+    """Return how many documents were decoded from each other encoding."""
+    return [f"decoded {name}: {count:,}" for name, count in sorted(changed.items())]
 
 
 def summary_lines(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> list[str]:

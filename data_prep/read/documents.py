@@ -126,7 +126,6 @@ class InputRules:
     keep_records: bool = False  # whether documents keep all their keys
     encoding: str = "utf-8"  # for files that do not declare their own; or "auto"
     code: bool = False  # whether to read each file as source code, one document each
-    repairs: tuple[str, ...] = ()  # applied to texts; see encodings.REPAIRS
     max_page_seconds: float = 10.0  # CPU time to extract the text of a page
 
     def content(self) -> dict[str, Any]:
@@ -136,7 +135,7 @@ class InputRules:
         invalidate older work.
         """
         default = InputRules()
-        added = ("encoding", "code", "repairs", "max_page_seconds")
+        added = ("encoding", "code", "max_page_seconds")
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         return {
             name: value

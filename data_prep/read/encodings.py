@@ -1,15 +1,9 @@
-"""Detects how text is encoded, decodes it, and repairs it. Opens no files."""
+"""Detects how text is encoded, and decodes it. Opens no files."""
 
 import codecs
 import itertools
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from html import unescape
-from importlib.util import find_spec
-from unicodedata import normalize
+from collections.abc import Iterator
 
-from data_prep.read.documents import Document
-from data_prep.read.parse import replace_text
 from data_prep.read.streams import Failure, Stream
 
 UTF8, AUTO, UNKNOWN = "utf-8", "auto", "unknown"
@@ -18,7 +12,6 @@ UNCLEAR = Failure(
     "is not UTF-8, and its encoding cannot be detected from its content. Name it with --encoding, "
     "or remove the file.",
 )
-REPAIRS = ("ftfy", "entities", "nfc")  # in this order
 MARK_INVALID = "zerolm.mark_invalid"  # name of a codec error handler
 SAMPLE_BYTES = 1 << 16
 WORDS_BYTES = 1 << 13  # passed to chardet, which reads 60 kB/s
@@ -51,8 +44,8 @@ def _mark_invalid(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error(MARK_INVALID, _mark_invalid)
 
 
-def reading_problems(encoding: str, repairs: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield (option, message) for each of these input options with an invalid value."""
+def encoding_problems(encoding: str) -> Iterator[tuple[str, str]]:
+    """Yield (option, message) if an input's option `encoding` is invalid."""
     try:
         is_known = encoding == AUTO or "a".encode(encoding).decode(encoding) == "a"
     except (LookupError, ValueError):
@@ -63,11 +56,6 @@ def reading_problems(encoding: str, repairs: Sequence[str]) -> Iterator[tuple[st
             f"{encoding!r} is not auto or the name of an encoding, such as utf-8, utf-16, cp1252 "
             f"or gb18030.",
         )
-    unknown = [name for name in repairs if name not in REPAIRS]
-    if unknown:
-        yield "repair", f"{unknown[0]!r} is not one of {', '.join(REPAIRS)}."
-    if "ftfy" in repairs and find_spec("ftfy") is None:
-        yield "repair", "ftfy is not installed. Run: bash launch/setup.sh inputs"
 
 
 def detect_encoding(sample: bytes) -> str | None:
@@ -182,40 +170,3 @@ class DecodedStream(Stream):
         yield from super().__iter__()
         if self.failure is None:
             yield b""  # marks the end, where no character may be incomplete
-
-
-def repair(
-    documents: Sequence[Document], text_field: str, repairs: Sequence[str]
-) -> tuple[list[Document], Counter[str]]:
-    """Return the documents with repaired texts, and how many texts each repair changed."""
-    counts: Counter[str] = Counter()
-    repaired = []
-    for document in documents:
-        text = document.text
-        for name in (each for each in REPAIRS if each in repairs):
-            before, text = text, _FUNCTIONS[name](text)
-            counts[name] += text != before
-        if text != document.text:
-            record = document.record
-            if record is not None:
-                record = replace_text(record, text_field, text)
-            document = document._replace(text=text, record=record)
-        repaired.append(document)
-    return repaired, +counts
-
-
-def _ftfy(text: str) -> str:
-    """Repair text that was decoded wrongly, and remove control characters.
-
-    Quotes, ligatures and wide characters are not damage, so they are kept.
-    """
-    import ftfy
-
-    config = ftfy.TextFixerConfig(
-        unescape_html=False, uncurl_quotes=False, fix_latin_ligatures=False,
-        fix_character_width=False, normalization=None,
-    )  # fmt: skip
-    return ftfy.fix_text(text, config)
-
-
-_FUNCTIONS = {"ftfy": _ftfy, "entities": unescape, "nfc": lambda text: normalize("NFC", text)}

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from data_prep.read.bad_input import MAX_PROBLEMS, Tally, describe_problems
 from data_prep.read.csv_rows import read_fields
 from data_prep.read.documents import Chunk, Document, InputRules, Position, Problem
-from data_prep.read.encodings import UTF8, canonical, repair
+from data_prep.read.encodings import UTF8, canonical
 from data_prep.read.inputs import END, LINE_FORMATS, Input, InputRange, stored_in
 from data_prep.read.pages import read_pages
 from data_prep.read.parquet import parquet_errors
@@ -179,9 +179,6 @@ def read_batches(
             if len(fatal) >= MAX_PROBLEMS:
                 break
             continue
-        if input_rules.repairs:
-            documents, repaired = repair(documents, input_rules.text_field, input_rules.repairs)
-            tally.changed += repaired
         if chunk.encoding:
             tally.changed[f"from {chunk.encoding}"] += len(documents)
         tally.num_documents += len(documents)
@@ -218,11 +215,10 @@ def _rules_for(source: Input, rules: InputRules) -> InputRules:
     """Return the rules for an input, which may have its own text field.
 
     Size limits do not apply to files of a stage: their lines are longer than the texts that passed
-    the limits, and the files compress well. Their texts have already been repaired.
+    the limits, and the files compress well.
     """
     if source.text_field is not None:
         rules = replace(rules, text_field=source.text_field)
     if not source.of_stage:
         return rules
-    limits = {"max_document_bytes": UNLIMITED_BYTES, "max_expansion": UNLIMITED_BYTES}
-    return replace(rules, **limits, repairs=())  # type: ignore[arg-type]
+    return replace(rules, max_document_bytes=UNLIMITED_BYTES, max_expansion=UNLIMITED_BYTES)

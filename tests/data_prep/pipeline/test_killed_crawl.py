@@ -20,7 +20,7 @@ RECIPE = {
     "output": "out",
     "sources": {
         "crawl": {"input": ["crawl"], "on_bad_input": "skip", "max_bad_fraction": 0.05},
-        "pages": {"input": ["pages/*.html"], "repair": ["nfc"], "val_fraction": 0.1},
+        "pages": {"input": ["pages/*.html"], "val_fraction": 0.1},
     },
     "clean": {
         "filters": [{"filter": "length", "min_words": 20}, {"filter": "gopher_repetition"}],

@@ -1,13 +1,12 @@
-"""Encodings and repairs: files of other encodings give the text that was written."""
+"""Encodings: files of other encodings give the text that was written."""
 
 import gzip
-import unicodedata
 
 import pytest
 
 from data_prep.read.bad_input import summary_lines
 from data_prep.read.documents import InputRules
-from data_prep.read.encodings import REPAIRS, reading_problems
+from data_prep.read.encodings import encoding_problems
 from data_prep.read.work_units import inputs_fingerprint, plan_units
 from tests.data_prep.read.small_inputs import find, read_all, read_resuming
 from zerolm.common.errors import ConfigError
@@ -127,26 +126,6 @@ def test_lines_in_another_encoding_resume_after_any_batch(tmp_path):
     assert [each.text for each in documents] == [f"{n} é" for n in range(20_000)]
 
 
-def test_repairs_change_what_they_say_and_are_counted(tmp_path):
-    moji = FRENCH.encode().decode("cp1252", "replace").replace("\ufffd", "")
-    texts = {
-        "a": "Fish &amp; chips &lt;now&gt; caf&eacute;",
-        "b": unicodedata.normalize("NFD", "café über"),
-        "c": "schÃ¶n und grÃ¼n",
-        "d": "“curly” quotes, ﬁne ligatures, ＦＵＬＬ width: no damage",
-        "e": moji,
-    }
-    for name, text in texts.items():
-        (tmp_path / f"{name}.txt").write_text(text)
-    documents, tally = read([tmp_path], "utf-8", repairs=REPAIRS, keep_records=True)
-    found = [each.text for each in documents]
-    assert found[:4] == ["Fish & chips <now> café", "café über", "schön und grün", texts["d"]]
-    assert tally.changed == {"ftfy": 2, "entities": 1, "nfc": 1}
-    assert all(each.record["text"] == each.text for each in documents)
-    documents, tally = read([tmp_path], "utf-8", repairs=("entities",))
-    assert tally.changed == {"entities": 1} and documents[2].text == texts["c"]
-
-
 @pytest.mark.parametrize("name", ["nope", "idna", "punycode"])
 def test_an_encoding_that_cannot_be_read_is_refused(tmp_path, name):
     """Unknown ones also where the header of a table is read before the flags are refused."""
@@ -155,15 +134,13 @@ def test_an_encoding_that_cannot_be_read_is_refused(tmp_path, name):
         read([tmp_path / "a.csv"], name)
 
 
-def test_options_are_checked_and_part_of_the_fingerprint(tmp_path):
-    assert dict(reading_problems("latin9", ["nfd"])) == {
-        "repair": "'nfd' is not one of ftfy, entities, nfc.",
-    }
+def test_the_encoding_is_checked_and_part_of_the_fingerprint(tmp_path):
+    assert not list(encoding_problems("latin9"))
     for name in ("base64", "utf-9", "\0"):
-        assert "is not auto or the name" in dict(reading_problems(name, []))["encoding"]
+        assert "is not auto or the name" in dict(encoding_problems(name))["encoding"]
     (tmp_path / "a.txt").write_text("a")
     keys = set()
-    for encoding, repairs in (("utf-8", ()), ("auto", ()), ("cp1252", ()), ("utf-8", ("nfc",))):
-        rules = InputRules(encoding=encoding, repairs=repairs)
+    for encoding in ("utf-8", "auto", "cp1252"):
+        rules = InputRules(encoding=encoding)
         keys.add(inputs_fingerprint(find([tmp_path], rules), rules))
-    assert len(keys) == 4
+    assert len(keys) == 3
