@@ -122,7 +122,6 @@ COMMANDS = Group(
             "tokenizers": {
                 "train-tokenizer": "train a byte-level BPE tokenizer, and report on it",
                 "compare-tokenizers": "compare tokenizers: bytes per token, speed and more",
-                "gguf": "convert an exported model for llama.cpp, with llama.cpp's converter",
             },
             "token shards": {
                 "tokenize": "encode documents into token shards",

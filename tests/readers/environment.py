@@ -77,7 +77,9 @@ def install_llama() -> None:
 
 def variables() -> dict[str, str]:
     """Return the environment variables of a process that reads models."""
-    convert = [str(PYTHON), "-m", "data_prep", "gguf"]
+    lines = (ROOT / "docs/readers.md").read_text().partition("```python\n")[2].partition("```")[0]
+    (HOME / "to_gguf.py").write_text(lines)
+    convert = [str(PYTHON), str(HOME / "to_gguf.py")]
     convert += [str(SOURCE / "vendor/llama.cpp/convert_hf_to_gguf.py")]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return kept | {

@@ -71,14 +71,14 @@ def ctranslate2(directory, ids):
 
 
 def llama_cpp(directory, ids):
-    """Convert with our wrapper and the user's converter, and compute with libllama."""
+    """Convert with the lines of docs/readers.md and the user's converter, compute with libllama."""
     import numpy as np
     from llama_cpp import Llama
 
     file = Path(directory).parent / f"{Path(directory).name}.gguf"
     done = subprocess.run(
-        [*json.loads(os.environ["READERS_CONVERT"]), str(directory), "--", "--outtype", "f32",
-         "--outfile", str(file)],
+        [*json.loads(os.environ["READERS_CONVERT"]), str(directory), "llama-bpe",
+         "--outtype", "f32", "--outfile", str(file)],
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     if done.returncode:

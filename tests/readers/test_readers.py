@@ -69,11 +69,11 @@ def test_a_program_reads_exports_as_recorded(reader, written):
 @pytest.mark.soak
 @pytest.mark.timeout(4000)
 @pytest.mark.parametrize(
-    ("options", "different"),
-    [({"split": "gpt2"}, 0), ({"split": "llama3"}, 0), ({"split": "llama3", "digits": "1"}, 0),
-     ({"split": "o200k"}, 60)],
+    ("options", "name", "different"),
+    [({"split": "gpt2"}, "gpt-2", 0), ({"split": "llama3"}, "llama-bpe", 0),
+     ({"split": "llama3", "digits": "1"}, "qwen2", 0), ({"split": "o200k"}, "gpt-4o", 60)],
 )  # fmt: skip
-def test_llama_cpp_encodes_texts_to_the_same_ids(options, different, written, tmp_path):
+def test_llama_cpp_encodes_texts_to_the_same_ids(options, name, different, written, tmp_path):
     require(llama=True)
     directory, _ = written
     model = tmp_path / "model"
@@ -81,7 +81,7 @@ def test_llama_cpp_encodes_texts_to_the_same_ids(options, different, written, tm
     size = models.VOCABULARY
     train_bpe(models.texts(), BpeOptions(size, **options), model, progress=False)
     variables = environment.variables()
-    command = [*json.loads(variables["READERS_CONVERT"]), model, "--", "--vocab-only"]
+    command = [*json.loads(variables["READERS_CONVERT"]), model, name, "--vocab-only"]
     command += ["--outfile", tmp_path / "vocabulary.gguf"]
     done = subprocess.run(
         [*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=300
