@@ -24,7 +24,6 @@ from zerolm.shards.origins import POSITION_BITS, pack_origins
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
 ITEMS, EOS = "items", "eos"
-BOUNDARIES = (ITEMS, EOS)
 MAX_DOCUMENT_IDS = 1 << 28  # maximum ids in a document if only EOS ids end documents
 
 

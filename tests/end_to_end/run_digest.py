@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zerolm.train import instrumentation
+from tests.ledger import read_sequences
 
 
 def digest(run_dir: Path, ledger_dir: Path | None = None) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def digest(run_dir: Path, ledger_dir: Path | None = None) -> dict[str, Any]:
     newest = newest_checkpoint(run_dir)
     return {
         "losses": losses(run_dir),
-        "ledger": instrumentation.read_sequences(ledger_dir) if ledger_dir is not None else {},
+        "ledger": read_sequences(ledger_dir) if ledger_dir is not None else {},
         "progress": json.loads((newest / "MANIFEST.json").read_text())["progress"],
         "tensors": tensors(newest),
     }

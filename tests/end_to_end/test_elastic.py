@@ -14,11 +14,11 @@ import torch
 from tests.end_to_end.recipe import BATCH, STEP_TOKENS, recipe
 from tests.end_to_end.run_digest import newest_checkpoint
 from tests.launching import LLAMA, events, rows, run_ranks, write_json
+from tests.ledger import read_sequences
 from zerolm.checkpoint.checksums import checksum_file
 from zerolm.checkpoint.manifest import manifest_digest
 from zerolm.common.errors import ConfigError
 from zerolm.preflight import check
-from zerolm.train import instrumentation
 
 STEPS = 16
 SYNCHRONOUS = ["--no-async_checkpoint"]  # each is published before the next step starts
@@ -59,7 +59,7 @@ def run(base: Path, name: str, ranks: int, arguments, *, fault: str = ""):
 
 def trained_sequences(base: Path, first: int, last: int, name: str) -> list[list[int]]:
     """Return the sequences of each step of a phase."""
-    steps = instrumentation.read_sequences(base / f"ledger-{name}")
+    steps = read_sequences(base / f"ledger-{name}")
     return [steps[step] for step in range(first, last + 1)]
 
 
@@ -228,9 +228,7 @@ def test_a_run_with_changed_settings_resumes_only_if_they_are_accepted(
     assert accepted.returncode == 0, accepted.stdout[-3000:]
     (event,) = events(run_dir, "changed")
     assert event["changes"] == {"settings.seed": [11, 12], "settings.seq_len": [32, 16]}
-    sequences = sorted(
-        id for step in instrumentation.read_sequences(ledger).values() for id in step
-    )
+    sequences = sorted(id for step in read_sequences(ledger).values() for id in step)
     position = 12 * BATCH * 32 // 16  # the same number of tokens
     assert sequences == list(range(position, STEPS * STEP_TOKENS // 16))
     assert "accept_changes" not in json.loads((run_dir / "run.json").read_text())["settings"]

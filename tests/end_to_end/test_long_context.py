@@ -19,8 +19,8 @@ from tests.end_to_end.recipe import (
     recipe,
 )
 from tests.launching import LLAMA, rows, run_ranks, write_json, write_shards
+from tests.ledger import read_sequences
 from zerolm.report.run_order import open_run
-from zerolm.train.instrumentation import read_sequences
 
 pytestmark = pytest.mark.soak
 TRUNK_STEPS, STEPS, TIMES = 10, 6, 4

@@ -15,9 +15,9 @@ import pytest
 
 from tests.end_to_end.recipe import BATCH, SEQ_LEN, profile, recipe
 from tests.launching import environment, rows, run_ranks, write_shards
+from tests.ledger import read_sources
 from zerolm.common.errors import ConfigError
 from zerolm.preflight import check
-from zerolm.train import instrumentation
 
 pytestmark = pytest.mark.soak  # three launches; the arithmetic has unit tests
 
@@ -94,7 +94,7 @@ def expected(data) -> list[tuple[int, int, dict[str, int]]]:
 
 
 def test_each_stage_trains_on_sources_by_their_weights(runs, data) -> None:
-    steps = instrumentation.read_sources(runs / "ledger-uninterrupted")
+    steps = read_sources(runs / "ledger-uninterrupted")
     assert list(steps) == list(range(1, STEPS + 1))
     source_of = {number: source for rows in steps.values() for number, source in rows.items()}
     assert sorted(source_of) == list(range(STEPS * BATCH))
@@ -104,10 +104,8 @@ def test_each_stage_trains_on_sources_by_their_weights(runs, data) -> None:
 
 
 def test_a_resume_inside_a_stage_on_another_world_size_changes_nothing(runs) -> None:
-    uninterrupted = instrumentation.read_sources(runs / "ledger-uninterrupted")
-    killed, resumed = (
-        instrumentation.read_sources(runs / f"ledger-{name}") for name in ("killed", "resumed")
-    )
+    uninterrupted = read_sources(runs / "ledger-uninterrupted")
+    killed, resumed = (read_sources(runs / f"ledger-{name}") for name in ("killed", "resumed"))
     assert {**killed, **resumed} == uninterrupted and min(resumed) == 9
     ours, reference = rows(runs / "run", "train/loss"), rows(runs / "uninterrupted", "train/loss")
     assert list(ours) == list(reference) == list(range(1, STEPS + 1))

@@ -9,11 +9,11 @@ from data_prep.encode.pack import pack
 from tests.end_to_end import plain_pytorch
 from tests.end_to_end.recipe import BATCH, CLIPPING, PEAK, SEED, SEQ_LEN, profile, recipe
 from tests.launching import EOS, LLAMA, events, rows, run_ranks, write_shards
+from tests.ledger import read_sequences
 from zerolm.data.order import Order
 from zerolm.data.packing import PIECE
 from zerolm.model.loss import IGNORED
 from zerolm.shards.reader import open_source
-from zerolm.train import instrumentation
 
 STEPS, SAVE, KILLED = 8, 3, 5
 
@@ -85,7 +85,7 @@ def test_a_killed_packed_run_equals_training_on_separate_documents(
     losses, norms = separately
     np.testing.assert_allclose(list(rows(run_dir, "train/loss").values()), losses, rtol=2e-5)
     np.testing.assert_allclose(list(rows(run_dir, "train/grad_norm").values()), norms, rtol=2e-4)
-    trained = instrumentation.read_sequences(ledger)
+    trained = read_sequences(ledger)
     for step in range(1, STEPS + 1):
         expected = list(range((step - 1) * BATCH, step * BATCH))
         times = 2 if SAVE < step <= KILLED else 1  # steps before the kill were repeated

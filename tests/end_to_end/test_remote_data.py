@@ -19,9 +19,9 @@ from tests.endpoints import (
     s3_server,
 )
 from tests.launching import rows, run_ranks, write_shards
+from tests.ledger import read_sequences
 from zerolm.data.order import Order, num_windows
 from zerolm.shards.reader import open_source
-from zerolm.train import instrumentation
 
 STEPS = 10
 SLOTS = 32  # 16 slots of 64 KiB for each of two sources: room for less than half of their blocks
@@ -110,8 +110,8 @@ def test_a_faulty_store_gives_the_sequences_and_losses_of_local_shards(tmp_path,
         requested = [path for method, path in proxy.requests if ".bin" in path]
     assert remote.returncode == 0, remote.stdout[-6000:]
     assert SECRET not in remote.stdout
-    trained = instrumentation.read_sequences(tmp_path / "ledger-remote")
-    assert trained == instrumentation.read_sequences(tmp_path / "ledger-local")
+    trained = read_sequences(tmp_path / "ledger-remote")
+    assert trained == read_sequences(tmp_path / "ledger-local")
     assert trained == {
         step: list(range((step - 1) * BATCH, step * BATCH)) for step in range(1, STEPS + 1)
     }

@@ -10,7 +10,7 @@ import torch
 from tests.end_to_end.recipe import BATCH, STEP_TOKENS, profile, recipe
 from tests.end_to_end.run_digest import differences, digest, losses, newest_checkpoint, tensors
 from tests.launching import events, rows, run_ranks, write_json
-from zerolm.train import instrumentation
+from tests.ledger import read_sequences
 
 # The steps of three different anomalies, each of which is skipped.
 NAN, INF, X10 = 10, 14, 20
@@ -83,9 +83,7 @@ def test_skipped_steps_equal_a_run_without_their_batches(tmp_path, llama, corpus
         if step not in (NAN, INF, X10)
     ]
     assert rates == list(rows(reference, "train/learning_rate").values())
-    assert list(instrumentation.read_sequences(ledgers[0]).values()) == list(
-        instrumentation.read_sequences(ledgers[1]).values()
-    )
+    assert list(read_sequences(ledgers[0]).values()) == list(read_sequences(ledgers[1]).values())
     steps_of_ranks = [
         [json.loads(line)["step"] for line in path.read_text().splitlines()]
         for path in ledgers[0].glob("rank-*.jsonl")
@@ -93,11 +91,7 @@ def test_skipped_steps_equal_a_run_without_their_batches(tmp_path, llama, corpus
     assert len(steps_of_ranks) == 2 and steps_of_ranks[0] == steps_of_ranks[1], (
         "all ranks must skip the same steps"
     )
-    trained = {
-        number
-        for numbers in instrumentation.read_sequences(ledgers[0]).values()
-        for number in numbers
-    }
+    trained = {number for numbers in read_sequences(ledgers[0]).values() for number in numbers}
     left_out = {number for start, end in windows for number in range(start, end)}
     assert trained == set(range(27 * BATCH)) - left_out, (
         "the missing sequences must be those of the events"

@@ -137,7 +137,7 @@ class BlockCache:
 
     def __init__(self, directory: Path, num_blocks: int, num_slots: int):
         assert num_slots == num_blocks or num_slots % WAYS == 0
-        self.num_blocks, self.num_slots = num_blocks, num_slots
+        self.num_slots = num_slots
         self.is_mirror = num_slots >= num_blocks
         self.write_error: str | None = None
         make_private(directory)

@@ -32,36 +32,6 @@ def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> N
             file.write(json.dumps(line) + "\n")
 
 
-def read_sequences(directory: str | Path) -> dict[int, list[int]]:
-    """Return {step: all ranks' sequence numbers, sorted}; a step's last repetition counts."""
-    return {
-        step: sorted(number for entry in entries for number in entry["sequences"])
-        for step, entries in _last_lines(directory).items()
-    }
-
-
-def read_sources(directory: str | Path) -> dict[int, dict[int, int]]:
-    """Return {step: {sequence number: source}} over all ranks; a step's last repetition counts."""
-    return {
-        step: {
-            number: source
-            for entry in entries
-            for number, source in zip(entry["sequences"], entry["sources"], strict=True)
-        }
-        for step, entries in _last_lines(directory).items()
-    }
-
-
-def _last_lines(directory: str | Path) -> dict[int, list[dict[str, Any]]]:
-    """Return {step: each rank's last line}, with steps ascending."""
-    steps: dict[int, dict[str, dict[str, Any]]] = {}
-    for path in sorted(Path(directory).glob("rank-*.jsonl")):
-        for line in path.read_text().splitlines():
-            entry = json.loads(line)
-            steps.setdefault(entry["step"], {})[path.name] = entry
-    return {step: list(ranks.values()) for step, ranks in sorted(steps.items())}
-
-
 def fault_after_step(engine: Engine, step: int) -> None:
     """Trigger faults after an optimizer step; a flip changes one of this rank's master weights."""
     if fault_point("step.end", step) == FLIP:
