@@ -182,6 +182,12 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
         if name == "total_tokens":
             where += f"; a {settings.schedule} schedule depends on it, {EXTENDABLE} does not"
         pairs.append((f"settings.{name}", old, new, where))
+    ended = "this version no longer has this setting"
+    pairs += [
+        (f"settings.{name}", old, None, ended)
+        for name, old in old_settings.items()
+        if old and name not in FLAGS
+    ]
     if plan.initial and settings.init_from == old_settings.get("init_from"):
         old, new = block(record, "initial_weights").get("digest"), plan.initial.digest
         pairs.append(("initial_weights.digest", old, new, f"{settings.init_from} has changed"))

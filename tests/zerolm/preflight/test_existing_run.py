@@ -127,6 +127,20 @@ def test_changes_that_affect_the_curve_are_refused(inputs, a_run, change, parts)
     assert f"{a_run}/run.json: " in text and "another --run_dir" in text
 
 
+def test_a_setting_that_this_version_no_longer_has_is_refused_if_it_was_on(inputs, a_run):
+    path = a_run / "run.json"
+    record = json.loads(path.read_text())
+    record["settings"]["adaptive_clip"] = 0.0
+    write_json(path, record)
+    check.check(command(inputs, f"--run_dir {a_run}"), {})
+    record["settings"]["adaptive_clip"] = 0.5
+    write_json(path, record)
+    (problem,) = refusal(inputs, f"--run_dir {a_run}")
+    assert "settings.adaptive_clip: 0.5 -> null (this version no longer has this set" in problem
+    plan = check.check(command(inputs, f"--run_dir {a_run} --accept_changes"), {})
+    assert plan.changed == {"settings.adaptive_clip": (0.5, None)}
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_only_a_schedule_that_ignores_the_total_can_be_extended(inputs, tmp_path, kind):
     change = f"--run_dir {tmp_path} --schedule {kind} --learning_rate 1e-3 --warmup_tokens 512"
