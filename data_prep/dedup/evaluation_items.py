@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.read.inputs import SHOWN_SUFFIXES, SUFFIXES, lines_suffix
+from data_prep.read.inputs import LINE_FORMATS, lines_suffix
 from data_prep.read.parquet import entire_rows
 from data_prep.read.parse import find_text
 from data_prep.read.readers import TEXT_FORMATS
@@ -19,6 +19,12 @@ from zerolm.common.errors import ConfigError, did_you_mean
 from zerolm.common.files import pointer_problem_of
 from zerolm.common.records import unreadable
 
+ENDINGS = tuple(
+    [each + end for each in (*TEXT_FORMATS, *LINE_FORMATS) for end in ("", *COMPRESSIONS)]
+    + [".json" + end for end in COMPRESSIONS]
+    + [".parquet"]
+)
+SHOWN_ENDINGS = ".txt, .md, .jsonl, .ndjson, JSON lines in .json (also compressed) and .parquet"
 WIKIHOW_MARK = re.compile(r"\[.*?\]")  # in HellaSwag: [header], [title], ...
 MAX_PROBLEMS = 10
 
@@ -73,9 +79,9 @@ def read_items(argument: str) -> list[Item]:
     if pointer := pointer_problem_of(path):
         raise ConfigError(f"--evaluation {argument}: {pointer}")
     is_lines = path.suffix == ".json" and lines_suffix(str(path), "text") is not None
-    if not (path.name.endswith(SUFFIXES) or is_lines):
+    if not (path.name.endswith(ENDINGS) or is_lines):
         raise ConfigError(
-            f"--evaluation {argument}: is not one of {SHOWN_SUFFIXES}. Convert or rename it."
+            f"--evaluation {argument}: is not one of {SHOWN_ENDINGS}. Convert or rename it."
         )
     if _is_text(path) and fields:
         raise ConfigError(f"--evaluation {argument}: a text file has no fields. Remove them.")

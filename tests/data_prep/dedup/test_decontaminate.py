@@ -233,15 +233,17 @@ def test_dedup_and_decontaminate_run_in_sequence_as_commands(hellaswag, corpus, 
 def test_every_problem_is_reported_and_nothing_is_written(tmp_path):
     (tmp_path / "set.jsonl").write_text('{"question": "x"}\nno json\n')
     (tmp_path / "set.bin").write_text("")
+    (tmp_path / "set.csv").write_text("question\nx\n")  # which --input reads
     result = data_prep(
         *("decontaminate", "--input", tmp_path / "absent.jsonl", "--output", tmp_path / "out"),
         *("--evaluation", tmp_path / "set.jsonl", f"{tmp_path / 'set.jsonl'}:qestion"),
-        *(tmp_path / "set.bin", "--min_overlap", 2, "--min_item_words", 20),
+        *(tmp_path / "set.bin", tmp_path / "set.csv", "--min_overlap", 2, "--min_item_words", 20),
     )
     assert result.returncode == 2 and "Traceback" not in result.stderr
     shown = result.stderr
     assert "--min_overlap 2: is not a number from 0 to 1." in shown
     assert "line 2" in shown and "set.bin: is not one of" in shown and "absent.jsonl" in shown
+    assert "set.csv: is not one of" in shown
     assert "--min_item_words: 20 is greater than ngram_words" in shown
     assert not (tmp_path / "out").exists()
     (tmp_path / "lfs.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:7\n")
