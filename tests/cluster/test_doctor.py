@@ -205,7 +205,7 @@ def test_hosts_without_faults_are_ready_and_faults_of_one_start_are_all_named(
     blocked = all_faults[together[0]]._replace(blamed="node2")  # node3 is not asked
     for fault in (down, blocked, *(all_faults[name] for name in together[1:])):
         red_line(lines, fault)
-    assert any("the run needs 4 nodes" in line and "gives 3" in line for line in lines)
+    assert any("the run needs 4 nodes" in line and "provides 3" in line for line in lines)
 
 
 @pytest.mark.soak

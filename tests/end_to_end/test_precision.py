@@ -24,7 +24,7 @@ def test_ranks_on_which_auto_differs_are_refused_and_both_devices_named(
     tmp_path, llama, corpus
 ) -> None:
     output = run_workers(2, WORKER, 2, "0.5,57", *flags(tmp_path, llama, corpus))
-    told = "would train in fp32 on CPU of ratio 57, and in bf16 on CPU of ratio 0.5 of rank 0"
+    told = "in fp32 on CPU of ratio 57, but in bf16 on rank 0's CPU of ratio 0.5"
     assert told in output and "--precision bf16" in output
     assert not list((tmp_path / "run/checkpoints").iterdir())
 

@@ -84,4 +84,4 @@ def test_multinode_reports_every_problem(tmp_path):
     assert "command line: a&b: would be changed by the shell" in result.stderr
     result = bash(ROOT / "launch/multinode.sh", hostfile, "two", HOME=str(tmp_path))
     assert result.returncode == 2
-    assert "--num_nodes: two is not a number of hosts" in result.stderr
+    assert "--num_nodes: two is not a positive number of hosts" in result.stderr

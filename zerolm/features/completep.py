@@ -108,7 +108,7 @@ class Completep(Feature):
             default=STANDARD,
             choices=(STANDARD, COMPLETEP),
             changes_curve=True,
-            unchangeable="the run began with weights for the old value",
+            unchangeable="the run was initialized with the old value",
         )
         base_hidden_size: int | None = count(
             "model",
@@ -116,14 +116,14 @@ class Completep(Feature):
             "--parametrization",
             "N",
             changes_curve=True,
-            unchangeable="the run began with weights for the old value",
+            unchangeable="the run was initialized with the old value",
         )
         base_layers: int | None = count(
             "model",
             "number of layers in the base model; the model's own number: muP",
             "N",
             changes_curve=True,
-            unchangeable="the run began with weights for the old value",
+            unchangeable="the run was initialized with the old value",
         )
 
     @classmethod

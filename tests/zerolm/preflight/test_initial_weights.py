@@ -150,7 +150,7 @@ def test_a_restart_before_the_first_checkpoint_needs_the_same_weights(base) -> N
         assert "settings.init_from: model -> moved" in refusal("moved")
     write_json(record, content)
     change_tensors(base / "moved", **{"model.norm.weight": torch.ones(32)})
-    assert "cannot be carried over: the run began with" in refusal("moved")
+    assert "cannot be carried over: the run was initialized with" in refusal("moved")
     (base / "moved").rename(base / "model")
     with pytest.raises(ConfigError, match=r"initial_weights\.digest: .* cannot be carried over"):
         check.check([*command(), "--accept_changes"], {"WORLD_SIZE": "1"})

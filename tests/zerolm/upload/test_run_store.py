@@ -93,7 +93,7 @@ def test_an_upload_killed_within_a_file_is_resumed(tmp_path, s3_port) -> None:
         assert marked(s3_port, "killed") == []
         proxy.bytes_per_second = None
         nothing = zerolm("restore", url, tmp_path / "none", port=proxy.port)
-        assert nothing.returncode == 2 and "has no complete checkpoint" in nothing.stderr
+        assert nothing.returncode == 2 and "contains no complete checkpoint" in nothing.stderr
         assert not (tmp_path / "none").exists()
         done = zerolm("upload", run_dir, url, port=proxy.port)
     assert done.returncode == 0, done.stdout + done.stderr

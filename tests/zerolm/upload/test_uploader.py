@@ -273,7 +273,7 @@ def test_a_full_disk_is_reported_before_anything_is_fetched(
         ("s3://", "is not a URL"),
         ("s3://key:secret@bucket/first", "contains credentials"),
         ("s3://bucket/first?token=1", "contains credentials or a query"),
-        ("s4://bucket/first", "not known to fsspec"),
+        ("s4://bucket/first", "not supported by fsspec"),
         ("adl://container/first", "needs a package that is not installed"),
         ("file:///backup/first", None),
     ],
