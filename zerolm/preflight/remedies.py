@@ -1,6 +1,6 @@
 """Find the keys of a model config that would fix a fault, by trying other values.
 
-A fault is defined by any test of a config; this module knows nothing about its causes.
+A fault is defined only by a test of the config; this module does not depend on its cause.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,8 @@ class Remedy:
 def remedies(
     config: "PretrainedConfig", is_right: Callable[["PretrainedConfig"], bool]
 ) -> tuple[Remedy, ...]:
-    """Return keys that each fix a fault alone, from a limited number of candidates.
+    """Try a limited number of config changes, and return those that each fix the fault by
+    themselves.
 
     The result is the same on every rank, however fast the rank is.
 
@@ -64,7 +65,9 @@ def remedies(
 
 
 def _candidates(config: "PretrainedConfig") -> Iterator[Remedy]:
-    """Yield other values for keys, first for keys that differ from their class's default."""
+    """Yield keys with other values to try, starting with keys that differ from their class's
+    default.
+    """
     text = config.get_text_config()
     later: list[Remedy] = []
     for key, value, default in _values("", text, _default(text)):
@@ -88,7 +91,7 @@ def _default(part: "PretrainedConfig") -> Any:
 
 
 def _values(prefix: str, part: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the key, value and default of every number and switch."""
+    """Yield the key, value and default of every number and boolean in a config."""
     from transformers import PretrainedConfig
 
     items, defaults = (each if isinstance(each, dict) else vars(each) for each in (part, default))
