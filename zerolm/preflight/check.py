@@ -142,7 +142,7 @@ def _require(settings: Settings, refused: set[str], found: Findings) -> None:
         return
     for name, what in REQUIRED.items():
         if name == "model_config" and settings.init_from:
-            continue  # the source has a config
+            continue  # the source provides a model config
         if not getattr(settings, name) and name not in refused:
             found.problems.append(f"command line: --{name}: missing; a run needs {what}.")
 

@@ -141,7 +141,7 @@ def check_trackers(settings: Settings, environment: Mapping[str, str], found: Fi
 
     `settings` must be resolved, because the DeepSpeed JSON may enable a tracker.
     """
-    if settings.check and settings.world_size:  # the run will be on another machine
+    if settings.check and settings.world_size:  # the run will use another machine
         return
     for name in enabled_trackers(settings):
         found.problems += tracker_class(name).problems(name, settings, environment)

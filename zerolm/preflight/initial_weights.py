@@ -262,7 +262,7 @@ def _tokenizer_problems(opened: Opened, sources: Sequence[Source], found: Findin
             return []
         if not sources:
             return []
-        first = sources[0]  # all have the same tokenizer
+        first = sources[0]  # all sources have the same tokenizer
         ours = vocabulary(first.tokenizer_directory())
         if ours is None:
             found.notices.append(

@@ -26,7 +26,7 @@ from zerolm.pretrained.initial_source import InitialSource
 from zerolm.run_dir.files import RunFiles
 from zerolm.shards import cache_budget
 
-DEEPSPEED_KEYS = {  # every DeepSpeed JSON has some of these, a model config has none
+DEEPSPEED_KEYS = {  # every DeepSpeed JSON has some of these keys; no model config has any
     "bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
     "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization",
 }  # fmt: skip

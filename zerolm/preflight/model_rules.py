@@ -152,7 +152,7 @@ def padding_notices(
         return []
     tokens: Mapping[str, int] = {}
     with suppress(ConfigError):  # reported by the checks that need the tokenizer
-        for source in sources[:1]:  # all have the same tokenizer
+        for source in sources[:1]:  # all sources have the same tokenizer
             tokens = vocabulary(source.tokenizer_directory()) or {}
     token = next((repr(token) for token, number in tokens.items() if number == padding), "")
     is_default = getattr(type(text), "pad_token_id", None) == padding
@@ -175,7 +175,7 @@ def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]
         f"curve depends on the world size; 0 is usual for pretraining"
         for key, value in config.get_text_config().to_dict().items()
         if ("dropout" in key or key.endswith("pdrop"))
-        and not key.startswith(("classifier", "summary"))  # heads that a causal LM lacks
+        and not key.startswith(("classifier", "summary"))  # for heads that causal LMs do not have
         and isinstance(value, (int, float))
         and value > 0
     ]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_CANDIDATES = 24  # each may take a second
 MAX_KEYS = 2
 SIZES = frozenset({*AT_MOST, *DEPTHS, *GROUPED_HEADS, "tie_word_embeddings", "use_cache", "dtype"})
-SMALL = 4  # for smaller counts, one more is tried
+SMALL = 4  # for integers below this, the next integer is tried
 
 
 @dataclass(frozen=True)

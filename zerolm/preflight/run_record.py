@@ -180,7 +180,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
         old, new = old_settings.get(name, LEGACY_DEFAULTS.get(name)), getattr(settings, name)
         where = settings.where(name)
         if name == "init_from" and _same_weights(record, plan):
-            continue  # the same weights under another name
+            continue  # another name for the same weights
         if name == "total_tokens":
             where += f"; a {settings.schedule} schedule depends on it, {EXTENDABLE} does not"
         pairs.append((f"settings.{name}", old, new, where))

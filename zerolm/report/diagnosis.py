@@ -142,7 +142,8 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
 
 
 def _plateau(rows: Sequence[Row]) -> list[Finding]:
-    """Detect a loss that has not fallen over the last half of the tokens, near the peak rate.
+    """Return a finding if the loss has not fallen over the last half of the tokens, with the
+    learning rate near its peak.
 
     A line is fitted to the medians of twelve blocks over the logarithm of the tokens. The line
     determines the change over the last doubling of the tokens, and the scatter of the medians

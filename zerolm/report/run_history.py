@@ -208,7 +208,7 @@ def _heartbeat_age(path: Path) -> float | None:
     try:
         age = time.time() - path.stat().st_mtime
     except OSError:
-        return None  # removed by a run that is starting
+        return None  # a run that is starting has removed the file
     if age < 0:  # the clock was set back: on the same machine, use the monotonic clock instead
         beat = progress.read_heartbeat(path)
         if beat is not None and beat["machine"] == processes.machine_id():

@@ -24,7 +24,7 @@ from zerolm.run_dir.records import lineage
 WATCH_SECONDS = 2.0
 SHORT = ("step", "loss", "speed")  # rows that `--watch` shows for each of several runs
 LAST_EVENTS = 5
-MOST_RESULTS = 10  # of the last evaluation, which may have a hundred
+MOST_RESULTS = 10  # shown of the last evaluation, which may have a hundred
 SPARKS, SPARK_POINTS = "▁▂▃▄▅▆▇█", 32
 COLOURS = {
     "running": "bold cyan", "done": "bold green", "stopped": "bold yellow",
@@ -209,7 +209,9 @@ def lines(status: Row) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     total, share = status["total_steps"], 0.0
     if status["total_tokens"]:
-        share = min(1.0, status["tokens"] / status["total_tokens"])  # the last batch is full
+        share = min(
+            1.0, status["tokens"] / status["total_tokens"]
+        )  # the last batch is full, even beyond the total
     of_steps = f" of {total:,}" if total else ""
     of_tokens = f" of {count(status['total_tokens'])}" if status["total_tokens"] else ""
     found.append(

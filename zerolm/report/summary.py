@@ -16,7 +16,7 @@ from zerolm.run_dir.records import lineage
 from zerolm.tracking.wandb_identity import page_of
 
 LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # lines over which the training loss is averaged
-MAX_ROWS = 20_000  # maximum number of rows to diagnose, in about a second
+MAX_ROWS = 20_000  # maximum number of rows to diagnose, which takes about a second
 VERSIONS = ("zerolm", "torch", "deepspeed", "transformers", "CUDA", "NCCL", "NVIDIA driver",
             "python")  # fmt: skip
 

@@ -21,7 +21,7 @@ from zerolm.model.architecture import ConfigKey, meta_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-BIASES = ("e_score_correction_bias", "expert_bias")  # the second in AFMoE and LFM2-MoE
+BIASES = ("e_score_correction_bias", "expert_bias")  # AFMoE and LFM2-MoE use the second name
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 from zerolm.common.errors import ShardReadError
 from zerolm.common.files import make_private, private_directory, write_atomically
 
-MAX_INDEXES = 64  # 69 MB for 256 MiB shards with documents of 1,000 tokens
+MAX_INDEXES = 64  # takes 69 MB for 256 MiB shards with documents of 1,000 tokens
 
 
 def index_content(digest: str, fetch: Callable[[], bytes]) -> bytes:
