@@ -19,10 +19,8 @@ from zerolm.plan.plan import Plan
 
 # Assumed MFU. GPUs: as in docs/scaling.md; CPU: for models whose blocks are too large to time.
 GPU_MFU, CPU_MFU = 0.4, 0.6
-TIMED_PARAMETERS, TIMED_TOKENS = (
-    50_000_000,
-    2048,
-)  # limits that keep timing to about a second on two slow cores
+# Limits that keep timing to about a second on two slow cores.
+TIMED_PARAMETERS, TIMED_TOKENS = 50_000_000, 2048
 YEAR_SECONDS = 365 * 86400
 
 

@@ -28,10 +28,10 @@ class Hardware:
         match: regular expression for the device name that the driver reports; starts with `cpu` for
             a CPU.
         bf16, fp16, fp8, fp32: dense peak FLOP/s; None if not supported.
-        attained: fraction of the peak that training reaches, excluding communication.
+        attained: fraction of the peak FLOP/s that training reaches, excluding communication.
         intra_node: bandwidth between two devices on a host.
         inter_node: network bandwidth of the host, per device.
-        host_link: bandwidth between device and host memory.
+        host_link: bandwidth between the device and host memory.
         host_memory_bytes, host_bandwidth: size and bandwidth of host memory, per device.
     """
 

@@ -53,8 +53,8 @@ def expected(
             the steps trained since the write began.
         restart_seconds: time from a fault until training resumes, excluding repeated steps.
 
-    Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
-    dumps, to first order.
+    Source: the first-order estimate in Daly 2006, A higher order estimate of the optimum checkpoint
+    interval for restart dumps.
     """
     return Lost(
         saves=min(1.0, stall_seconds / interval_seconds),

@@ -22,7 +22,8 @@ def state_bytes(shapes: Shapes, profile: Profile, world_size: int = 0) -> int:
 
     Args:
         world_size: number of ranks; the result is the memory of the rank that needs most. With 0,
-            the result is the size in a checkpoint, which stores a matrix shared by two ranks once.
+            the result is the size in a checkpoint, where a matrix shared by two ranks is stored
+            only once.
     """
     matrices = sum(_numels(shapes))
     others = sum(map(math.prod, shapes.values())) - matrices

@@ -137,7 +137,7 @@ def _refused(problems: Sequence[str]) -> set[str]:
 
 
 def _require(settings: Settings, refused: set[str], found: Findings) -> None:
-    """Report required settings that are missing."""
+    """Report a problem for each required setting that is missing."""
     if "branch" in refused:  # the trunk's settings cannot be read
         return
     for name, what in REQUIRED.items():

@@ -14,7 +14,7 @@ from zerolm.preflight.small_copy import AT_MOST, DEPTHS, GROUPED_HEADS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-MAX_CANDIDATES = 24  # each may take a second
+MAX_CANDIDATES = 24  # each candidate may take a second
 MAX_KEYS = 2
 SIZES = frozenset({*AT_MOST, *DEPTHS, *GROUPED_HEADS, "tie_word_embeddings", "use_cache", "dtype"})
 SMALL = 4  # for integers below this, the next integer is tried

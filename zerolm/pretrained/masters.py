@@ -1,4 +1,4 @@
-"""Copy float32 weights into the optimizer's master weights after `deepspeed.initialize`.
+"""Copy float32 weights into the optimizer's master weights, after `deepspeed.initialize`.
 
 DeepSpeed creates the master weights of a bf16 or fp16 model from its rounded weights. Without this
 copy, a run would start from rounded values of a float32 source.

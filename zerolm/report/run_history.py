@@ -67,8 +67,8 @@ class RunHistory:
 
     @property
     def branch(self) -> Row:
-        """The `branch` entry of run.json, which states where the run branched off; {} if it is no
-        branch.
+        """The `branch` entry of run.json, which states where the run branched off; {} if the run is
+        not a branch.
         """
         branch = self.record.get("branch")
         return branch if isinstance(branch, dict) else {}

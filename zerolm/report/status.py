@@ -209,9 +209,8 @@ def lines(status: Row) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     total, share = status["total_steps"], 0.0
     if status["total_tokens"]:
-        share = min(
-            1.0, status["tokens"] / status["total_tokens"]
-        )  # the last batch is full, even beyond the total
+        # The last batch is full, so the tokens may exceed the total.
+        share = min(1.0, status["tokens"] / status["total_tokens"])
     of_steps = f" of {total:,}" if total else ""
     of_tokens = f" of {count(status['total_tokens'])}" if status["total_tokens"] else ""
     found.append(

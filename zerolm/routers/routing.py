@@ -103,7 +103,7 @@ class Routing:
     def sums(self, device: torch.device) -> torch.Tensor:
         """Return this rank's terms of the metrics, (figures,) float64.
 
-        The length is the same on every rank, so they can be summed in one reduction.
+        Every rank returns the same number of terms, so one reduction can sum them.
         """
         sums = self._metrics.sums(device)
         return torch.cat([self._counter.counts().double(), sums]) if self._counting else sums
@@ -179,7 +179,7 @@ class RouterMetrics:
     def sums(self, device: torch.device) -> torch.Tensor:
         """Return this rank's terms of the metrics, (figures,) float64.
 
-        The length is the same on every rank, so they can be summed in one reduction.
+        Every rank returns the same number of terms, so one reduction can sum them.
         """
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *self._sums])
 

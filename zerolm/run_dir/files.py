@@ -158,7 +158,7 @@ def checkpoint_step(name: str) -> int:
     """Return the step in the name of a checkpoint directory.
 
     Raises:
-        ValueError: it is not the name of a checkpoint directory.
+        ValueError: `name` is not the name of a checkpoint directory.
     """
     match = CHECKPOINT_NAME.fullmatch(name)
     if match is None:

@@ -210,7 +210,7 @@ class LineFile:
         warn: prints a message for the user.
 
     Raises:
-        OSError: it cannot be opened. Only `sync` raises errors.
+        OSError: the file cannot be opened. Only `sync` raises errors.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]):

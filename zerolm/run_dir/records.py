@@ -126,7 +126,7 @@ def find_run_json(run_dir: str | Path) -> dict[str, Any] | None:
     """Return the content of run.json; None if it does not exist.
 
     Raises:
-        RecordError: it is damaged.
+        RecordError: the file is damaged.
     """
     record = read_record(RunFiles(run_dir).record, RunJson, FIX)
     return None if record is None else dict(record)
@@ -136,7 +136,7 @@ def read_run_json(run_dir: str | Path) -> dict[str, Any]:
     """Return the content of run.json.
 
     Raises:
-        ConfigError: it is missing or damaged.
+        ConfigError: the file is missing or damaged.
     """
     record = find_run_json(run_dir)
     if record is None:
