@@ -74,8 +74,8 @@ def model_states(
     """Return the bytes of one rank's weights, gradients, moments and master weights.
 
     Each parameter has a weight in its precision, a gradient, and a master weight and moments, which
-    are fp32 unless the profile sets bf16. ZeRO-1 shards master weights and moments, ZeRO-2 also
-    gradients, ZeRO-3 also weights; hpZ adds a second copy of the weights.
+    are fp32 unless the profile sets bf16. ZeRO-1 shards master weights and moments; ZeRO-2 also
+    shards gradients, and ZeRO-3 also weights. hpZ adds a second copy of the weights.
 
     Args:
         shapes: {parameter name: shape}, with each tied parameter listed once.
@@ -238,7 +238,7 @@ def activations_of(
     Args:
         eager: eager attention, which keeps its score matrices.
         compiled: blocks are compiled; the compiler chooses the activations to keep.
-        chunk_tokens: tokens per chunk of the loss; 0: all at once.
+        chunk_tokens: tokens per chunk of the loss; 0 to compute the loss in one chunk.
     """
     try:
         found = activation_memory.trace(config, seq_len, precision, eager=eager, compiled=compiled)
@@ -284,7 +284,7 @@ def activation_bytes(
     """Return the peak bytes of a micro-batch's activations, including logits and loss.
 
     Args:
-        chunk_tokens: tokens per chunk of the loss; 0: all at once.
+        chunk_tokens: tokens per chunk of the loss; 0 to compute the loss in one chunk.
         compiled: blocks are compiled.
     """
     found = activations_of(config, seq_len, precision, compiled=compiled, chunk_tokens=chunk_tokens)
@@ -311,7 +311,7 @@ def fitting_micro_batch(
         per_rank: sequences per rank and optimizer step.
         seq_len: tokens per sequence on one rank.
         memory_bytes: device memory; None on a CPU, where a few thousand tokens use all cores.
-        loss_chunk_tokens: tokens per chunk of the loss; 0: all at once.
+        loss_chunk_tokens: tokens per chunk of the loss; 0 to compute the loss in one chunk.
         kept_bytes: bytes per parameter that the optimizer keeps for features.
         compiled: blocks are compiled.
     """

@@ -302,7 +302,7 @@ def _length_problem(settings: Settings, order: Mapping[str, Any], trunk: Mapping
     """Return why windows of a new length cannot continue the trunk's data order, and how to fix
     that.
 
-    Returns "" if they can.
+    Returns "" if they can continue it.
 
     Args:
         order: `run_record.data_order` of the trunk's checkpoint.

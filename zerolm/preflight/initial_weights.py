@@ -1,4 +1,4 @@
-"""Find the weights of `--init_from`, and check them against the model config and the data.
+"""Find the weights that `--init_from` names; check them against the model config and the data.
 
 Reads configs, headers and tokenizers, but no weight values. A run that has a checkpoint no longer
 needs the source, which is then neither read nor checked.
@@ -71,7 +71,7 @@ def open_source(settings: Settings, found: Findings) -> Opened | None:
             return _open_checkpoint(name, path)
         if path.is_dir():
             return _open_model(name, path, "", str(path))
-        above = path.parent != Path() and path.parent.is_dir()  # so not a hub id
+        above = path.parent != Path() and path.parent.is_dir()  # so it is not a hub id
         if path.exists() or above or hub.split_id(name) is None:
             kind = "is a file" if path.exists() else "no such directory"
             raise ConfigError(
@@ -86,7 +86,7 @@ def open_source(settings: Settings, found: Findings) -> Opened | None:
 
 
 def _resumed_record(settings: Settings) -> Mapping[str, Any] | None:
-    """Return the run.json of a run that starts from a checkpoint of its own or its trunk, else
+    """Return the run.json of a run that starts from a checkpoint of its own or of its trunk, else
     None.
     """
     if settings.run_dir is None:

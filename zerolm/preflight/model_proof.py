@@ -1,9 +1,9 @@
 """Check on a small copy of a model that it works as a causal language model.
 
 No position may attend to a later token, each must depend on its own and the previous token, and
-every parameter must get a finite gradient in the first steps. A valid config.json can break any of
-these while the run looks normal. Copies run in float32 on the CPU, so `--check` needs no GPU.
-Messages name keys and values that would fix the problem (`remedies`).
+every parameter must get a finite gradient in the first steps. With a valid config.json a model can
+violate any of these rules while the run looks normal. Copies run in float32 on the CPU, so
+`--check` needs no GPU. Messages name keys and values that would fix the problem (`remedies`).
 """
 
 import json

@@ -194,7 +194,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if (key, value) == ("partial_rotary_factor", 1.0):
-            continue  # same as an absent key
+            continue  # has the same effect as an absent key
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and key not in WITHOUT_EFFECT:
             flat |= _flat(value, f"{name}.")
