@@ -23,7 +23,7 @@ class Finding:
         "checkpoint_stalls" or "slow_host".
         step, tokens: where in the run the problem occurred.
         text: one or two sentences on what the metrics show, and what to try.
-        advice: what to try, if it applies to several findings; the advice is then shown only once.
+        advice: what to try, if it applies to several findings; it is then shown only once.
     """
 
     kind: str

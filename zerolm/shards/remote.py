@@ -143,7 +143,7 @@ class RemoteFiles:
         self._reset()
 
     def _blocks(self) -> RemoteBlocks:
-        """Return this process's blocks. A forked process needs its own, because it has no
+        """Return this process's blocks. A forked process needs its own, because it inherits no
         threads.
         """
         if self._pid != os.getpid():
