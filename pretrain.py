@@ -4,7 +4,7 @@
         --model_config model_configs/llama-160m.json --data shards/web --run_dir runs/first
 
 Running the same command again resumes the run from its newest complete checkpoint. `--help` and
-`--help all` list the flags; `--check` reports every problem without a GPU and exits.
+`--help all` list the flags. `--check` reports every problem and exits; it needs no GPU.
 
 Every rank runs `main`, which checks everything before it creates the process group. `train` is the
 training loop; `build_engine` builds the model and passes it to DeepSpeed.
@@ -69,7 +69,7 @@ from zerolm.upload import restore
 from zerolm.watchdog import limits, startup, watchdog
 
 # -------------------------------------------------------------------------------------------------
-# Preflight: report all problems of the configs, data and machine at once; then train
+# Preflight: report all problems with the configs, data and machine at once; then train
 
 
 def main(argv: list[str]) -> int:
@@ -175,7 +175,7 @@ def train(plan: Plan, stop: stability.StopRequest, dog: watchdog.Watchdog) -> in
             run.save_if_due()
             run.uploads.tick()
             run.html_report.tick()
-            # After a stop request, the evaluation is left to the resumed run, to stop sooner.
+            # To stop sooner after a stop request, leave the evaluation to the resumed run.
             if run.finished or not run.stopping:
                 run.evaluate_if_due()
     except (GaveUp, CheckpointWriteError, CorruptionError) as error:
@@ -205,7 +205,7 @@ def build_engine(
         ConfigError: the initial weights do not match the model config, or the attention kernel
             ignores the document mask.
     """
-    # Imported here and below, because these imports take seconds that --check need not wait for.
+    # Imported here and below so --check need not wait seconds for these imports.
     from deepspeed.utils import logger
 
     from zerolm.distributed import ulysses
@@ -307,10 +307,11 @@ def initialize(
     wanted: Sequence[Feature],
     print_rank0: Callable[..., None],
 ) -> Engine:
-    """Return the DeepSpeed engine of a model, with its optimizer. Every rank must call this.
+    """Create a model's optimizer and DeepSpeed engine; return the engine. Every rank must call
+    this.
 
-    Parameter groups set weight decay and the options that features scale; Muon's matrices are also
-    tagged. DeepSpeed builds the optimizer from its JSON, unless the JSON gives a class by its
+    Parameter groups set weight decay and the options that features scale; matrices for Muon are
+    also tagged. DeepSpeed builds the optimizer from its JSON, unless the JSON names a class by its
     dotted path.
 
     Args:
@@ -355,7 +356,7 @@ def initialize(
 
 
 def torch_dtype(profile: Profile) -> torch.dtype:
-    """Return the dtype of the weights."""
+    """Return the torch dtype of the profile's weights."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(profile.precision, torch.float32)
 
 

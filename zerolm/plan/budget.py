@@ -1,4 +1,4 @@
-"""Fill in and check the tokens, batch, schedule and intervals of a run.
+"""Fill in and check a run's token budget, batch size, schedule and intervals.
 
 `zerolm.plan.resolve` calls these functions; the formulas are in `zerolm.config.defaults`. Messages
 suggest the nearest allowed values. Must not import torch.
@@ -17,7 +17,10 @@ from zerolm.optim.schedule import SCHEDULES, WITH_DECAY_TOKENS, BatchSchedule, L
 
 
 def apply_implied(settings: Settings, implied: Mapping[str, Implied], name: str) -> Settings:
-    """Apply the values that the DeepSpeed JSON (named `name`) implies, unless a flag sets them."""
+    """Return the settings with the values implied by the DeepSpeed JSON, called `name` in messages.
+
+    Values set by a flag do not change.
+    """
     new = {key: value for key, (value, *_) in implied.items() if key not in settings.explicit}
     origins = {key: f"{name}: {implied[key].key}" for key in new}
     return replace(settings, **new, origins={**settings.origins, **origins})
@@ -33,7 +36,7 @@ def fill_batch(
     """Fill in the batch size and its ramp, which all other defaults depend on.
 
     Args:
-        multiple: number of sequences; a default batch is rounded up to a multiple of it.
+        multiple: a default batch is rounded up to a multiple of this number of sequences.
     """
     total = settings.total_tokens or defaults.TOKENS_PER_PARAMETER * num_parameters
     batch = settings.batch_tokens
@@ -107,7 +110,7 @@ def fill_remaining(
 
 
 def default_interval(settings: Settings, what: str) -> int:
-    """Return the default for an interval, in steps, once all other settings are filled in."""
+    """Return the default of an interval in steps; all other settings must be filled in."""
     schedule, total = batch_schedule(settings), settings.total_tokens or 0
     return defaults.interval(num_steps(schedule, settings.seq_len or 1, total), what)
 
@@ -140,7 +143,7 @@ def learning_rate(settings: Resolved) -> LearningRate:
 
 
 def sequences_after(schedule: BatchSchedule, steps: int) -> int:
-    """Return how many sequences the first `steps` optimizer steps consume."""
+    """Return how many sequences are read in the first `steps` optimizer steps."""
     position = 0
     while steps > 0 and schedule.start_sequences and position < schedule.ramp_sequences:
         position += schedule(position)
@@ -149,12 +152,14 @@ def sequences_after(schedule: BatchSchedule, steps: int) -> int:
 
 
 def num_steps(schedule: BatchSchedule, seq_len: int, tokens: int) -> int:
-    """Return how many optimizer steps consume the first `tokens` tokens of a run."""
+    """Return the number of optimizer steps needed to train on the first `tokens` tokens of a
+    run.
+    """
     return schedule.steps(0, math.ceil(tokens / seq_len))
 
 
 def total_sequences(settings: Settings) -> int:
-    """Return how many sequences the complete run consumes, in full batches."""
+    """Return how many sequences the complete run reads; its last batch is full."""
     schedule = batch_schedule(settings)
     steps = num_steps(schedule, settings.seq_len or 1, settings.total_tokens or 0)
     return sequences_after(schedule, steps)
@@ -165,7 +170,7 @@ def total_sequences(settings: Settings) -> int:
 
 
 def batch_problems(settings: Settings, world_size: int) -> list[str]:
-    """Check that batch sizes are divisible into sequences, ranks and micro-batches."""
+    """Return a problem if a batch cannot be divided into sequences, ranks and micro-batches."""
     seq_len, batch, start = settings.seq_len, settings.batch_tokens, settings.batch_ramp_start
     if not seq_len or not batch:
         return []
@@ -210,7 +215,10 @@ def _divisors(number: int) -> list[int]:
 
 
 def schedule_problems(settings: Settings) -> list[str]:
-    """Check learning rates, warm-up, decay and evaluation; skip settings that are None."""
+    """Return the problems with learning rates, warm-up, decay and evaluation.
+
+    Settings that are None are not checked.
+    """
     problems = []
     total, warmup, decay = settings.total_tokens, settings.warmup_tokens, settings.decay_tokens
     peak, low, kind = settings.learning_rate, settings.min_learning_rate, settings.schedule
@@ -242,7 +250,9 @@ def schedule_problems(settings: Settings) -> list[str]:
 
 
 def _long_warmup(settings: Settings, warmup: int, total: int) -> str:
-    """Return the problem with a warm-up longer than the run, in the unit that the user gave."""
+    """Return the message for a warm-up longer than the run, in steps or tokens as set by the
+    user.
+    """
     where = settings.where("warmup_tokens")
     if not where.endswith(WARMUP_STEPS) or not settings.seq_len or not settings.batch_tokens:
         return (

@@ -1,4 +1,4 @@
-"""Estimate the duration of a run from the FLOP/s of its devices, before a step has been timed.
+"""Estimate the duration of a run from its devices' FLOP/s, before any step has been timed.
 
 `zerolm plan` also estimates communication, offload and price. torch is imported where it is needed.
 """
@@ -17,17 +17,18 @@ from zerolm.plan import hardware
 from zerolm.plan.peak_flops import device_peak_flops
 from zerolm.plan.plan import Plan
 
-# Assumed MFU: on GPUs as in docs/scaling.md, on a CPU for models too large to time a block.
+# Assumed MFU. GPUs: as in docs/scaling.md; CPU: for models whose blocks are too large to time.
 GPU_MFU, CPU_MFU = 0.4, 0.6
-TIMED_PARAMETERS, TIMED_TOKENS = 50_000_000, 2048  # limits: about a second on two slow cores
+# Limits that keep timing to about a second on two slow cores.
+TIMED_PARAMETERS, TIMED_TOKENS = 50_000_000, 2048
 YEAR_SECONDS = 365 * 86400
 
 
 def with_duration(plan: Plan) -> Plan:
     """Add the expected duration to a plan's derived figures, and a notice if it exceeds a year.
 
-    Matrix products are timed on a CPU and on a GPU without a known datasheet. On a CPU a block of
-    the model is timed too, which may take seconds.
+    On a CPU, or a GPU without a known datasheet, matrix products are timed. On a CPU, a block of
+    the model is also timed, which may take seconds.
     """
     import torch
 
@@ -49,12 +50,15 @@ def with_duration(plan: Plan) -> Plan:
 
 
 def _is_named(plan: Plan) -> bool:
-    """Return whether `--hardware` names a device from hardware.json or from a file."""
+    """Return whether `--hardware` names a device other than this machine's CPU."""
     return (plan.settings.hardware or CPU).lower() != CPU
 
 
 def _share_of_rank(plan: Plan) -> tuple[float, float | None]:
-    """Return the FLOP/s of one rank when all ranks share this CPU, and its MFU if timed."""
+    """Return one rank's FLOP/s when all ranks share this CPU, and its MFU.
+
+    The MFU is None if it could not be timed.
+    """
     import torch
 
     cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
@@ -71,7 +75,8 @@ def _share_of_rank(plan: Plan) -> tuple[float, float | None]:
 def expected(
     plan: Plan, peak_flops: float, timed_mfu: float | None = None
 ) -> tuple[str, list[str]]:
-    """Return the expected duration of a run, `about 3h20m at 40% MFU of 8 x H100`, and notices.
+    """Return the expected duration as text, such as `about 3h20m at 40% MFU of 8 x H100`, and
+    notices.
 
     Args:
         peak_flops: FLOP/s of one device.
@@ -105,13 +110,12 @@ def expected(
 
 
 def _timed_mfu(plan: Plan, peak_flops: float) -> float | None:
-    """Time steps of a one-block copy of the model on this CPU, and return the MFU.
+    """Time training steps of a one-block copy of the model on this CPU, and return the MFU.
 
-    A step is a forward and backward pass and an update; communication and data loading are not
-    counted.
+    Communication and data loading are not included.
 
-    Returns: None if the model is large or cannot be built with one block, or if bf16 is emulated
-    here and timing would take long.
+    Returns: None if the model is large or cannot be built with one block, or if this CPU emulates
+    bf16, so timing would take long.
     """
     if plan.profile.compute_precision == "bf16" and bf16_ratio("cpu") > EMULATED_RATIO:
         return None

@@ -22,16 +22,16 @@ FILE = Path(__file__).with_name("hardware.json")
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and its share of the host. Bandwidths are in bytes per second and direction.
+    """One device and its share of the host. Bandwidths are in bytes per second in each direction.
 
     Attributes:
         match: regular expression for the device name that the driver reports; starts with `cpu` for
             a CPU.
         bf16, fp16, fp8, fp32: dense peak FLOP/s; None if not supported.
-        attained: fraction of the peak that training reaches, excluding communication.
+        attained: fraction of the peak FLOP/s that training reaches, excluding communication.
         intra_node: bandwidth between two devices on a host.
         inter_node: network bandwidth of the host, per device.
-        host_link: bandwidth between device and host memory.
+        host_link: bandwidth between the device and host memory.
         host_memory_bytes, host_bandwidth: size and bandwidth of host memory, per device.
     """
 
@@ -56,7 +56,7 @@ class Hardware:
 
     @property
     def device(self) -> Device:
-        """The device as a rank would detect it; a GPU counts as absent from this machine."""
+        """The device in the form that ranks detect; GPUs are marked as absent from this machine."""
         if self.is_cpu:
             ratio = (self.fp32 or 0.0) / (self.bf16 or 1.0)
             lacks = f"multiplies bf16 {ratio:.3g} times slower than float32"
@@ -70,17 +70,20 @@ class Hardware:
         return self.match.startswith(CPU)
 
     def peak(self, precision: str) -> float | None:
-        """Return the dense peak FLOP/s; None if the device does not support the precision."""
+        """Return the dense peak FLOP/s in a precision, or None if the device does not support
+        it.
+        """
         if precision == TF32:
             return self.bf16 and self.bf16 / 2
         return getattr(self, precision)
 
 
 def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
-    """Return a device by name from hardware.json or a user's file, overridden by `changed`.
+    """Return the named device from hardware.json or a user's file, with the values in `changed`.
 
     Args:
-        named: a device name, a JSON file with one device, or `FILE:NAME`; None: `H100`.
+        named: a device name, a JSON file that defines one device, or `FILE:NAME`; None means
+            `H100`.
     """
     devices = devices_of(FILE)
     requested = named or "H100"
@@ -109,7 +112,7 @@ def load(named: str | None, changed: Mapping[str, float | None]) -> Hardware:
 
 
 def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[str, Hardware]:
-    """Read the devices of a file; an entry with `"like": NAME` inherits from another device."""
+    """Read the devices in a file; an entry with `"like": NAME` inherits another device's values."""
     values = read_json(path, "a file like zerolm/plan/hardware.json")
     return parse(values.get("devices") or {}, path, base)
 
@@ -117,7 +120,7 @@ def devices_of(path: Path, base: Mapping[str, Hardware] | None = None) -> dict[s
 def parse(
     entries: Mapping[str, Any], path: Path, base: Mapping[str, Hardware] | None = None
 ) -> dict[str, Hardware]:
-    """Parse the `devices` object of a file; see `devices_of`."""
+    """Parse the `devices` object in a file; see `devices_of`."""
     fields = [field.name for field in dataclasses.fields(Hardware) if field.name != "name"]
     texts = {"match", "price_date", "price_source", "source"}
     devices: dict[str, Hardware] = {}
@@ -160,7 +163,9 @@ def assumed() -> dict[str, Any]:
 
 
 def recognize(device_name: str) -> Hardware | None:
-    """Return the device whose pattern matches most of a device name; None if none matches."""
+    """Return the device whose pattern has the longest match in a device name, or None without a
+    match.
+    """
     found = [
         (len(match[0]), one)
         for one in devices_of(FILE).values()

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 HOUR = 3600.0
-REPEATED = "repeated steps"  # key in a recovery's parts, set in zerolm/watchdog/startup.py
+REPEATED = "repeated steps"  # key in a recovery's `parts`, set in zerolm/watchdog/startup.py
 
 Event = Mapping[str, Any]
 
@@ -43,18 +43,18 @@ def expected(
     write_seconds: float,
     restart_seconds: float,
 ) -> Lost:
-    """Return the expected losses.
+    """Return the fractions of the total time that are expected to be lost.
 
     Args:
         mean_seconds: mean time between two faults.
-        interval_seconds: time between checkpoints; a fault repeats half of it on average.
+        interval_seconds: time between checkpoints; on average a fault repeats half of this time.
         stall_seconds: time that training waits for a checkpoint.
-        write_seconds: time until a checkpoint is complete; a fault before that also repeats the
-            steps trained meanwhile.
+        write_seconds: time until a checkpoint is complete; a fault during the write also repeats
+            the steps trained since the write began.
         restart_seconds: time from a fault until training resumes, excluding repeated steps.
 
-    Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
-    dumps, to first order.
+    Source: the first-order estimate in Daly 2006, A higher order estimate of the optimum checkpoint
+    interval for restart dumps.
     """
     return Lost(
         saves=min(1.0, stall_seconds / interval_seconds),
@@ -85,13 +85,16 @@ class Measured:
     checkpoint_steps: float
 
     def lost(self, trained_seconds: float) -> Lost:
-        """Return the losses so far, relative to the time of training plus all losses."""
+        """Return the lost time so far as fractions of the total: training time plus lost time."""
         saves, restarts = sum(self.stall_seconds), sum(self.restart_seconds)
         total = max(1e-9, trained_seconds + saves + restarts + self.repeated_seconds)
         return Lost(saves / total, self.repeated_seconds / total, restarts / total)
 
     def lost_hourly(self, step_seconds: float) -> Lost | None:
-        """Return the expected losses at a fault per hour; None before a recovery and two saves."""
+        """Return the fractions of time expected to be lost with one fault per hour.
+
+        Returns None until the run has recovered once and saved two checkpoints.
+        """
         interval = self.checkpoint_steps * step_seconds
         if not self.restart_seconds or not interval:
             return None
@@ -107,9 +110,10 @@ def measured(
     """Measure the lost time from a run's events; events with unexpected values are ignored.
 
     Args:
-        pauses: (step, `checkpoint/stall_seconds`) from the run's metrics. For a checkpoint without
-            this metric, the copy time in its event is used, which is part of the pause.
-        undone_seconds: time of the steps that rollbacks have undone.
+        pauses: (step, `checkpoint/stall_seconds`) from the run's metrics. If the metric is missing
+            for a checkpoint, the copy time in its event is used instead, which is only part of the
+            pause.
+        undone_seconds: training time of the steps that rollbacks have undone.
     """
     rows = list(events)
     recoveries = [row for row in rows if row["event"] == "recovered" and _are_parts(row)]

@@ -1,7 +1,8 @@
 """Estimate the memory of a rank by component, and the largest micro-batch that fits.
 
-The inputs are the model's config, its shapes and the profile. Model states follow measurements of
-DeepSpeed 0.19.8, which tests/zerolm/plan/test_memory.py repeats; activations are traced.
+The inputs are the model's config, its parameter shapes and the profile. Model states follow
+measurements of DeepSpeed 0.19.8, which tests/zerolm/plan/test_memory.py repeats; activations are
+traced.
 """
 
 import math
@@ -35,11 +36,12 @@ class ModelStates:
     Attributes:
         weights: weights in the model's precision; under ZeRO-3 only the rank's shard and the small
             parameters.
-        gradients: accumulated gradients, including those of the shard that the rank updates.
+        gradients: accumulated gradients, including the gradients of the shard that the rank
+            updates.
         optimizer: moments, and the moving average of the weights if there is one.
         master: master weights of the rank's shard.
         secondary: hpZ's second copy of the weights, held from the forward pass until the update.
-        host_...: the same in host memory, with offload.
+        host_...: the same states in host memory, when offloaded.
     """
 
     weights: int = 0
@@ -69,15 +71,15 @@ class ModelStates:
 def model_states(
     shapes: Shapes, profile: Profile, world_size: int, *, kept_bytes: int = 0
 ) -> ModelStates:
-    """Return the bytes of weights, gradients, moments and master weights of one rank.
+    """Return the bytes of one rank's weights, gradients, moments and master weights.
 
     Each parameter has a weight in its precision, a gradient, and a master weight and moments, which
-    are fp32 unless the profile sets bf16. ZeRO-1 shards master weights and moments, ZeRO-2 also
-    gradients, ZeRO-3 also weights; hpZ adds a second copy of the weights.
+    are fp32 unless the profile sets bf16. ZeRO-1 shards master weights and moments; ZeRO-2 also
+    shards gradients, and ZeRO-3 also weights. hpZ adds a second copy of the weights.
 
     Args:
         shapes: {parameter name: shape}, with each tied parameter listed once.
-        profile: the resolved profile, or the user's.
+        profile: the profile, resolved or as written by the user.
         kept_bytes: bytes per parameter that the optimizer keeps for features.
 
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), figure 1, for what is sharded; measurements
@@ -129,7 +131,7 @@ def model_states(
 
 
 def _num_moments(profile: Profile) -> int:
-    """Return how many moments the optimizer keeps per parameter value."""
+    """Return how many moments the optimizer stores for each parameter value."""
     known = NUM_MOMENTS if profile.optimizer_offload == "none" else NUM_MOMENTS_ON_HOST
     if profile.optimizer.kind in known:
         return known[profile.optimizer.kind]
@@ -141,12 +143,12 @@ def _num_moments(profile: Profile) -> int:
 
 
 def _has_separate_accumulator(profile: Profile) -> bool:
-    """Return whether gradients are accumulated outside the buffer that the optimizer reads."""
+    """Return whether gradients are accumulated in a buffer that the optimizer does not read."""
     return (profile.accumulation or 2) > 1 or profile.gradient_bytes != profile.weight_bytes
 
 
 def secondary_ranks(profile: Profile, world_size: int) -> int:
-    """Return the number of ranks that share hpZ's second copy of the weights; 1 without hpZ.
+    """Return the number of ranks that share hpZ's second copy of the weights, or 1 without hpZ.
 
     After the first forward pass of a step, weights are gathered from this copy
     (`ds_secondary_tensor`).
@@ -157,7 +159,7 @@ def secondary_ranks(profile: Profile, world_size: int) -> int:
 
 
 def _persistent_values(shapes: Shapes, profile: Profile) -> int:
-    """Return how many values of small parameters ZeRO-3 keeps on every rank."""
+    """Return the number of values in the small parameters that ZeRO-3 stores on every rank."""
     kept = 0
     for shape in shapes.values():
         numel = math.prod(shape)
@@ -170,9 +172,9 @@ def _persistent_values(shapes: Shapes, profile: Profile) -> int:
 def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
     """Return the peak bytes of ZeRO's buffers on a rank: (reduce buckets, gathered weights).
 
-    `overlap_comm` uses two reduce buckets; together they never exceed the size of all gradients.
-    Stage 1 with bf16 weights reduces its sums in place, or in flattened copies, as DeepSpeed does.
-    Stage 3 gathers up to `stage3_max_live_parameters` weights and one prefetch bucket.
+    `overlap_comm` uses two reduce buckets; together they are never larger than all gradients. Stage
+    1 with bf16 weights reduces its sums in place, or in flattened copies, as DeepSpeed does. Stage
+    3 gathers up to `stage3_max_live_parameters` weights and one prefetch bucket.
     """
     numels = [math.prod(shape) for shape in shapes.values()]
     total, largest = sum(numels), max(numels, default=0)
@@ -190,7 +192,7 @@ def buffer_bytes(shapes: Shapes, profile: Profile) -> tuple[int, int]:
 
 
 def checkpoint_bytes(shapes: Shapes, profile: Profile, *, kept_bytes: int = 0) -> int:
-    """Return the bytes of a complete checkpoint: weights, master weights and moments of all ranks.
+    """Return the bytes of a complete checkpoint: all ranks' weights, master weights and moments.
 
     Below stage 3 the weights are saved in addition to the master weights.
 
@@ -210,7 +212,7 @@ def checkpoint_bytes(shapes: Shapes, profile: Profile, *, kept_bytes: int = 0) -
 
 
 def weight_file_bytes(shapes: Shapes, profile: Profile) -> int:
-    """Return the bytes in a checkpoint that every rank loads: the weights below stage 3."""
+    """Return the bytes of the weights in a checkpoint, which every rank loads; 0 under ZeRO-3."""
     if profile.zero_stage == 3:
         return 0
     degree = profile.tensor_parallel
@@ -231,12 +233,12 @@ def activations_of(
     compiled: bool = False,
     chunk_tokens: int = 0,
 ) -> activation_memory.Activations:
-    """Return the activations of one sequence on a rank, traced, or estimated if tracing fails.
+    """Trace the activations of one sequence on a rank, or estimate them if tracing fails.
 
     Args:
         eager: eager attention, which keeps its score matrices.
         compiled: blocks are compiled; the compiler chooses the activations to keep.
-        chunk_tokens: tokens per chunk of the loss; 0: all at once.
+        chunk_tokens: tokens per chunk of the loss; 0 to compute the loss in one chunk.
     """
     try:
         found = activation_memory.trace(config, seq_len, precision, eager=eager, compiled=compiled)
@@ -282,7 +284,7 @@ def activation_bytes(
     """Return the peak bytes of a micro-batch's activations, including logits and loss.
 
     Args:
-        chunk_tokens: tokens per chunk of the loss; 0: all at once.
+        chunk_tokens: tokens per chunk of the loss; 0 to compute the loss in one chunk.
         compiled: blocks are compiled.
     """
     found = activations_of(config, seq_len, precision, compiled=compiled, chunk_tokens=chunk_tokens)
@@ -303,13 +305,13 @@ def fitting_micro_batch(
     kept_bytes: int = 0,
     compiled: bool = False,
 ) -> int:
-    """Return the largest micro-batch that fits: a power of two that divides `per_rank`.
+    """Return the largest micro-batch size that fits: a power of two that divides `per_rank`.
 
     Args:
         per_rank: sequences per rank and optimizer step.
         seq_len: tokens per sequence on one rank.
         memory_bytes: device memory; None on a CPU, where a few thousand tokens use all cores.
-        loss_chunk_tokens: tokens per chunk of the loss; 0: all at once.
+        loss_chunk_tokens: tokens per chunk of the loss; 0 to compute the loss in one chunk.
         kept_bytes: bytes per parameter that the optimizer keeps for features.
         compiled: blocks are compiled.
     """

@@ -14,14 +14,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def state_bytes(shapes: Shapes, profile: Profile, world_size: int = 0) -> int:
-    """Return the bytes of optimizer states: one momentum per matrix, two moments for the rest.
+    """Return the bytes of optimizer states: momentum for matrices, two moments for other
+    parameters.
 
     ZeRO-1 and 2 keep the momentum in the precision of the reduced gradients. They also keep a
-    second copy for the current step, so that the step can be skipped.
+    second copy for the current step, so the step can be skipped.
 
     Args:
-        world_size: number of ranks; the result is for the fullest rank. 0: the result is for all
-            parameters, as in a checkpoint, where a matrix that two ranks share counts once.
+        world_size: number of ranks; the result is the memory of the rank that needs most. With 0,
+            the result is the size in a checkpoint, where a matrix shared by two ranks is stored
+            only once.
     """
     matrices = sum(_numels(shapes))
     others = sum(map(math.prod, shapes.values())) - matrices
@@ -35,12 +37,12 @@ def state_bytes(shapes: Shapes, profile: Profile, world_size: int = 0) -> int:
 
 
 def _momentum_bytes(profile: Profile) -> int:
-    """Return the bytes per momentum value."""
+    """Return the number of bytes per momentum value."""
     return 2 if keeps_full_matrices(profile) and profile.precision != "fp32" else 4
 
 
 def keeps_full_matrices(profile: Profile) -> bool:
-    """Return whether ranks keep full momentum for the matrices in their shards (ZeRO-1 and 2)."""
+    """Return whether each rank stores the full momentum of every matrix that its shard overlaps."""
     return (
         profile.uses_muon
         and profile.zero_stage in (1, 2)
@@ -50,11 +52,11 @@ def keeps_full_matrices(profile: Profile) -> bool:
 
 
 def max_matrix_values(shapes: Shapes, profile: Profile, world_size: int) -> int:
-    """Return the number of matrix values that the fullest rank keeps.
+    """Return the largest number of matrix values that any rank stores.
 
     ZeRO-1 and 2 lay out matrices in a flat tensor that is divided equally among the ranks. Each
     rank keeps the full gradient and momentum of every matrix that its shard overlaps, so even with
-    many ranks some rank keeps the largest matrix.
+    many ranks, some rank keeps all of the largest matrix.
 
     Source: deepspeed/runtime/zero/stage_1_and_2.py, get_partition_info, 0.19.8.
     """
@@ -72,11 +74,11 @@ def max_matrix_values(shapes: Shapes, profile: Profile, world_size: int) -> int:
 
 
 def gradient_bytes(shapes: Shapes, profile: Profile, world_size: int) -> int:
-    """Return the bytes of accumulated gradients on the fullest rank at ZeRO-2.
+    """Return the bytes of accumulated gradients under ZeRO-2, on the rank with the most.
 
     Matrix gradients are not sharded and have the precision of the weights. Without offload a rank
-    also holds a second buffer: the orthogonalized updates or, if larger and gradients are
-    accumulated in another precision, a copy of the other parameters' gradients.
+    also holds a second buffer for the orthogonalized updates. If gradients are accumulated in
+    another precision, the buffer is at least as large as a copy of the other parameters' gradients.
     """
     value, accumulated = profile.weight_bytes, profile.gradient_bytes
     others = -(-(sum(map(math.prod, shapes.values())) - sum(_numels(shapes))) // world_size)

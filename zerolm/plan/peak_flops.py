@@ -12,11 +12,11 @@ from zerolm.distributed.device import EMULATED_RATIO, bf16_ratio, cpu_name
 if TYPE_CHECKING:
     import torch
 
-# Shapes (rows, inner, columns) of the matrix products timed on a CPU: a square one, and those of a
-# micro-batch in small layers. The fastest counts.
+# Shapes (rows, inner, columns) of the matrix products timed on a CPU: one of square matrices, and
+# products like those of a micro-batch in small layers. The fastest counts.
 CPU_SHAPES = ((768, 768, 768), (2048, 256, 1024), (256, 2048, 1024))
 GPU_WIDTH, SMALL_GPU_WIDTH, SMALL_GPU_BYTES = 8192, 4096, 4 << 30  # square products
-ROUNDS, PRODUCTS = 3, 5  # on a GPU: products per round, then one synchronization
+ROUNDS, PRODUCTS = 3, 5  # on a GPU: number of products per round, which ends in one synchronization
 
 # Dense matrix TFLOP/s with 32-bit accumulation, without sparsity, from the vendors' datasheets:
 # (device name, bf16, fp16, fp32 without TF32). The first match counts. MIG slices and laptop GPUs
@@ -66,7 +66,7 @@ PEAK_TFLOPS: tuple[tuple[str, float | None, float | None, float | None], ...] = 
     (r"\bMI300X\b|\bMI325X\b", 1307.4, 1307.4, 163.4),
     (r"\bMI250X\b", 191.5, 191.5, 47.9),
 )
-TF32 = "tf32"  # half the bf16 peak where supported (NVIDIA Ampere and later, AMD MI300 only)
+TF32 = "tf32"  # half the bf16 peak, if supported (NVIDIA Ampere and later, AMD MI300 only)
 PRECISIONS = {"bfloat16": 0, "bf16": 0, "float16": 1, "fp16": 1, "float32": 2, "fp32": 2}
 
 
@@ -75,7 +75,7 @@ def datasheet_flops(device_name: str, dtype_name: str) -> float | None:
 
     Args:
         device_name: the result of `torch.cuda.get_device_name()`.
-        dtype_name: "bfloat16", "float16" or "float32" (or bf16, fp16, fp32), or tf32.
+        dtype_name: "bfloat16" or "bf16", "float16" or "fp16", "float32" or "fp32", or "tf32".
     """
     if re.search(r"\bMIG\b|Laptop|Max-Q", device_name):
         return None
@@ -96,7 +96,7 @@ def device_peak_flops(device: "torch.device", precision: str) -> tuple[float, st
     timed, and the best rate serves as the peak; timing takes a tenth of a second to a few seconds.
 
     Args:
-        precision: "bf16", "fp16", "fp32" or "tf32". For "tf32", it must be enabled in torch.
+        precision: "bf16", "fp16", "fp32" or "tf32". TF32 must be enabled in torch for "tf32".
     """
     import torch
 
@@ -111,7 +111,7 @@ def device_peak_flops(device: "torch.device", precision: str) -> tuple[float, st
 
 
 def _cpu_peak(dtype: "torch.dtype") -> float:
-    """Return the best FLOP/s over all shapes, in `dtype` or in float32, which may be faster."""
+    """Return the highest FLOP/s over all shapes, in `dtype` or in float32, whichever is faster."""
     import torch
 
     dtypes = {torch.float32, dtype}

@@ -1,7 +1,7 @@
 """`Plan`: the complete, resolved description of a run, identical on every rank.
 
-Preflight builds the plan before the process group exists; the training loop, the checkpoints and
-the start-up summary read it. A plan must not be changed afterwards.
+Preflight builds the plan before the process group exists. The training loop, the checkpoint code
+and the start-up summary read it. A plan must not be changed afterwards.
 """
 
 import hashlib
@@ -43,18 +43,18 @@ class Plan:
         flops_per_token: training FLOPs per token, without recomputation.
         weights: sampling weights of the sources at the start of the run, not normalized.
         mixture: the weights of all stages, and the sources' epoch limits.
-        val_sequences: sequences per evaluation over all validation sources; 0 without any.
+        val_sequences: sequences per evaluation over all validation sources; 0 if there are none.
         device: device type of the ranks (as in `Device`).
         device_name: model of this rank's device.
         initial: existing weights that the run starts from; None for random weights.
         learning_rate: schedule over tokens; None if the DeepSpeed JSON has a scheduler.
-        total_sequences: sequences that the complete run consumes, in full batches.
+        total_sequences: sequences that the complete run reads; its last batch is full.
         total_steps: optimizer steps of the complete run.
-        data_fingerprint: hex SHA-256 over the tokens of the training sources.
+        data_fingerprint: hex SHA-256 that identifies the training sources' tokens.
         derived: figures to print when the run starts.
         changed: {setting: (old, new)} for a resume with --accept_changes.
         token_bytes: bytes of text that each token encodes; None if unknown.
-        branch: point of another run that this run branched from; None if it is not a branch.
+        branch: where this run branched off from another run; None if it is not a branch.
         branch_from: the parent run's checkpoint directory; None once this run has its own
             checkpoints.
     """
@@ -114,7 +114,9 @@ class Plan:
         return self.mixture.order(sizes, self.settings.seed)
 
     def resharded(self, manifest: Mapping[str, Any]) -> list[str]:
-        """List how a checkpoint's sharding differs from this run's, each as `old -> new`."""
+        """Return the differences in sharding between a checkpoint and this run, each as `old ->
+        new`.
+        """
         return topology.changes(manifest, self.profile, self.world_size)
 
     def fingerprint(self) -> str:

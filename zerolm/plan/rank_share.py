@@ -1,4 +1,4 @@
-"""Shapes and config of one rank's shard of a model under tensor parallelism.
+"""Parameter shapes and config of one rank's model shard under tensor parallelism.
 
 Reproduces the sharding of DeepSpeed 0.19.8's AutoTP without importing it, for estimates of memory
 and time.
@@ -37,8 +37,8 @@ def shapes_of_rank(shapes: Shapes, layout: Layout) -> tuple[Shapes, int]:
 def config_of_rank(config: "PretrainedConfig", layout: Layout) -> "PretrainedConfig":
     """Return the config of the model shard that a rank computes.
 
-    Under tensor parallelism the shard has fewer heads and a narrower MLP, but the model's hidden
-    size and, because logits are gathered, all logits.
+    Under tensor parallelism the shard has fewer heads and a narrower MLP, but the same hidden size.
+    It also computes all logits, because logits are gathered.
     """
     if layout.tensor == 1:
         return config

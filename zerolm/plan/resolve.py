@@ -36,7 +36,8 @@ def resolve_settings(
     """Return the settings with missing values filled in; problems are added to `found`.
 
     Args:
-        model: None if it could not be read; settings that depend on it then stay None.
+        model: the run's model. If it could not be read (None), settings that depend on it stay
+            None.
         memory_bytes: memory of one device; None on a CPU.
         round_batch: round a default batch size up to full micro-batches on every rank, instead of
             reporting that it is not divisible.
@@ -107,7 +108,7 @@ def _with_micro_batch(
     world_size: int,
     memory_bytes: int | None,
 ) -> Settings:
-    """Return the settings with the micro-batch size and the chunk size of the loss filled in."""
+    """Return the settings with the micro-batch size and the loss's chunk size filled in."""
     layout, schedule = profile.layout(world_size), budget.batch_schedule(settings)
     batch, accumulation = schedule.batch_sequences, profile.accumulation
     if accumulation and settings.micro_batch_size is None:
@@ -149,7 +150,9 @@ def _with_micro_batch(
 def resolve_ds_config(
     profile: Profile, settings: Resolved, model: Model, *, world_size: int
 ) -> Profile:
-    """Return the profile that is passed to `deepspeed.initialize`; it must have no problems."""
+    """Return the profile to pass to `deepspeed.initialize`; the user's profile must have no
+    problems.
+    """
     replicas, schedule = profile.layout(world_size).replicas, budget.batch_schedule(settings)
     steps = budget.num_steps(schedule, settings.seq_len, settings.total_tokens)
     warmup_steps = budget.num_steps(schedule, settings.seq_len, settings.warmup_tokens or 0)

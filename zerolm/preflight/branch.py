@@ -41,7 +41,7 @@ ORDER_SETTINGS = frozenset({"seed", "packing", "later_seq_len", "data_stage"})
 
 @dataclass(frozen=True)
 class Start:
-    """The start of a branch.
+    """Where a branch starts.
 
     Attributes:
         record: the `branch` entry in run.json.
@@ -60,7 +60,7 @@ class Start:
 
 
 def find(settings: Settings, found: Findings) -> tuple[Settings, Start | None]:
-    """Return the run's settings and the start of the branch, or None if the run is not a branch."""
+    """Return the run's settings and, if the run is a branch, where it starts; otherwise None."""
     own, files = None, RunFiles(settings.run_dir or "")
     if settings.run_dir is not None:
         try:
@@ -90,7 +90,7 @@ def find(settings: Settings, found: Findings) -> tuple[Settings, Start | None]:
 
 
 def _resume(settings: Settings, own: Mapping[str, Any], where: str) -> tuple[Settings, Start]:
-    """Return the settings and the start of a branch that has already begun."""
+    """Return the settings and starting point of a branch whose run directory already exists."""
     record: BranchRecord = own["branch"]
     if settings.branch is not None:
         path, step = run_of(settings.branch)
@@ -104,7 +104,7 @@ def _resume(settings: Settings, own: Mapping[str, Any], where: str) -> tuple[Set
     same_data = list(settings.data) in (record.get("data"), recorded.get("data"))
     temperatures = (None, record.get("mixture_temperature"))
     if "data" in record and same_data and settings.mixture_temperature in temperatures:
-        settings = replace(  # it has become a stage of the mixture
+        settings = replace(  # the given data has become a mixture stage
             settings,
             data=tuple(recorded["data"]),
             data_stage=tuple(recorded["data_stage"]),
@@ -124,7 +124,9 @@ def _resume(settings: Settings, own: Mapping[str, Any], where: str) -> tuple[Set
 
 
 def _begin(settings: Settings, where: str) -> tuple[Settings, Start]:
-    """Return the settings and the start of a branch that begins now."""
+    """Derive a new branch's settings from its trunk; return them and the branch's starting
+    point.
+    """
     assert settings.branch is not None
     run_dir, _ = run_of(settings.branch)
     checkpoint = _checkpoint(settings.branch, where)
@@ -151,7 +153,7 @@ def _begin(settings: Settings, where: str) -> tuple[Settings, Start]:
 
 
 def _checkpoint(reference: str, where: str) -> Checkpoint:
-    """Return the checkpoint that a reference (RUN[@STEP]) names."""
+    """Return the checkpoint named by a reference, RUN[@STEP]."""
     try:
         found = locate(reference)
     except CheckpointError as error:
@@ -170,7 +172,7 @@ def _checkpoint(reference: str, where: str) -> Checkpoint:
 def _with_schedule(
     settings: Settings, trunk: Mapping[str, Any], tokens: int, where: str
 ) -> Settings:
-    """Return the settings with a decay from the branch point if the budget or schedule changes.
+    """Return the settings; if the budget or schedule changes, the decay starts at the branch point.
 
     Other values that the trunk derived from its budget do not change: warm-up, ramp, peak,
     intervals.
@@ -200,7 +202,7 @@ def _with_schedule(
 
 
 def _without(settings: Settings, name: str) -> Settings:
-    """Return the settings as if this one had not been given."""
+    """Return the settings as if the setting `name` had not been given."""
     origins = {key: where for key, where in settings.origins.items() if key != name}
     given, inherited = settings.explicit - {name}, settings.inherited - {name}
     settings = replace(settings, explicit=given, inherited=inherited, origins=origins)
@@ -210,7 +212,8 @@ def _without(settings: Settings, name: str) -> Settings:
 def _with_mixture(
     settings: Settings, trunk: Mapping[str, Any], checkpoint: Checkpoint, where: str
 ) -> Settings:
-    """Return the settings with changed data, temperature or sequence length as a mixture stage.
+    """Return the settings with any change of data, temperature or sequence length as a mixture
+    stage.
 
     The stage starts at the first mixing block after the branch point, because earlier blocks must
     equal the trunk's. Each source continues where the trunk stopped reading it. A new sequence
@@ -220,7 +223,7 @@ def _with_mixture(
         where: prefix for messages, which names the branch.
 
     Raises:
-        ConfigError: it cannot be determined which windows of the new length are unread.
+        ConfigError: the unread windows of the new length cannot be determined.
     """
     old, seq_len = block(trunk, "settings"), settings.seq_len
     progress, order = checkpoint.progress, checkpoint.manifest.get("order", {})
@@ -237,7 +240,7 @@ def _with_mixture(
         settings = _without(settings, "later_seq_len")
     own_order = (settings.explicit - settings.inherited) & ORDER_SETTINGS
     is_same = list(settings.data) == old_data and settings.mixture_temperature == old_temperature
-    if is_longer:  # consumption in earlier stages is counted in windows of the old length
+    if is_longer:  # token counts of earlier stages refer to windows of the old length
         specs = (re.sub(r"@\d+", "", spec) for spec in settings.data_stage)
         settings = replace(settings, data_stage=tuple(specs))
     if (is_same and not is_longer) or own_order or not recorded or seq_len is None:
@@ -296,7 +299,10 @@ def _with_mixture(
 
 
 def _length_problem(settings: Settings, order: Mapping[str, Any], trunk: Mapping[str, Any]) -> str:
-    """Return why the windows of a new length cannot continue the trunk's order, and the fix.
+    """Return why windows of a new length cannot continue the trunk's data order, and how to fix
+    that.
+
+    Returns "" if they can continue it.
 
     Args:
         order: `run_record.data_order` of the trunk's checkpoint.
@@ -319,10 +325,10 @@ def _length_problem(settings: Settings, order: Mapping[str, Any], trunk: Mapping
 def _consumed(
     seq_len: int, order: Mapping[str, Any], end: int, sources: Sequence[Source]
 ) -> list[int]:
-    """Count the windows of a new length that the trunk has read, even in part, for each source.
+    """Count for each source the windows of the new length that the trunk has at least partly read.
 
-    They come first in the new order. The last window of a source may be read only in part, and some
-    windows in a mixing block that the trunk has begun may not be read at all.
+    These windows come first in the new order. The last window of a source may be read only in part,
+    and if the trunk has begun a mixing block, some of its windows may not have been read at all.
 
     Args:
         order: `run_record.data_order` of the trunk's checkpoint.
@@ -358,7 +364,8 @@ def _stage_start(spec: str, seq_len: int) -> int:
 
 
 def differ(start: Start, plan: Plan, differences: Sequence[Difference], found: Findings) -> Start:
-    """Report how a branch differs from its trunk; return its start with the differences recorded.
+    """Report how a branch differs from its trunk; return `start` with the differences in its
+    record.
 
     Args:
         differences: how the plan differs from the trunk's run.json.
@@ -386,7 +393,7 @@ def differ(start: Start, plan: Plan, differences: Sequence[Difference], found: F
 
 
 def _length_notices(start: Start, plan: Plan) -> list[str]:
-    """Return a notice on how a new sequence length affects the data order."""
+    """Return a notice that explains how a new sequence length affects the data order."""
     old, new = block(start.trunk or {}, "settings").get("seq_len"), plan.settings.seq_len
     if old == new:
         return []
@@ -397,7 +404,7 @@ def _length_notices(start: Start, plan: Plan) -> list[str]:
 
 
 def _rate_notices(start: Start, plan: Plan) -> list[str]:
-    """Return notices if the trunk's decay had begun, or if the learning rate jumps."""
+    """Return notices if the trunk's decay had already begun or the learning rate would jump."""
     trunk, tokens = start.trunk or {}, start.record["tokens"]
     values = block(trunk, "settings")
     kind, has = values.get("schedule"), values.get

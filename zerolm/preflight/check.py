@@ -57,7 +57,7 @@ SIZES = frozenset({"seq_len", "batch_tokens", "micro_batch_size", "total_tokens"
 
 
 def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Plan:
-    """Check a command line on this machine, and return the plan of the run.
+    """Check a command line on this machine, and return the run's plan.
 
     Args:
         environment: the launcher's variables: `WORLD_SIZE`, `LOCAL_RANK`, ...
@@ -123,9 +123,10 @@ def check(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> P
 
 
 def _refused(problems: Sequence[str]) -> set[str]:
-    """Return the settings that problems name: refused values, or suggestions for mistyped flags.
+    """Return the names of settings that appear in `problems`, so they are not also reported
+    missing.
 
-    They are not also reported as missing.
+    A problem mentions a setting if it refuses its value or suggests it for a mistyped flag.
     """
     return {
         name
@@ -136,12 +137,12 @@ def _refused(problems: Sequence[str]) -> set[str]:
 
 
 def _require(settings: Settings, refused: set[str], found: Findings) -> None:
-    """Report required settings that are missing."""
-    if "branch" in refused:  # its settings come from a run that cannot be read
+    """Report a problem for each required setting that is missing."""
+    if "branch" in refused:  # the trunk's settings cannot be read
         return
     for name, what in REQUIRED.items():
         if name == "model_config" and settings.init_from:
-            continue  # the source has a config
+            continue  # the source provides a model config
         if not getattr(settings, name) and name not in refused:
             found.problems.append(f"command line: --{name}: missing; a run needs {what}.")
 
@@ -149,7 +150,7 @@ def _require(settings: Settings, refused: set[str], found: Findings) -> None:
 def _resolve(
     settings: Settings, given: Inputs, host: Host, refused: set[str], found: Findings
 ) -> Settings:
-    """Return the settings with defaults filled in, unless a size needed for them was refused."""
+    """Fill in the defaults, unless a size that they depend on was refused; return the settings."""
     if refused & SIZES:
         found.problems += budget.schedule_problems(settings)
         return settings
@@ -166,7 +167,10 @@ def _resolve(
 def _check_sources(
     settings: Settings, given: Inputs, host: Host, found: Findings
 ) -> Mixture | None:
-    """Check the token shards against the model and each other; return the mixture, if known."""
+    """Check the token shards against the model and each other.
+
+    Returns the mixture, or None if it cannot be determined.
+    """
     vocab_size = given.model.vocab_size if given.model is not None else None
     problems = source_problems(given.sources, settings, vocab_size, settings.seq_len)
     found.problems += problems
@@ -203,7 +207,9 @@ def _check_sources(
 
 
 def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings) -> Settings:
-    """Check the settings against the model; return them with the attention kernel resolved."""
+    """Check the settings against the model; return the settings with the attention kernel
+    resolved.
+    """
     profile, device = given.profile, host.device.kind
     precision = profile.compute_precision if profile.json else None
     found.problems += model_rules.attention_problems(settings, device, precision)
@@ -228,7 +234,7 @@ def _check_model(settings: Settings, given: Inputs, host: Host, found: Findings)
     if not settings.document_mask or settings.attn_implementation != "auto":
         return settings
     if device != "cpu" and precision != "fp32":
-        return settings  # left to the ranks, which see the GPU
+        return settings  # resolved later by the ranks, which can inspect the GPU
     sdpa = causal_lm_class(config)._supports_sdpa
     return replace(settings, attn_implementation="sdpa" if sdpa else "eager")
 
@@ -241,7 +247,7 @@ def _plan(
     host: Host,
     mixture: Mixture,
 ) -> Plan:
-    """Return the plan; there must be no problems."""
+    """Build the plan; no check may have found a problem."""
     sources, seq_len, packing = given.sources, settings.seq_len, settings.packing
     schedule = budget.batch_schedule(settings)
     profile = resolve_ds_config(given.profile, settings, model, world_size=host.world_size)
@@ -275,7 +281,9 @@ def _plan(
 
 
 def _token_bytes(plan: Plan, found: Findings) -> TokenBytes | None:
-    """Return the byte length of each token; without it a run reports no bits per byte."""
+    """Return the byte length of each token, or None with a notice that bits per byte are not
+    reported.
+    """
     vocab_size = max(source.vocab_size for source in [*plan.sources, *plan.val_sources])
     try:
         table = read_token_bytes(plan.sources[0].tokenizer_directory(), vocab_size)

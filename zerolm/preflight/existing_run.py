@@ -38,8 +38,8 @@ class ExistingRun(NamedTuple):
 
     Attributes:
         resumes: whether there is a checkpoint to resume from.
-        changed: {key: (old, new)} for values that affect the loss curve.
-        start: the start of a branch; None if the run is not a branch.
+        changed: {key: (old, new)} for changed values that affect the loss curve.
+        start: where the branch starts; None if the run is not a branch.
     """
 
     resumes: bool
@@ -75,7 +75,9 @@ def check_directory(settings: Settings, found: Findings) -> Path:
 
 
 def _wrong_kinds(run_dir: Path) -> list[str]:
-    """Return a problem for each path that should be a regular file or directory but is not."""
+    """Return a problem for each path whose type is wrong: not a regular file, or not a
+    directory.
+    """
     files = RunFiles(run_dir)
     written = [*files.record_files(OUTCOMES), files.evaluation_begun, files.report, files.lock]
     problems = []
@@ -93,7 +95,7 @@ def _wrong_kinds(run_dir: Path) -> list[str]:
 
 
 def _occupied(run_dir: Path) -> str | None:
-    """Return what a directory is used for if not for a run; None otherwise."""
+    """Return the problem if a directory is in use for something other than a run, else None."""
     for name, what in NOT_A_RUN.items():
         if (run_dir / name).is_file() and not RunFiles(run_dir).record.exists():
             return f"is a {what}: it has {name}. Choose another directory, for example runs/first."
@@ -101,7 +103,7 @@ def _occupied(run_dir: Path) -> str | None:
 
 
 def begun(settings: Settings, start: branch.Start | None) -> Begun | None:
-    """Return the precision of the run to resume or branch from; None for a new run.
+    """Return the precision of the run that is resumed or branched from; None for a new run.
 
     Only local files are read, so a run restored from a store must be started with the same
     precision.
@@ -122,7 +124,7 @@ def begun(settings: Settings, start: branch.Start | None) -> Begun | None:
 def compare(
     plan: Plan, environment: Mapping[str, str], found: Findings, start: branch.Start | None = None
 ) -> ExistingRun:
-    """Compare a plan with the run in its directory or store, or with the run that it branches from.
+    """Compare a plan with the existing run in its directory or store, or with a new branch's trunk.
 
     Only rank 0 reads the store.
     """
@@ -153,7 +155,8 @@ def _check_disk(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
     """Report a problem if no checkpoint fits on the disk, and a notice if only some fit.
 
     Args:
-        linked: the checkpoint that a branch starts from; copied if it is on another file system.
+        linked: the checkpoint that a branch starts from, which is copied if it is on another file
+            system.
     """
     settings = plan.settings
     kept = settings.kept_bytes()
@@ -200,14 +203,16 @@ def _fixed_sequences(
         return MAX_SEQUENCES
     except CheckpointError:
         return MAX_SEQUENCES  # reported when the run starts; it may resume from an older one
-    if newest is None:  # a store may have checkpoints; else only the first mixture is fixed
+    if newest is None:  # a store may contain checkpoints; otherwise only the first mixture is fixed
         return MAX_SEQUENCES if settings.upload_to else 1
     progress = rollback.with_rollbacks(newest.progress, rollbacks)
     return skips.used_sequences_end(progress.position, progress.skipped_windows)
 
 
 def _check_checkpoint(plan: Plan, found: Findings, linked: Checkpoint | None) -> None:
-    """Report that the newest checkpoint will be resharded, or that it cannot be."""
+    """Report whether the newest checkpoint needs resharding, and refuse it if it cannot be
+    resharded.
+    """
     try:
         newest = linked or directory.newest(plan.run_dir)
     except CheckpointError:

@@ -30,8 +30,8 @@ class Host(NamedTuple):
     """The ranks and devices of a run.
 
     Attributes:
-        device: this rank's device, or the one that `--hardware` names; of kind `absent` for a GPU
-            that this machine does not have.
+        device: this rank's device, or the device that `--hardware` names. Its kind is `absent` for
+            a GPU that is not in this machine.
     """
 
     world_size: int
@@ -79,7 +79,7 @@ def detect(
 
 
 def _named_device(name: str, found: Findings) -> Device:
-    """Return the device that `--hardware` names."""
+    """Return the device with a name from `--hardware`."""
     if name.lower() == CPU:
         return this_cpu()
     try:
@@ -92,8 +92,8 @@ def _named_device(name: str, found: Findings) -> Device:
 def _clear_build_locks(environment: Mapping[str, str], is_check: bool, found: Findings) -> None:
     """Delete locks left by killed builds of DeepSpeed operators; report locks of running builds.
 
-    Local rank 0 deletes them, which is safe because no rank builds before all ranks have been
-    checked.
+    Local rank 0 deletes them. This is safe because no rank builds operators until all ranks have
+    passed their checks.
     """
     stale, fresh = machine.build_locks(environment)
     if environment.get("LOCAL_RANK", "0") != "0":
@@ -141,17 +141,18 @@ def check_trackers(settings: Settings, environment: Mapping[str, str], found: Fi
 
     `settings` must be resolved, because the DeepSpeed JSON may enable a tracker.
     """
-    if settings.check and settings.world_size:  # the run will be on another machine
+    if settings.check and settings.world_size:  # the run will use another machine
         return
     for name in enabled_trackers(settings):
         found.problems += tracker_class(name).problems(name, settings, environment)
 
 
 def checkpoint_room(run_dir: str | Path, checkpoint_bytes: int, keep: int) -> tuple[int, int]:
-    """Return (free bytes, bytes needed by future checkpoints) on a run directory's disk.
+    """Return the free bytes on a run directory's disk, and the bytes that future checkpoints need.
 
-    At peak there is one checkpoint more than `keep`, because the oldest is removed after the newest
-    is published. Checkpoints already on disk need no more space. Free bytes are -1 if unknown.
+    There is temporarily one checkpoint more than `keep`, because the oldest is removed only after
+    the newest is published. Checkpoints already on disk need no more space. Free bytes are -1 if
+    unknown.
     """
     free = machine.free_bytes(run_dir)
     existing = len(checkpoint_directories(RunFiles(run_dir).checkpoints))
@@ -160,7 +161,9 @@ def checkpoint_room(run_dir: str | Path, checkpoint_bytes: int, keep: int) -> tu
 
 
 def shared_memory() -> tuple[int, int] | None:
-    """Return (free, total) bytes of this host's or container's shared memory; None if absent."""
+    """Return the (free, total) bytes of this host's or container's shared memory; None if it has
+    none.
+    """
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError:
@@ -169,7 +172,7 @@ def shared_memory() -> tuple[int, int] | None:
 
 
 def shared_memory_problem(free: int, num_ranks: int) -> str | None:
-    """Return a problem if the shared memory is too small for a host's ranks, else None."""
+    """Return a problem if a host's shared memory is too small for its ranks, else None."""
     required = num_ranks * BYTES_PER_RANK
     if free >= required:
         return None
@@ -196,7 +199,10 @@ def port_problem(port: int) -> str | None:
 
 
 def _listener(port: int) -> str | None:
-    """Return the process that listens on a port, as `process 4 (python)`; None if not visible."""
+    """Return the process that listens on a port, such as `process 4 (python)`.
+
+    Returns None if the process is not visible to this user.
+    """
     inodes = set()
     for table in ("tcp", "tcp6"):
         try:

@@ -1,4 +1,4 @@
-"""Find the weights of `--init_from`, and check them against the model config and the data.
+"""Find the weights that `--init_from` names; check them against the model config and the data.
 
 Reads configs, headers and tokenizers, but no weight values. A run that has a checkpoint no longer
 needs the source, which is then neither read nor checked.
@@ -54,7 +54,10 @@ class Opened:
 
 
 def open_source(settings: Settings, found: Findings) -> Opened | None:
-    """Open the source of `--init_from`; return None if refused, with the reasons in `found`."""
+    """Open the source that `--init_from` names.
+
+    Returns None if the source is refused; the reasons are added to `found`.
+    """
     name = settings.init_from
     assert name is not None
     try:
@@ -68,7 +71,7 @@ def open_source(settings: Settings, found: Findings) -> Opened | None:
             return _open_checkpoint(name, path)
         if path.is_dir():
             return _open_model(name, path, "", str(path))
-        above = path.parent != Path() and path.parent.is_dir()  # so not a hub id
+        above = path.parent != Path() and path.parent.is_dir()  # so it is not a hub id
         if path.exists() or above or hub.split_id(name) is None:
             kind = "is a file" if path.exists() else "no such directory"
             raise ConfigError(
@@ -83,7 +86,9 @@ def open_source(settings: Settings, found: Findings) -> Opened | None:
 
 
 def _resumed_record(settings: Settings) -> Mapping[str, Any] | None:
-    """Return run.json if the run has a checkpoint or branches from one, else None."""
+    """Return the run.json of a run that starts from a checkpoint of its own or of its trunk, else
+    None.
+    """
     if settings.run_dir is None:
         return None
     try:
@@ -106,7 +111,9 @@ def _recorded(record: Mapping[str, Any]) -> Opened:
 
 
 def config_of(values: Mapping[str, Any]) -> "PretrainedConfig":
-    """Return the config in a `model_config` entry of run.json or a manifest."""
+    """Return the config recorded in the `model_config` entry of run.json or a checkpoint's
+    manifest.
+    """
     from transformers import AutoConfig
 
     settings = dict(values)
@@ -147,7 +154,7 @@ def _open_checkpoint(name: str, path: Path) -> Opened:
 def _run_tokenizer(run_dir: Path) -> Path | None:
     try:
         return tokenizer_of(run_dir)[0]
-    except ConfigError:  # its shards have been moved or damaged
+    except ConfigError:  # the run's token shards have been moved or damaged
         return None
 
 
@@ -178,7 +185,9 @@ def _open_model(name: str, path: Path, hub_id: str, exact: str) -> Opened:
 
 
 def _generation(path: Path) -> dict[str, Any]:
-    """Return the generation settings in a model directory's files, without versions."""
+    """Return the generation settings from a model directory's files, without the version
+    entries.
+    """
     file = path / "generation_config.json"
     values = read_json(file, "a generation config") if file.is_file() else {}
     config = read_json(path / "config.json", "a model config")
@@ -191,7 +200,7 @@ def _generation(path: Path) -> dict[str, Any]:
 
 
 def model_of(opened: Opened, given: Model | None, found: Findings) -> Model | None:
-    """Return the run's model, from `--model_config` if given, else from the source."""
+    """Return the model given by `--model_config`, or by default the source's model."""
     where = opened.entry.source
     if given is None:
         if opened.tensors is not None and opened.entry.checkpoint is None:
@@ -212,7 +221,8 @@ def complete(
     settings: Settings,
     found: Findings,
 ) -> tuple[Model, InitialSource | None]:
-    """Check the source against the token shards; return the model and the initial weights.
+    """Check the source against the token shards; return the run's model and the plan's entry for
+    the initial weights.
 
     Without `--model_config`, a vocabulary smaller than the shards' is enlarged to their size.
     """
@@ -239,7 +249,7 @@ def complete(
 
 
 def _tokenizer_problems(opened: Opened, sources: Sequence[Source], found: Findings) -> list[str]:
-    """Compare the shards' tokenizer with the source's; return a problem if they differ."""
+    """Compare the shards' tokenizer with the source's, and return a problem if they differ."""
     from zerolm.pretrained.vocabulary import difference, vocabulary
 
     try:
@@ -252,7 +262,7 @@ def _tokenizer_problems(opened: Opened, sources: Sequence[Source], found: Findin
             return []
         if not sources:
             return []
-        first = sources[0]  # all have the same tokenizer
+        first = sources[0]  # all sources have the same tokenizer
         ours = vocabulary(first.tokenizer_directory())
         if ours is None:
             found.notices.append(
@@ -270,7 +280,9 @@ def _tokenizer_problems(opened: Opened, sources: Sequence[Source], found: Findin
 
 
 def optimizer_problems(plan: Plan) -> list[str]:
-    """Return why `--init_optimizer` cannot load the source's optimizer states."""
+    """Return the problems that prevent `--init_optimizer` from loading the source's optimizer
+    states.
+    """
     settings, initial = plan.settings, plan.initial
     if not settings.init_optimizer or (initial is not None and initial.weights is None):
         return []
@@ -288,7 +300,8 @@ def optimizer_problems(plan: Plan) -> list[str]:
     checkpoint = checkpoints.read(initial.checkpoint)
     path = checkpoint.directory / MANIFEST
     record = read_run_json(checkpoint.directory.parents[1])
-    begins = ("settings.init", "initial_weights")  # these describe how the source itself started
+    # These settings describe how the source itself started.
+    begins = ("settings.init", "initial_weights")
     problems = [
         f"{where}: {path}: {one} ({one.where}): {one.obstacle}. Use the old value, or remove "
         f"--init_optimizer."

@@ -26,7 +26,7 @@ from zerolm.pretrained.initial_source import InitialSource
 from zerolm.run_dir.files import RunFiles
 from zerolm.shards import cache_budget
 
-DEEPSPEED_KEYS = {  # every DeepSpeed JSON has some of these, a model config has none
+DEEPSPEED_KEYS = {  # every DeepSpeed JSON has some of these keys; no model config has any
     "bf16", "fp16", "gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler",
     "train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization",
 }  # fmt: skip
@@ -39,14 +39,14 @@ BUCKET_KEYS = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a run, apart from its settings.
+    """A run's inputs, except its settings.
 
     Attributes:
         model: the model; None if its config could not be read.
         initial: existing weights to start from; None if not requested, or refused.
         profile: the unresolved DeepSpeed JSON; empty if it could not be read.
         sources: the sources that could be opened.
-        all_sources: whether all sources were opened without a problem.
+        all_sources: whether all sources could be opened.
     """
 
     model: Model | None
@@ -62,8 +62,8 @@ def read(
     """Read all inputs; add their problems to `found`.
 
     Args:
-        refused: names of settings whose values were refused.
-        begun: precision of the run that is resumed.
+        refused: names of the settings whose values were refused.
+        begun: precision of the run that is resumed or branched from; None for a new run.
     """
     named = filter(None, (settings.model_config, settings.deepspeed_config))
     found.notices += filter(None, map(shipped_notice, named))
@@ -85,9 +85,9 @@ def read(
 
 
 def exchanged_problems(settings: Settings) -> list[str]:
-    """Return a problem if the model config is a DeepSpeed JSON or vice versa.
+    """Return a problem if the model config is actually a DeepSpeed JSON or vice versa.
 
-    Otherwise dozens of keys would be reported as unknown.
+    Without this check dozens of keys would be reported as unknown.
     """
     model, profile = settings.model_config, settings.deepspeed_config
     is_profile = bool(DEEPSPEED_KEYS & _keys(model)) and "model_type" not in _keys(model)
@@ -112,7 +112,9 @@ def exchanged_problems(settings: Settings) -> list[str]:
 
 
 def _keys(path: str | None) -> set[str]:
-    """Return the keys of a JSON file; none if it cannot be read, which is reported later."""
+    """Return the keys in a JSON file, or an empty set if it cannot be read, which is reported
+    later.
+    """
     with contextlib.suppress(ConfigError):
         return set(read_json(find_config(path), "")) if path else set()
     return set()
@@ -190,7 +192,9 @@ def _prepare_caches(sources: Sources, settings: Settings, found: Findings) -> No
 
 
 def _output_problems(profile: Profile, settings: Settings) -> list[str]:
-    """Refuse an untrusted JSON that would let DeepSpeed overwrite a file outside the run."""
+    """Return a problem if the JSON would make DeepSpeed overwrite a file outside the run
+    directory.
+    """
     path = profile.block("flops_profiler").get("output_file")
     if not path or settings.run_dir is None:
         return []

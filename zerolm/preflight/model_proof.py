@@ -1,9 +1,9 @@
 """Check on a small copy of a model that it works as a causal language model.
 
 No position may attend to a later token, each must depend on its own and the previous token, and
-every parameter must get a finite gradient in the first steps. A valid config.json can break any of
-these while the run looks normal. Copies are computed in float32 on the CPU, so `--check` needs no
-GPU. Messages name the keys that would fix the problem, and their values (`remedies`).
+every parameter must get a finite gradient in the first steps. With a valid config.json a model can
+violate any of these rules while the run looks normal. Copies run in float32 on the CPU, so
+`--check` needs no GPU. Messages name keys and values that would fix the problem (`remedies`).
 """
 
 import json
@@ -38,18 +38,19 @@ if TYPE_CHECKING:
 
 RECORD_KEY = "model_proof"  # in run.json
 TOKENS = 24  # in a row
-LONGER = 128  # for parts used only at long distances, such as compressed keys
-LONGEST = 512  # for families that can only be computed at the run's sequence length
+LONGER = 128  # for model parts that matter only at long distances, such as compressed keys
+LONGEST = 512  # for families that run only at the sequence length of the training run
 # Smallest change of a logit that counts, relative to the logits' standard deviation. Of 181
 # families with large weights (transformers 5.23, torch 2.13, 2026-11-26), 179 had no change at
-# earlier positions; at the next position all had at least 1e-3 somewhere.
+# earlier positions, and all had a change of at least 1e-3 somewhere at the next position.
 SEEN = 1e-4
 # Threshold for |gradient| * |parameter|, the effect of a relative parameter change on the loss.
-# With large weights it is at least 2e-4; a gradient of mere rounding errors gives at most 6e-8.
+# With large weights it is at least 2e-4; for a gradient that consists only of rounding errors, it
+# is at most 6e-8.
 NO_GRADIENT = 1e-6
-HIGH_LOSS = 3.0  # times log(vocabulary), the loss of uniform predictions
+HIGH_LOSS = 3.0  # relative to log(vocabulary size), the loss of uniform predictions
 OTHERWISE = "Correct the config.json, or use another model_type"
-# Errors that other packages' kernels raise for CPU tensors; they are not the model's fault.
+# Errors that other packages' kernels raise for CPU tensors; such errors are not the model's fault.
 NEEDS_DEVICE = re.compile(r"is_cuda|triton|cpu tensor|cuda|hip\b|nvidia|device type", re.IGNORECASE)
 SHAPES = re.compile("broadcast|must match|cannot be multiplied|invalid for input of size")
 NUMBER = re.compile(r"\.\d+(?=\.)")
@@ -60,9 +61,9 @@ class Finding:
     """A problem found in a model.
 
     Attributes:
-        text: a clause that describes it.
+        text: a clause that describes the problem.
         refuses: whether the run is refused; otherwise it is a notice.
-        keys: changes of config values, each of which alone would fix the problem.
+        keys: config keys with new values, each of which would fix the problem by itself.
     """
 
     text: str
@@ -70,7 +71,7 @@ class Finding:
     keys: tuple[Remedy, ...] = ()
 
     def line(self, path: str) -> str:
-        """Return the message: file, key, value, rule, fix."""
+        """Return the message for the user, which states the file, key, value, problem and fix."""
         if not self.keys:
             return f"{path}: {self.text}" + f". {OTHERWISE}." * self.refuses
         first, *others = self.keys
@@ -80,23 +81,25 @@ class Finding:
 
 
 class _NotComputableError(Exception):
-    """The model cannot be computed; `__cause__` is the error."""
+    """The model cannot run at all; `__cause__` is the error."""
 
 
 def check(model: Model, seq_len: int | None, found: Findings) -> None:
-    """Check a model on a small copy; add what is wrong to `found`."""
+    """Check a model on a small copy of it, and add its problems and notices to `found`."""
     for finding in _prove(ConfigKey.of(model.config), min(seq_len or TOKENS, LONGEST)):
         lines = found.problems if finding.refuses else found.notices
         lines.append(finding.line(model.path))
 
 
 def proven_with() -> dict[str, str | None]:
-    """Return the package versions that the check depends on, for run.json."""
+    """Return the versions of the packages that the check depends on, to be recorded in run.json."""
     return {package: installed_version(package) for package in ("torch", "transformers")}
 
 
 def was_proven(model: Model, run_dir: str | None) -> bool:
-    """Return whether the run to resume has passed the check with this config and these versions."""
+    """Return whether run.json records that this config passed with the installed package
+    versions.
+    """
     try:
         record = (find_run_json(run_dir) if run_dir else None) or {}
     except RecordError:
@@ -125,11 +128,12 @@ def _prove(key: ConfigKey, seq_len: int) -> tuple[Finding, ...]:
 
 
 def _computable_copy(config: "PretrainedConfig", seq_len: int) -> tuple["PretrainedConfig", int]:
-    """Return the config of a small copy that can be computed, and the number of tokens that works.
+    """Try small copies of a model; return the config of the first that runs, and its sequence
+    length.
 
     Raises:
-        _NotComputableError: the model itself cannot be computed.
-        Exception: the first error of the small copies.
+        _NotComputableError: the full-size model cannot run either.
+        Exception: the first error raised by a small copy.
     """
     from zerolm.preflight import observed_model
 
@@ -165,7 +169,7 @@ def _cause(error: Exception) -> str:
 
 
 def _compute(config: "PretrainedConfig", tokens: int) -> None:
-    """Compute a gradient with each kernel; errors of the model's code propagate."""
+    """Run a forward and backward pass with each kernel; errors from the model's code propagate."""
     from zerolm.preflight.observed_model import build, sensitivities
 
     for kernel in kernels(config):
@@ -181,17 +185,17 @@ def _is_computable(config: "PretrainedConfig", tokens: int) -> bool:
 
 
 def kernels(config: "PretrainedConfig") -> list[str]:
-    """Return the attention kernels that every device supports, the choice of `auto` first."""
+    """Return the attention kernels that every device supports, preferred first."""
     return [*["sdpa"] * bool(causal_lm_class(config)._supports_sdpa), "eager"]
 
 
 def _shape_error(
     config: "PretrainedConfig", tokens: int, known: Exception | None = None
 ) -> Exception | None:
-    """Return the error of full-size layers computed on fake tensors, or None.
+    """Run full-size layers on fake tensors; return the error that they raise, or None.
 
     Args:
-        known: the error of a small copy.
+        known: the error that a small copy raised.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -205,13 +209,13 @@ def _shape_error(
                 small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             )
             model.train()(input_ids=torch.zeros((1, tokens), dtype=torch.long), use_cache=False)
-    except Exception as error:  # others concern values, which fake tensors lack
+    except Exception as error:  # other errors are due to missing values: fake tensors have none
         return error if str(error) == str(known) or SHAPES.search(str(error)) else None
     return None
 
 
 def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
-    """Yield the problems of a small model that can be computed."""
+    """Run a small model, and yield the problems found in it."""
     from zerolm.preflight.observed_model import beginning, build
 
     sights = _sights(config, tokens)
@@ -241,7 +245,7 @@ def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
             return len(revived) >= len(dead) / 2
 
         def is_by_config(name: str) -> bool:
-            # Some families have parts that text does not use, and key biases, which softmax
+            # Some families have modules that text inputs do not use, or key biases, which softmax
             # cancels.
             return is_routed_expert(name) or not (name.endswith("bias") or name in gradients.unused)
 
@@ -266,7 +270,10 @@ def _findings(config: "PretrainedConfig", tokens: int) -> Iterable[Finding]:
 
 
 def _sights(config: "PretrainedConfig", tokens: int) -> "Sights":
-    """Measure which tokens a model with large weights sees, in two batches per attention kernel."""
+    """Measure on which tokens the logits of a model with large weights depend.
+
+    Returns the results of two batches for each attention kernel.
+    """
     from zerolm.preflight.observed_model import build_with_large_weights, sight
 
     models = {kernel: build_with_large_weights(config, kernel) for kernel in kernels(config)}
@@ -276,11 +283,14 @@ def _sights(config: "PretrainedConfig", tokens: int) -> "Sights":
 
 
 def _blindness(sights: "Sights") -> list[str]:
-    """Return how a model violates causality, with the attention kernels that show it."""
+    """Return a description of each violation of causality, with the attention kernels that show
+    it.
+    """
     texts: dict[str, list[str]] = {}
     for kernel, seen in sights.items():
         text, *others = map(_fault, seen)
-        if text and all(others):  # in a single batch, expert choices may flip at a tie
+        # A violation in only one batch may be due to a tie between experts.
+        if text and all(others):
             texts.setdefault(text, []).append(kernel)
     return [f"with {' and '.join(used)} {text}" for text, used in texts.items()]
 
@@ -298,7 +308,7 @@ def _fault(seen: "Sight") -> str:
 
 
 def _gaps(sights: "Sights") -> int:
-    """Return the number of positions that do not see the previous token."""
+    """Return how many of the tested positions do not depend on the token before them."""
     return max(
         sum(max(changes) <= SEEN for changes in zip(*(one.previous for one in seen), strict=True))
         for seen in sights.values()
@@ -324,11 +334,11 @@ def _loss_findings(config: "PretrainedConfig", tokens: int, loss: float) -> Iter
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Names of a model's trained parameters, and which of them never get a gradient.
+    """Names of a model's trained parameters, and of those that never receive a gradient.
 
     Attributes:
-        dead: parameters used in the loss, but with no gradient.
-        unused: parameters not used in the loss.
+        dead: parameters that the loss uses but that receive no gradient.
+        unused: parameters that the loss does not use.
     """
 
     names: frozenset[str]
@@ -342,7 +352,8 @@ def _gradients(config: "PretrainedConfig", tokens: int) -> _Gradients:
     model = build_with_large_weights(config, kernels(config)[0])
     longer = min(LONGER, max_positions(config) or LONGER)
     largest: dict[str, float | None] = sensitivities(model, tokens, seed=0)
-    for seed, length in ((1, tokens), (2, longer)):  # for experts not chosen, for distance
+    # Another batch may choose other experts, and longer rows use the parts for long distances.
+    for seed, length in ((1, tokens), (2, longer)):
         if all(value is not None and value >= NO_GRADIENT for value in largest.values()):
             break
         try:
@@ -357,7 +368,9 @@ def _gradients(config: "PretrainedConfig", tokens: int) -> _Gradients:
 
 
 def _listed(chosen: frozenset[str], names: frozenset[str]) -> str:
-    """List names; * replaces the layer number if all layers are listed."""
+    """Join names into a short list, with * for the layer number where a name occurs in every
+    layer.
+    """
     total = Counter(NUMBER.sub(".*", name) for name in names)
     count = Counter(NUMBER.sub(".*", name) for name in chosen)
     short = [

@@ -1,6 +1,6 @@
 """Check settings against the model: positions, initial values, attention, compilation.
 
-Must use only the model's config and class, and build no weights.
+Must use only the model's config and class, and must not create weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def attention_problems(settings: Settings, device: str, precision: str | None = None) -> list[str]:
-    """Check the attention kernel against the device and, if known, the precision."""
+    """Check that the device and, if known, the precision support the attention kernel."""
     attention = settings.attn_implementation
     where = settings.where("attn_implementation")
     if attention == VARLEN or attention.startswith("flash"):
@@ -41,7 +41,7 @@ def attention_problems(settings: Settings, device: str, precision: str | None = 
 
 
 def matmul_problems(settings: Settings, precision: str, device: str) -> list[str]:
-    """Refuse TF32 if the device or the precision of matrix products makes it ineffective."""
+    """Refuse TF32 if it would have no effect on this device or at this precision."""
     if settings.float32_matmul == HIGHEST:
         return []
     where = f"{settings.where('float32_matmul')}: {settings.float32_matmul}"
@@ -59,7 +59,7 @@ FLOAT32_ONLY = frozenset({"inkling2_text", "reformer", "xlstm"})
 
 
 def precision_problems(settings: Settings, config: "PretrainedConfig", precision: str) -> list[str]:
-    """Refuse bf16 and fp16 for families that can only be computed in float32."""
+    """Refuse bf16 and fp16 for families whose code works only in float32."""
     if precision == "fp32" or config.model_type not in FLOAT32_ONLY:
         return []
     return [
@@ -72,7 +72,9 @@ def precision_problems(settings: Settings, config: "PretrainedConfig", precision
 def model_problems(
     settings: Settings, config: "PretrainedConfig", device: str = "absent"
 ) -> list[str]:
-    """Check sequence length, gradient checkpointing, compilation and masks against the model."""
+    """Check that the model supports the sequence length, gradient checkpointing, compilation and
+    masks.
+    """
     problems = []
     problems += _position_problems(settings, config)
     problems += _initialization_problems(settings, config)
@@ -149,8 +151,8 @@ def padding_notices(
     if not frozen:
         return []
     tokens: Mapping[str, int] = {}
-    with suppress(ConfigError):  # reported where the tokenizer is needed
-        for source in sources[:1]:  # all have the same tokenizer
+    with suppress(ConfigError):  # reported by the checks that need the tokenizer
+        for source in sources[:1]:  # all sources have the same tokenizer
             tokens = vocabulary(source.tokenizer_directory()) or {}
     token = next((repr(token) for token, number in tokens.items() if number == padding), "")
     is_default = getattr(type(text), "pad_token_id", None) == padding
@@ -167,13 +169,13 @@ def padding_notices(
 
 
 def dropout_notices(settings: Settings, config: "PretrainedConfig") -> list[str]:
-    """Report dropout: it is allowed, but its random masks depend on the number of ranks."""
+    """Report dropout, which is allowed although its random masks depend on the number of ranks."""
     return [
         f"{settings.model_config}: {key} is {value}: dropout differs between ranks, so the loss "
         f"curve depends on the world size; 0 is usual for pretraining"
         for key, value in config.get_text_config().to_dict().items()
         if ("dropout" in key or key.endswith("pdrop"))
-        and not key.startswith(("classifier", "summary"))  # heads that a causal LM lacks
+        and not key.startswith(("classifier", "summary"))  # for heads that causal LMs do not have
         and isinstance(value, (int, float))
         and value > 0
     ]

@@ -1,6 +1,6 @@
 """Observe a small model: which tokens its logits depend on, and which parameters learn.
 
-Everything is computed in float32 on the CPU, with a separate state of torch's random generator.
+All models run in float32 on the CPU, and the state of torch's random generator is preserved.
 `model_proof` judges the results. Must not depend on the settings of a run.
 """
 
@@ -30,12 +30,11 @@ EXPORTING = (
 
 @dataclass(frozen=True)
 class Sight:
-    """How much the logits change when one token changes, relative to their standard deviation.
+    """Changes of the logits when one token changes, relative to the logits' standard deviation.
 
     Attributes:
         future: the largest change at positions before the token; NaN if a logit is not finite.
-        own, previous: the changes at the token's position and at the next one, for each place in
-            the row that was changed.
+        own, previous: for each changed token, the change at its own position and at the next one.
     """
 
     future: float
@@ -45,11 +44,11 @@ class Sight:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first steps with the initial weights of a run.
+    """Results of the first training steps from a run's initial weights.
 
     Attributes:
         loss: loss of the first step.
-        broken: describes the first loss or gradient that was not finite; empty if all were.
+        broken: describes the first loss or gradient that was not finite; empty if there was none.
         silent: parameters whose gradient was zero or missing in every step.
     """
 
@@ -59,7 +58,7 @@ class Beginning:
 
 
 def build(config: "PretrainedConfig", kernel: str) -> Any:
-    """Build a model as a run does, with the initial weights of seed 0, on this rank only."""
+    """Build a model on this rank alone, with the weights that a run with seed 0 starts from."""
     return build_model(
         config,
         seed=0,
@@ -73,7 +72,9 @@ def build(config: "PretrainedConfig", kernel: str) -> Any:
 
 
 def without_noise(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Return the config without dropout, and with the usual scale of initial weights."""
+    """Return the config without dropout and with the usual standard deviation for initial
+    weights.
+    """
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for key, value in vars(text).items():
@@ -85,7 +86,9 @@ def without_noise(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def build_with_large_weights(config: "PretrainedConfig", kernel: str) -> Any:
-    """Build a model in which each part has an effect of about 1, far above rounding errors."""
+    """Build a model whose weights are so large that each part's effect far exceeds rounding
+    errors.
+    """
     model = build(without_noise(config), kernel)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -118,9 +121,9 @@ def sight(model: Any, tokens: int, seed: int) -> Sight:
 
 
 def sensitivities(model: Any, tokens: int, seed: int) -> dict[str, float | None]:
-    """Return |gradient| * |parameter| of each trained parameter; None if the loss does not use it.
+    """Return |gradient| * |parameter| for each trained parameter; None if the loss does not use it.
 
-    This is the effect of a relative change of the parameter on the loss.
+    The product measures how a relative change of the parameter affects the loss.
     """
     model.zero_grad()
     _loss(model, tokens, seed).backward()
@@ -132,7 +135,7 @@ def sensitivities(model: Any, tokens: int, seed: int) -> dict[str, float | None]
 
 
 def beginning(model: Any, tokens: int) -> Beginning:
-    """Train for a few steps on one batch."""
+    """Train for a few steps, and record the first loss and the parameters that get no gradient."""
     parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
     optimizer = torch.optim.AdamW(parameters.values(), lr=RATE)
     silent, first = set(parameters), float("nan")
@@ -161,7 +164,7 @@ def _loss(model: Any, tokens: int, seed: int) -> torch.Tensor:
 
 
 def _logits(model: Any, ids: torch.Tensor, seed: int) -> torch.Tensor:
-    # The same dropout and sampled experts in each call; GPU generators are not touched.
+    # Use the same dropout and sampled experts in each call; leave GPU generators unchanged.
     torch.default_generator.manual_seed(seed)
     logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
@@ -183,12 +186,13 @@ def _vocabulary(model: Any) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Use one thread and torch's own operators, preserve torch's random state, silence
-    transformers.
+    """Run the context with one thread, torch's own operators and no output from transformers.
+
+    Torch's random state and all settings are restored afterwards.
 
     Where causal-conv1d, flash-linear-attention and mamba-ssm are installed, transformers calls
-    their kernels even for CPU tensors, which the kernels reject. It does not call them while a
-    model is exported.
+    their kernels even for CPU tensors, which the kernels reject. During an export transformers does
+    not call them, so this context simulates one.
     """
     import warnings
 

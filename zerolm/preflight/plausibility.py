@@ -1,6 +1,6 @@
-"""Give notices of values that are valid but implausible for the model or the data.
+"""Return notices about values that are valid but implausible for the model or the data.
 
-They never stop a run, because a test of a few steps may use a tiny source and any learning rate.
+Notices never stop a run, because a test of a few steps may use a tiny source and any learning rate.
 """
 
 from zerolm.config import defaults
@@ -14,7 +14,7 @@ MANY_EPOCHS = 10  # Muennighoff et al. 2023 (arXiv 2305.16264): little gain beyo
 HIGH_RATE, LOW_RATE = 10, 1 / 1000  # relative to the default learning rate
 UNUSED_ROWS = 0.5  # share of the vocabulary
 LONG_WARMUP = 0.5  # share of the run's tokens
-FEW_STEPS = 5  # with fewer, --total_tokens may have been meant as steps
+FEW_STEPS = 5  # with fewer steps, --total_tokens may have been intended as a number of steps
 
 
 def notices(plan: Plan) -> list[str]:

@@ -1,6 +1,6 @@
 """Find the keys of a model config that would fix a fault, by trying other values.
 
-A fault is defined by any test of a config; this module knows nothing about its causes.
+A fault is defined only by a test of the config; this module does not depend on its cause.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,10 +14,10 @@ from zerolm.preflight.small_copy import AT_MOST, DEPTHS, GROUPED_HEADS
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-MAX_CANDIDATES = 24  # each may take a second
+MAX_CANDIDATES = 24  # each candidate may take a second
 MAX_KEYS = 2
 SIZES = frozenset({*AT_MOST, *DEPTHS, *GROUPED_HEADS, "tie_word_embeddings", "use_cache", "dtype"})
-SMALL = 4  # for smaller counts, one more is tried
+SMALL = 4  # for integers below this, the next integer is tried
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Remedy:
 def remedies(
     config: "PretrainedConfig", is_right: Callable[["PretrainedConfig"], bool]
 ) -> tuple[Remedy, ...]:
-    """Return keys that each fix a fault alone, from a limited number of candidates.
+    """Try a limited number of config changes, and return those that each fix the fault by
+    themselves.
 
     The result is the same on every rank, however fast the rank is.
 
@@ -64,7 +65,9 @@ def remedies(
 
 
 def _candidates(config: "PretrainedConfig") -> Iterator[Remedy]:
-    """Yield other values for keys, first for keys that differ from their class's default."""
+    """Yield keys with other values to try, starting with keys that differ from their class's
+    default.
+    """
     text = config.get_text_config()
     later: list[Remedy] = []
     for key, value, default in _values("", text, _default(text)):
@@ -88,7 +91,7 @@ def _default(part: "PretrainedConfig") -> Any:
 
 
 def _values(prefix: str, part: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the key, value and default of every number and switch."""
+    """Yield the key, value and default of every number and boolean in a config."""
     from transformers import PretrainedConfig
 
     items, defaults = (each if isinstance(each, dict) else vars(each) for each in (part, default))

@@ -86,7 +86,7 @@ class Difference:
 
     @property
     def obstacle(self) -> str:
-        """The reason why the run cannot resume with the new value; empty if it can."""
+        """Why the run cannot resume with the new value; empty if it can."""
         return next((why for start, why in UNCHANGEABLE.items() if self.key.startswith(start)), "")
 
     def __str__(self) -> str:
@@ -120,7 +120,9 @@ def problems(found: Sequence[Difference], path: str, *, accepted: bool) -> list[
 
 
 def data_order(plan: Plan) -> dict[str, Any]:
-    """Return the values that determine the data order, for a checkpoint's manifest."""
+    """Return the values that determine the data order, to be recorded in a checkpoint's
+    manifest.
+    """
     order = {
         "seq_len": plan.settings.seq_len,
         "packing": plan.settings.packing,
@@ -135,19 +137,19 @@ def data_order(plan: Plan) -> dict[str, Any]:
 
 
 def _stages_of(order: Mapping[str, Any]) -> list[Stage]:
-    """Return the mixture stages in a result of `data_order`."""
+    """Return the mixture stages recorded by `data_order`."""
     return stages_from_record([[0, order["weights"]], *order.get("stages", [])])
 
 
 def carry_over(progress: Progress, old: Mapping[str, Any], new: Mapping[str, Any]) -> Progress:
-    """Return a checkpoint's progress, converted to the data order of this run.
+    """Return a checkpoint's progress, converted to this run's data order.
 
     The position in tokens stays the same; with another `seq_len` it is rounded up to a complete
-    sequence. In a different order, sequence numbers refer to different text, so skipped windows and
-    the loss history are dropped. Stages that have not started yet may differ.
+    sequence. In a different order, sequence numbers refer to different text, so the skipped windows
+    and the loss history are dropped. Stages that have not started yet may differ.
 
     Args:
-        old, new: `data_order` of the checkpoint and of this run.
+        old, new: results of `data_order` for the checkpoint and for this run.
     """
     old, new = {**LEGACY_DEFAULTS, **old}, {**LEGACY_DEFAULTS, **new}
     fixed = used_sequences_end(progress.position, progress.skipped_windows)
@@ -178,7 +180,7 @@ def differences(record: Mapping[str, Any], plan: Plan, fixed_sequences: int) -> 
         old, new = old_settings.get(name, LEGACY_DEFAULTS.get(name)), getattr(settings, name)
         where = settings.where(name)
         if name == "init_from" and _same_weights(record, plan):
-            continue  # the same weights under another name
+            continue  # another name for the same weights
         if name == "total_tokens":
             where += f"; a {settings.schedule} schedule depends on it, {EXTENDABLE} does not"
         pairs.append((f"settings.{name}", old, new, where))
@@ -225,7 +227,9 @@ def _same_weights(record: Mapping[str, Any], plan: Plan) -> bool:
 def _stage_pair(
     record: Mapping[str, Any], settings: Resolved, new: Sequence[Stage], fixed_sequences: int
 ) -> tuple[str, Any, Any, str]:
-    """Compare the stages that have started. Old runs recorded no stages; they had one."""
+    """Compare the mixture stages that have started; return the key, old and new value, and origin.
+    Old runs had a single stage, which they did not record.
+    """
     recorded = block(record, "mixture").get("stages")
     old = stages_from_record(recorded) if recorded else list(new[:1])
     where = next(
@@ -238,7 +242,10 @@ def _stage_pair(
 
 
 def _weights(sources: Any) -> list[float | None]:
-    """Return the weights, normalized to sum to 1; all None if they depend on the sources' sizes."""
+    """Return the sources' weights, normalized to sum to 1.
+
+    If the weights depend on the sources' sizes, all are None.
+    """
     weights = []
     for source in sources:
         try:

@@ -1,4 +1,4 @@
-"""Make the config of a small copy of a model: few, narrow layers, otherwise the same.
+"""Make the config of a small copy of a model, which differs only in having few, narrow layers.
 
 `model_proof` runs the copy. The copy preserves what defines the model: kinds of layers and their
 order, masks, windows, positions, multipliers, and experts per token. Must not build a model.
@@ -69,7 +69,7 @@ WIDTHS = {
     """,
 }  # fmt: skip
 AT_MOST = {key: size for size, keys in WIDTHS.items() for key in keys.split()}
-GROUPED_HEADS = {  # {key for key-value heads: key for the heads that share them}
+GROUPED_HEADS = {  # {key for key-value heads: key for the query heads that share them}
     "num_key_value_heads": "num_attention_heads",
     "num_kv_heads": "num_attention_heads",
     "kv_n_heads": "num_attention_heads",
@@ -80,14 +80,14 @@ DEPTHS = (
     *("decoder_layers", "num_decoder_layers"),
 )
 GROUPS_OF_EXPERTS = ("n_group", "num_expert_group")
-FEW_VALUES = 2_000_000  # a copy with at most this many parameters keeps its widths
+FEW_VALUES = 2_000_000  # a copy with at most this many parameters keeps the model's widths
 MANY_LAYERS = 100  # maximum number of layers for a copy with all layers
 IN_A_LAYER = re.compile(r"(.*?\.)(\d+)\.(.*)")
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A config with few parameters.
+    """The config of a small copy.
 
     Attributes:
         same_widths: whether its layers are as wide as the model's.
@@ -98,7 +98,7 @@ class Copy:
 
 
 def shallow_config(config: "PretrainedConfig", shapes: Shapes) -> "PretrainedConfig":
-    """Return the config with only the first layers, until every kind of layer has occurred."""
+    """Return the config with only as many layers as it takes to include every kind of layer."""
     small = copy.deepcopy(config)
     text = small.get_text_config()
     layers = _layers(shapes)
@@ -123,18 +123,18 @@ def shallow_config(config: "PretrainedConfig", shapes: Shapes) -> "PretrainedCon
 
 
 def small_copies(config: "PretrainedConfig", shapes: Shapes) -> Iterator[Copy]:
-    """Yield configs of small copies, the best one first."""
+    """Yield configs of small copies, starting with the copy most similar to the model."""
     small = shallow_config(config, shapes)
     if num_values(config, small, shapes) <= FEW_VALUES:
         yield Copy(small, same_widths=True)
         return
     yield Copy(_narrow(small), same_widths=False)
-    if len(_layers(shapes)) <= MANY_LAYERS:  # the kind of a layer may depend on its number
+    if len(_layers(shapes)) <= MANY_LAYERS:  # the kind of a layer may depend on its index
         yield Copy(_narrow(copy.deepcopy(config)), same_widths=False)
 
 
 def num_values(config: "PretrainedConfig", small: "PretrainedConfig", shapes: Shapes) -> int:
-    """Return the approximate number of parameters of a `shallow_config`."""
+    """Return the approximate number of parameters in a model with a `shallow_config`."""
     layers, depth = len(_layers(shapes)), getattr(small.get_text_config(), "num_hidden_layers", 0)
     total = 0
     for name, shape in shapes.items():
@@ -145,7 +145,7 @@ def num_values(config: "PretrainedConfig", small: "PretrainedConfig", shapes: Sh
 
 
 def _layers(shapes: Shapes) -> list[frozenset[tuple[str, tuple[int, ...]]]]:
-    """Return the names and shapes of the parameters in each layer of the longest layer list."""
+    """Find the longest list of layers; return the names and shapes of each layer's parameters."""
     stacks: dict[str, dict[int, set[tuple[str, tuple[int, ...]]]]] = {}
     for name, shape in shapes.items():
         if inside := IN_A_LAYER.match(name):
@@ -170,7 +170,7 @@ def _narrow(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def _keep_padding(config: "PretrainedConfig") -> None:
-    """Remove a padding id outside the copy's vocabulary."""
+    """Remove the padding id if it is outside the copy's vocabulary."""
     for part in (config, config.get_text_config()):
         padding = getattr(part, "pad_token_id", None)
         outside = padding is not None and padding >= AT_MOST["vocab_size"]
@@ -203,7 +203,7 @@ def _reduce(part: "PretrainedConfig", experts_per_token: int) -> None:
 
 
 def _reduce_dependent(part: "PretrainedConfig", given: Mapping[str, Any]) -> None:
-    """Update the sizes that depend on reduced sizes."""
+    """Update sizes that depend on the reduced sizes."""
     now = vars(part)
     rotary = given.get("qk_rope_head_dim")
     if rotary and given.get("head_dim") == rotary:  # they are equal in multi-head latent attention

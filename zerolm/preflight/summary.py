@@ -14,7 +14,7 @@ from zerolm.run_dir.records import lineage
 
 
 def figures(plan: Plan) -> dict[str, str]:
-    """Return the derived figures of a plan by name."""
+    """Return {name: text} for a plan's derived figures."""
     settings, model, profile = plan.settings, plan.model, plan.profile
     kept = settings.kept_bytes()
     states = memory.model_states(model.shapes, profile, plan.world_size, kept_bytes=kept)

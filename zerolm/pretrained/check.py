@@ -18,9 +18,9 @@ from zerolm.pretrained.loaded_weights import LoadedWeights
 
 
 class Sums:
-    """Wrapper of `LoadedWeights` that records checksums of the values that this rank has read.
+    """Wrapper around `LoadedWeights` that records checksums of the values read by this rank.
 
-    `build_model` takes it as initial values.
+    `build_model` accepts it as the source of initial values.
     """
 
     def __init__(self, weights: LoadedWeights):
@@ -37,12 +37,14 @@ class Sums:
             yield values
 
     def is_rounded_to(self, dtype: torch.dtype) -> bool:
-        """Return whether conversion to a dtype rounds some weights."""
+        """Return whether converting the weights to `dtype` may round them."""
         return dtype.itemsize < max(getattr(torch, name).itemsize for name in self.weights.dtypes)
 
 
 def verified(source: InitialSource | None) -> Sums | None:
-    """Check a source's files; return the values to start from, if any. Every rank must call this.
+    """Check a source's files; return the initial values, or None if the run does not need them.
+
+    Every rank must call this.
 
     Raises:
         ConfigError: a checkpoint file is damaged; raised on every rank.
@@ -58,14 +60,15 @@ def verified(source: InitialSource | None) -> Sums | None:
 
 
 def check_loaded(model: nn.Module, sums: Sums) -> InitializationReport:
-    """Compare every parameter with the values that were read. Every rank must call this.
+    """Compare every parameter with the values that were read from the source. Every rank must call
+    this.
 
     All ranks return the same report. Partitioned parameters are gathered one at a time.
     """
     read = {name: entry for share in gather_objects(sums.read) for name, entry in share.items()}
     problems, num_values = [], 0
     parameters = list(model.named_parameters())
-    read_names = {  # tied weights may have been read under the other name
+    read_names = {  # a tied weight may have been read under its other name
         id(parameter): name
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if name in read

@@ -1,4 +1,4 @@
-"""Fetch a model from the Hugging Face hub into the cache of the hub client."""
+"""Fetch a model from the Hugging Face hub into the hub client's cache."""
 
 import re
 from pathlib import Path
@@ -12,13 +12,13 @@ PATTERNS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generat
 
 
 def split_id(name: str) -> tuple[str, str | None] | None:
-    """Return (hub id, revision) of `NAME[@REVISION]`; None if it cannot be a hub id."""
+    """Split `NAME[@REVISION]` into (hub id, revision); return None if it cannot be a hub id."""
     match = HUB_ID.fullmatch(name)
     return (match[1], match[2]) if match else None
 
 
 def fetch(name: str) -> tuple[Path, str, str]:
-    """Return a model's directory in the cache, its hub id, and its exact name, ID@COMMIT.
+    """Fetch a model; return its cache directory, its hub id, and its exact name, ID@COMMIT.
 
     Cached files are not fetched again; without a network all files must be cached.
 
@@ -40,7 +40,7 @@ def fetch(name: str) -> tuple[Path, str, str]:
                 local_files_only=absent is not None,
             )
         )  # fmt: skip
-    except Exception as error:  # errors of the network, hub or cache, of many classes
+    except Exception as error:  # many classes: errors of the network, the hub or the cache
         raise ConfigError(
             f"--init_from {name}: neither a directory nor a model that the Hugging Face client can "
             f"fetch or find in its cache ({absent or reason(error)}). Give a model directory, "

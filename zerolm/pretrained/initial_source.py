@@ -16,14 +16,15 @@ class InitialSource:
     Attributes:
         given: the name as given by the user.
         source: the exact name: RUN@STEP, hub id with commit, or directory.
-        hub_id: hub id of the model; "" if the source is not from the hub.
+        hub_id: the model's hub id; "" if the source is not from the hub.
         digest: hex SHA-256 that identifies the weights (see docs/initialization.md).
-        about: the weights' tokens, files and dtype, to be shown to the user.
+        about: text for the user on the weights' training tokens, files and dtype.
         weights: the initial values; None if the run resumes and does not read them.
         checkpoint: checkpoint directory; None for a model directory.
         generation: special token ids from the config, and the content of generation_config.json.
         parametrization: the source's parametrization settings; empty if standard.
-        verify: (rank, number of ranks) -> problems: one for each damaged file in the rank's share.
+        verify: function of the rank and the number of ranks that checks this rank's share of the
+            files, and returns a problem for each damaged file.
     """
 
     given: str
@@ -39,7 +40,7 @@ class InitialSource:
     verify: Callable[[int, int], list[str]] = lambda rank, world_size: []
 
     def exact(self, name: str | None) -> str | None:
-        """Return the exact name if `name` refers to this source; else `name` unchanged."""
+        """Return the source's exact name if `name` refers to this source, else `name` itself."""
         return self.source if name in (self.given, self.source) else name
 
     def record(self) -> dict[str, Any]:
@@ -48,11 +49,11 @@ class InitialSource:
 
     @classmethod
     def recorded(cls, entry: Mapping[str, Any]) -> "InitialSource":
-        """Return the source recorded in run.json, for a run that resumes."""
+        """Return the source of a run that resumes, given its entry in run.json."""
         return cls(**{key: entry[key] for key in RECORDED if key in entry})
 
     def describe(self, vocab_size: int) -> str:
-        """Return the source's line in the summary of a run with this vocabulary size."""
+        """Return the source's line in the run summary, given the run's vocabulary size."""
         line = f"from {self.source}: {self.about}"
         if self.weights is None:
             return f"{line}; not read: the run resumes from its checkpoint"

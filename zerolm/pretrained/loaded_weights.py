@@ -35,17 +35,18 @@ class LoadedWeights:
 
     Args:
         config: the run's model config, whose vocabulary may be larger than the source's.
-        where: name of the weights in messages.
+        where: what to call the weights in messages.
         seed: random seed for the additional rows of a larger vocabulary.
 
     Attributes:
-        units: lists of parameter names that are read together, each independent of the others. A
-            tied weight appears only under the name of the weight that it is tied to.
-        extended: parameters that get additional rows.
-        dtypes: dtypes of the source's parameters, by their torch names.
+        units: lists of names; the parameters in a list are read together, and independently of all
+            other lists. Tied weights appear only once, under the name of the weight that the others
+            are tied to.
+        extended: names of the parameters that get additional rows.
+        dtypes: torch names of the dtypes of the source's parameters.
 
     Raises:
-        ConfigError: weights are missing or unexpected, or have a wrong shape or dtype.
+        ConfigError: weights are missing or unexpected, or have the wrong shape or dtype.
     """
 
     def __init__(
@@ -83,14 +84,16 @@ class LoadedWeights:
         self._fresh = InitialWeights(config, seed) if self.extended else None
 
     def scale_new_rows(self, factors: Mapping[str, float]) -> None:
-        """Multiply the random values of new rows by their parameters' factors."""
+        """Multiply the random values in new rows by the factor for their parameter."""
         if self._fresh is not None:
             self._fresh.factors = factors
 
     def _group(
         self, state: Mapping[str, torch.Tensor], ignored: set[str]
     ) -> "dict[tuple[str, ...], list[str]]":
-        """Return {names in a unit: the published names that the unit is made from}."""
+        """Return {names of the parameters in a unit: names of the published weights for the
+        unit}.
+        """
         groups: dict[str, list[str]] = {}
         converted = set()
         expected = self._model.state_dict()
@@ -115,7 +118,7 @@ class LoadedWeights:
         return units
 
     def _require_equal(self, names: list[str], others: list[str]) -> None:
-        """Check that two tied weights that are both stored in the files are equal."""
+        """Check that tied weights are equal where the files contain more than one of them."""
         for name, other in zip(names, others, strict=True):
             first, second = self._tensors[name], self._tensors[other]
             parts = zip(first.split(CHUNK_ROWS), second.split(CHUNK_ROWS), strict=True)
@@ -152,7 +155,7 @@ class LoadedWeights:
         return leaf in self._model.get_submodule(path)._parameters
 
     def _extend(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Return the values, followed by the rows with which a new model would be initialized."""
+        """Return the values extended by new rows, which are initialized as in a new model."""
         assert self._fresh is not None
         units = self._fresh.units
         number = next(number for number, names in enumerate(units) if name in names)
@@ -170,7 +173,9 @@ def _conversion(model: "PreTrainedModel") -> list[Any]:
 def _target(
     model: "PreTrainedModel", mapping: list[Any], name: str, expected: dict[str, torch.Tensor]
 ) -> tuple[str, bool]:
-    """Return the (first) name in the state dict `expected`, and whether values are converted.
+    """Return the name, or first name, of a published weight in the state dict `expected`.
+
+    Also returns whether the weight's values must be converted.
 
     Source: `convert_and_load_state_dict_in_model` in transformers.
     """
@@ -201,7 +206,9 @@ def _dtype_problems(listed: Mapping[str, Tensor], where: str) -> list[str]:
 def _check(
     config: "PretrainedConfig", state: dict[str, torch.Tensor], mapping: list[Any], where: str
 ) -> set[str]:
-    """Check the conversion on meta tensors; return the names to ignore, as transformers does."""
+    """Check the conversion on meta tensors; return the published names that transformers
+    ignores.
+    """
     model = meta_model(config)
     info = _run_conversion(model, state, mapping)
     unexpected = set(info.unexpected_keys)
@@ -245,7 +252,10 @@ def _shown(names: Any) -> str:
 def _convert(
     model: "PreTrainedModel", published: dict[str, torch.Tensor], mapping: list[Any]
 ) -> dict[str, torch.Tensor]:
-    """Return {name in the model: values}, parameters in float32; leave the model unchanged."""
+    """Convert published weights; return {name in the model: values} with parameters in float32.
+
+    The model does not change.
+    """
     before = _tensors_of(model)
     try:
         info = _run_conversion(model, published, mapping)
@@ -262,7 +272,9 @@ def _convert(
 
 
 def _tensors_of(model: nn.Module) -> "dict[str, tuple[dict[str, Any], str, Any]]":
-    """Return {name: (dictionary in its module, key in the dictionary, parameter or buffer)}."""
+    """Return each parameter and buffer as {name: (its module's dictionary, its key there,
+    value)}.
+    """
     found = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -276,7 +288,9 @@ def _tensors_of(model: nn.Module) -> "dict[str, tuple[dict[str, Any], str, Any]]
 def _run_conversion(
     model: "PreTrainedModel", state: dict[str, torch.Tensor], mapping: list[Any]
 ) -> Any:
-    """Load weights into a model on the meta device, and return the mismatches."""
+    """Load weights into a model on the meta device; return how they differ from the model's
+    weights.
+    """
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
@@ -292,7 +306,7 @@ def _run_conversion(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Turn off the progress bar of every conversion, and threads, which use more memory."""
+    """Turn off progress bars, and the loading threads of transformers, which use more memory."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Copy float32 weights into the optimizer's master weights after `deepspeed.initialize`.
+"""Copy float32 weights into the optimizer's master weights, after `deepspeed.initialize`.
 
 DeepSpeed creates the master weights of a bf16 or fp16 model from its rounded weights. Without this
 copy, a run would start from rounded values of a float32 source.
@@ -14,10 +14,10 @@ from zerolm.pretrained.loaded_weights import LoadedWeights
 
 
 def set_masters(engine: Engine, weights: LoadedWeights) -> None:
-    """Set the master weights to the source's values. Every rank must call this.
+    """Copy the source's values into the optimizer's master weights. Every rank must call this.
 
-    Each rank reads a share of the parameters and sends them to the others, one at a time. Does not
-    support tensor parallelism, where each rank holds slices of the matrices.
+    Each rank reads a share of the parameters, and broadcasts one at a time to the other ranks. Does
+    not support tensor parallelism, where each rank holds slices of the matrices.
     """
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     rank, world_size = dist.get_rank(), dist.get_world_size()

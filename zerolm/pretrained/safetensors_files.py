@@ -30,8 +30,8 @@ class Tensors(Protocol):
     """Interface for weights on disk, used by `LoadedWeights`.
 
     Attributes:
-        converts: whether names and shapes must be converted, because they are those of published
-            files rather than of the model code.
+        converts: whether names and shapes must be converted from those in published files to those
+            in the model code.
     """
 
     converts: bool
@@ -44,14 +44,14 @@ class Tensors(Protocol):
     def __getitem__(self, name: str) -> torch.Tensor: ...
 
     def release(self) -> None:
-        """Free the memory of the values that were read."""
+        """Free the memory used by the values that were read."""
 
 
 class SafetensorsFiles:
-    """The weights of a model directory: `model.safetensors`, or several files with an index.
+    """The weights in a model directory: `model.safetensors`, or several files with an index.
 
     Raises:
-        ConfigError: files are missing, damaged or of another format; lists all of them.
+        ConfigError: lists all files that are missing, damaged or in another format.
     """
 
     converts = True
@@ -108,11 +108,10 @@ class SafetensorsFiles:
         self._open.clear()
 
     def digest(self) -> str:
-        """Return a hex SHA-256 of the files; of files over 64 MiB, only the header and samples. 1
-        MiB of samples suffices, because weights of another training step differ in nearly all
-        values.
+        """Return a hex SHA-256 that identifies the files.
 
-
+        Only the header and 1 MiB of samples are hashed from files over 64 MiB. That is enough,
+        because the weights of two training steps differ in nearly all values.
         """
         digest = hashlib.sha256()
         for path in self.files:
@@ -132,12 +131,12 @@ class SafetensorsFiles:
         return digest.hexdigest()
 
 
-# {safetensors name: torch name} of the dtypes that weights may have.
+# Dtypes that weights may have, as {safetensors name: torch name}.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def _find_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the weight files in a directory, and {name: file} from its index, if any."""
+    """Return the weight files in a directory and, if it has an index, the index's {name: file}."""
     if (directory / INDEX).is_file():
         index = read_json(directory / INDEX, "the index of a model's safetensors files")
         indexed = index.get("weight_map")

@@ -29,9 +29,9 @@ WITHOUT_EFFECT = frozenset(
         "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "n_ctx",
     }
 )  # fmt: skip
-# Older keys, whose values `rope_parameters` also contains. Its `type` is an older `rope_type`.
+# Older keys whose values are also in `rope_parameters`. Its `type` is an older `rope_type`.
 REPEATED = frozenset({"original_max_position_embeddings", "partial_rotary_factor"})
-# Training choices: regularisation, router losses, and the distribution of new rows.
+# Training choices: regularisation, router losses, and the distribution of values in new rows.
 TRAINING_CHOICES = frozenset(
     {
         "output_router_logits", "router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef",
@@ -71,7 +71,7 @@ class Comparison(NamedTuple):
 def compare(
     config: "PretrainedConfig", path: str, source: "PretrainedConfig", source_path: str
 ) -> Comparison:
-    """Compare a run's config with the config of the weights that it starts from."""
+    """Compare a run's config with the config of the weights that the run starts from."""
     if config.model_type != source.model_type:
         return Comparison(
             [
@@ -101,7 +101,7 @@ def compare(
 
 
 def _values(config: "PretrainedConfig") -> dict[str, Any]:
-    """Return a config's values, including the keys that exports and most published files use."""
+    """Return a config's values, with the keys used in exports and most published files added."""
     values = config.to_dict() | published_keys(config)
     for name in config.sub_configs:
         if (part := getattr(config, name, None)) is not None:
@@ -110,7 +110,7 @@ def _values(config: "PretrainedConfig") -> dict[str, Any]:
 
 
 def router_notices(config: "PretrainedConfig", where: str) -> list[str]:
-    """Return a notice if a model directory's config turns off the router loss of its model."""
+    """Return a notice if the config in a model directory turns off the model's router loss."""
     if getattr(config.get_text_config(), "output_router_logits", None) is not False:
         return []
     trained = copy.deepcopy(config)
@@ -124,7 +124,7 @@ def router_notices(config: "PretrainedConfig", where: str) -> list[str]:
 
 
 def is_position(key: str) -> bool:
-    """Return whether a dotted key of a config is compared by `compare_positions`."""
+    """Return whether `compare_positions` compares this dotted config key."""
     *parts, leaf = key.split(".")
     return leaf in (LIMIT, ORIGINAL, ROPE) or ROPE in parts
 
@@ -132,7 +132,7 @@ def is_position(key: str) -> bool:
 def compare_positions(
     config: "PretrainedConfig", path: str, source: "PretrainedConfig", where: str
 ) -> Comparison:
-    """Compare rotary positions and the position limit; both may differ if all positions are rotary.
+    """Compare rotary settings and the position limit, which may differ if all positions are rotary.
 
     Args:
         where: name of the source in messages.
@@ -163,7 +163,10 @@ def _effect(key: str, values: Mapping[str, Any]) -> str:
 
 
 def _rope_problems(new: Mapping[str, Any], old: Mapping[str, Any], path: str) -> list[str]:
-    """Return problems that transformers hides with a guess, or reports only in a forward pass."""
+    """Return problems with changed rotary settings that transformers does not report at first.
+
+    transformers guesses a value instead, or fails only in a forward pass.
+    """
     problems = []
     for key, value in new.items():
         part, _, leaf = key.rpartition(".")
@@ -191,7 +194,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if (key, value) == ("partial_rotary_factor", 1.0):
-            continue  # same as an absent key
+            continue  # has the same effect as an absent key
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and key not in WITHOUT_EFFECT:
             flat |= _flat(value, f"{name}.")

@@ -1,7 +1,7 @@
 """Compare the tokenizer of token shards with the tokenizer of a run's initial weights.
 
-If they encode the same text differently, training reports no error but starts from a loss worse
-than random.
+If they encode the same text differently, training raises no error, but its initial loss is worse
+than with random weights.
 """
 
 import base64
@@ -18,7 +18,7 @@ SHOWN = 3  # tokens in a message
 
 
 def vocabulary(directory: Path) -> Mapping[str, int] | None:
-    """Return {token: id} from a tokenizer directory, with byte-level tokens in GPT-2's spelling.
+    """Return {token: id} for a tokenizer directory, with byte-level tokens spelled as in GPT-2.
 
     Return None if the directory contains no tokenizer.
 
@@ -53,7 +53,7 @@ def _tiktoken_vocabulary(directory: Path) -> dict[str, int]:
 
 
 def difference(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """Return how the ids of the shards and the weights differ; empty if one extends the other."""
+    """Return how two vocabularies differ, as text; empty if one of them extends the other."""
     common = ours.keys() & theirs.keys()
     moved = sorted(
         (token for token in common if ours[token] != theirs[token]), key=lambda token: theirs[token]

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-RECENT_LINES = 20  # lines to average a speed over
+RECENT_LINES = 20  # number of lines over which a speed is averaged
 
 Row = dict[str, Any]
 
@@ -16,7 +16,7 @@ class Curves:
     Attributes:
         steps, tokens: one entry per line.
         seconds: training time up to each line, excluding checkpoints, evaluations and restarts.
-        columns: {key: (indices of the lines with this key, their values; NaN for null)}.
+        columns: {key: (indices of the lines with this key, values)}; a null value becomes NaN.
         start: step, tokens and seconds before the first line.
     """
 
@@ -51,7 +51,7 @@ class Curves:
                 values.append(value)
 
     def _truncate(self, step: int) -> None:
-        """Remove the lines of `step` and later steps."""
+        """Remove the lines for `step` and later steps."""
         while self.steps and self.steps[-1] >= step:
             for axis in (self.steps, self.tokens, self.seconds):
                 axis.pop()
@@ -62,11 +62,13 @@ class Curves:
 
     @property
     def duration(self) -> float:
-        """Training time in seconds over all lines."""
+        """Total training time of all lines, in seconds."""
         return self.seconds[-1] - self.start[2] if self.seconds else 0.0
 
     def before(self, step: int) -> tuple[int, int, float]:
-        """Return the step, tokens and seconds of the last timed line before a step."""
+        """Return the step, tokens and seconds of the last line before a step that has a step
+        time.
+        """
         timed, _ = self.columns.get("throughput/step_seconds", ((), ()))
         for line in reversed(timed):
             if self.steps[line] < step:
@@ -74,7 +76,7 @@ class Curves:
         return self.start
 
     def pauses(self) -> list[tuple[int, float]]:
-        """Return (step, seconds) of each checkpoint pause."""
+        """Return (step, seconds) for each checkpoint pause."""
         pairs = zip(*self.columns.get("checkpoint/stall_seconds", ((), ())), strict=True)
         return [(self.steps[line], value) for line, value in pairs if math.isfinite(value)]
 
@@ -83,12 +85,12 @@ class Curves:
         return [value for value in self.columns.get(key, ((), ()))[1] if math.isfinite(value)]
 
     def last(self, key: str) -> float | None:
-        """Return the newest finite value of a column."""
+        """Return the newest finite value of a column, or None if there is none."""
         _, values = self.columns.get(key, ((), ()))
         return next((value for value in reversed(values) if math.isfinite(value)), None)
 
     def recent_mean(self, key: str) -> float | None:
-        """Return the mean of the newest finite values of a column."""
+        """Return the mean of a column's newest finite values, or None if there are none."""
         values = self.values(key)[-RECENT_LINES:]
         return sum(values) / len(values) if values else None
 
@@ -114,7 +116,7 @@ class Curves:
         return list(rows.values())
 
     def place(self, step: int) -> tuple[float, float]:
-        """Return the tokens and seconds at a step, interpolated between neighbouring lines."""
+        """Return the tokens and seconds at a step by interpolation between neighbouring lines."""
         low, high = 0, len(self.steps)
         while low < high:
             middle = (low + high) // 2
@@ -132,7 +134,7 @@ class Curves:
 
 
 def thinned(values: Sequence[float], max_points: int) -> list[int]:
-    """Return the indices of the points of a curve to keep, in ascending order.
+    """Select the points of a curve to keep; return their indices in ascending order.
 
     A curve of at most `max_points` is kept completely. A longer curve is divided into intervals,
     and the lowest point, highest point and first gap of each are kept, so no outlier is lost. Both
@@ -159,7 +161,9 @@ def thinned(values: Sequence[float], max_points: int) -> list[int]:
 
 
 def rounded(value: float) -> float | int | None:
-    """Round a value to seven digits, the precision of float32; return None if it is not finite."""
+    """Round a value to seven digits, the precision of float32; return None if the value is not
+    finite.
+    """
     if not math.isfinite(value):
         return None
     value = float(f"{value:.7g}")

@@ -18,11 +18,11 @@ def decode_batch(run_dir: Path, step: int | None, sequences: str | None) -> Iter
         run_dir: directory of a run that has started. Relative paths in its `--data` are resolved
             against the current directory.
         step: show this step's batch in the run's current data order; None: use `sequences`.
-        sequences: sequence numbers, `A-B` (from A up to but excluding B) or one number.
+        sequences: a sequence number, or a range `A-B` that includes A but not B.
 
     Raises:
-        ConfigError: the run, step, sequences or data do not exist, or the data has no tokenizer or
-            has changed since the run started.
+        ConfigError: the run, step, sequences or data do not exist; the data has no tokenizer; or
+            the data has changed since the run started.
     """
     run = open_run(run_dir)
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""Diagnose a run from its metrics: find problems, and advise what to try.
+"""Diagnose a run from its metrics: find problems, and advise the user what to try.
 
 The report and `status` show the result. A healthy run has no findings: each rule filters out noise
 and judges the most recent part of the run. Must not depend on files or trackers.
@@ -27,18 +27,16 @@ from zerolm.report.speed_diagnosis import (
     slow_rank,
 )
 
-SPIKE_WINDOW, SPIKE_DEVIATIONS = (
-    32,
-    8.0,
-)  # window in losses; threshold in deviations
+# Number of earlier losses that a loss is compared with, and threshold in standard deviations.
+SPIKE_WINDOW, SPIKE_DEVIATIONS = 32, 8.0
 SPIKE_FLOOR = 0.02  # minimum deviation, relative to the loss
-MAX_SPIKE_FINDINGS = 3  # more spikes are merged into one finding
+MAX_SPIKE_FINDINGS = 3  # if there are more spikes, they are merged into one finding
 PLATEAU_BLOCKS, PLATEAU_ROWS_PER_BLOCK = 12, 4
 PLATEAU_SHARE = 0.003  # relative decrease of the loss expected when tokens double
-NOISE_DEVIATIONS = 3.2  # Student's t with 10 degrees of freedom: 1 in 200, one-sided
+NOISE_DEVIATIONS = 3.2  # quantile of Student's t with 10 degrees of freedom: 1 in 200, one-sided
 DIVERGED_SHARE, DIVERGED_ROWS = 0.05, 20
 CLIPPED_SHARE = 0.5
-USUAL_UPDATE_RATIO = (1e-5, 3e-2)  # range at the full learning rate; about 1e-3 is typical
+USUAL_UPDATE_RATIO = (1e-5, 3e-2)  # usual range at the full learning rate; about 1e-3 is typical
 OVERFITTED_SHARE, OVERFITTED_EVALUATIONS = 0.01, 3
 # "Up to 4 epochs of repeated data are almost as good as new": Muennighoff et al. (2023),
 # "Scaling Data-Constrained Language Models".
@@ -50,7 +48,8 @@ def findings(rows: Sequence[Row], events: Sequence[Row] = ()) -> list[Finding]:
 
     Args:
         rows: lines of `metrics.jsonl`, in order; keys may be absent and values may be None.
-        events: lines of `events.jsonl`. They report spikes at every step; rows exist only at some.
+        events: lines of `events.jsonl`. Events report a spike at any step, but only some steps have
+            a row.
     """
     rows = [row for row in rows if "step" in row and "tokens" in row]
     diverged = _divergence(rows)
@@ -105,11 +104,11 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
         ):
             seen[point.step] = point
             if len(seen) > len(usual):
-                break  # a new level rather than spikes; `_divergence` reports it
+                break  # not spikes but a new level, which `_divergence` reports
         else:
             usual.append(point.value)
     tokens = {row["step"]: row["tokens"] for row in rows}
-    reasons: dict[int, str] = {}  # why a step is a spike, if not for a high finite loss
+    reasons: dict[int, str] = {}  # reason for a spike, except a high finite loss
     for event in events:
         if event.get("event") == "spike":
             step, loss, reason = event["step"], event.get("loss"), str(event.get("reason") or "")
@@ -143,12 +142,14 @@ def _spikes(rows: Sequence[Row], events: Sequence[Row]) -> list[Finding]:
 
 
 def _plateau(rows: Sequence[Row]) -> list[Finding]:
-    """Detect a loss that has not fallen over the last half of the tokens, near the peak rate.
+    """Return a finding if the loss has not fallen over the last half of the tokens, with the
+    learning rate near its peak.
 
-    A line is fitted to the medians of twelve blocks over the logarithm of the tokens. It gives the
-    change over the last doubling of the tokens, and the scatter of the medians gives its error. A
-    loss that follows a power law falls by more than `PLATEAU_SHARE` per doubling until it is about
-    as close as that to its floor, where there is nothing more to learn from this data.
+    A line is fitted to the medians of twelve blocks over the logarithm of the tokens. The line
+    determines the change over the last doubling of the tokens, and the scatter of the medians
+    determines the error of that change. A loss that follows a power law falls by more than
+    `PLATEAU_SHARE` per doubling until it is about that close to its floor, where the model can
+    learn little more from this data.
     """
     points = [point for point in points_of(rows, "train/loss") if point.tokens > 0]
     rates = {point.step: point.value for point in points_of(rows, "train/learning_rate")}
@@ -177,7 +178,9 @@ def _plateau(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _trend(points: Sequence[Point]) -> tuple[float, float]:
-    """Return the change of the value from the first to the last point, and its standard error."""
+    """Fit a line over the logarithm of the tokens; return the change from the first to the last
+    point and the standard error of the change.
+    """
     size = len(points) / PLATEAU_BLOCKS
     blocks = [
         points[round(number * size) : round((number + 1) * size)]
@@ -270,7 +273,7 @@ def _update_ratio(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _epochs(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the number of epochs of each source, from the newest row that contains them."""
+    """Return {source: epochs} from the newest row that contains these metrics."""
     for row in reversed(rows):
         found = {
             key[len("data/") : -len("/epochs")]: float(value)

@@ -1,4 +1,4 @@
-"""The list of a run's events in the report: message, level, and position on the x-axes."""
+"""The report's list of a run's events, each with message, level, and position on the x-axes."""
 
 import math
 from collections.abc import Sequence
@@ -9,13 +9,15 @@ from zerolm.report.run_history import RunHistory
 from zerolm.run_dir import events
 
 MAX_EVENTS, MAX_MESSAGE_CHARACTERS = 600, 600
-STALL_SECONDS, STALL_STEPS = 1.0, 10  # a checkpoint pause longer than both is listed
+STALL_SECONDS, STALL_STEPS = 1.0, 10  # a checkpoint pause is listed if it is longer than both
 
 Json = dict[str, Any]
 
 
 def event_list(run: RunHistory) -> Json:
-    """Return {"events": the latest events of each level, "events_left_out": number of others}."""
+    """Return {"events": the latest events of each level, "events_left_out": number of other
+    events}.
+    """
     stalls = {stall["step"]: stall for stall in _stalls(run.curves)}
     placed: list[Json] = []
     for event, curves in with_curves(run):  # list a stall after its checkpoint
@@ -45,7 +47,7 @@ def event_list(run: RunHistory) -> Json:
 
 
 def merged(listed: Sequence[Json]) -> list[Json]:
-    """Return the events, with a spike and the skip of the same step merged into one."""
+    """Return the events; a spike and the skip of the same step are merged into one event."""
     result: list[Json] = []
     for event in listed:
         before = result[-1] if result else {}
@@ -59,9 +61,9 @@ def merged(listed: Sequence[Json]) -> list[Json]:
 
 
 def with_curves(run: RunHistory) -> list[tuple[Json, Curves]]:
-    """Return each event with the curves that contain its step: current or rolled back.
+    """Return each event with the curves that contain its step: the current or rolled-back curves.
 
-    A step repeated after a rollback had a different token count the first time.
+    A step that is repeated after a rollback may have had a different token count the first time.
     """
     found = []
     undone, first_undone = run.curves, math.inf

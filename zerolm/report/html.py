@@ -1,8 +1,8 @@
-"""`report.html`: one self-contained HTML file about one run, or about several side by side.
+"""`report.html`: a self-contained HTML file about one run, or about several runs side by side.
 
 `zerolm.report.run_history` reads the run directories, and `zerolm.report.report_data` turns them
-into JSON. The scripts in `assets/` draw the report in the browser; they insert text from a run as
-text, never as markup.
+into JSON. The scripts in `assets/` draw the report in the browser; they insert a run's text as
+plain text, never as markup.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ def write_report(
     output: str | Path | None = None,
     price_per_hour: float | None = None,
 ) -> Path:
-    """Write the report on one run, or a comparison of several.
+    """Write the report on one run, or on a comparison of several runs.
 
     Args:
         run_dirs: run directories; the runs may still be in progress.
@@ -37,8 +37,8 @@ def write_report(
         The path of the report.
 
     Raises:
-        ConfigError: some directories are not run directories (all are named), or the report cannot
-            be written.
+        ConfigError: some directories are not run directories, all of which are listed, or the
+            report cannot be written.
     """
     runs = read_runs(run_dirs)
     output = Path(output) if output is not None else RunFiles(runs[0].run_dir).report
@@ -54,5 +54,5 @@ def write_report(
 
 
 def render(data: Json) -> str:
-    """Return the HTML of a report."""
+    """Return the HTML of a report with this data."""
     return page(ASSETS / "run.html", ("run.css",), SCRIPTS, title="Training run", data=data)

@@ -21,10 +21,11 @@ ASSETS = Path(__file__).parent / "assets"
 def page(
     template: Path, styles: Sequence[str] = (), scripts: Sequence[str] = (), **values: Any
 ) -> str:
-    """Return a page.
+    """Return the HTML of a page.
 
     Args:
-        styles, scripts: names of files in `assets/`; every page includes `document.css`.
+        styles, scripts: names of files in `assets/` to embed; every page also contains
+            `document.css`.
         values: the template's variables, including `title`.
     """
     environment = Environment(

@@ -23,16 +23,18 @@ from zerolm.run_dir.files import RunFiles
 from zerolm.run_dir.jsonl import EventRow, MetricsRow, read_rows
 
 UNMARKED_EVENTS = {"start", "done"}
-SMOOTHING_SHARE = 0.02  # share of the points to average on either side
-GROUPED_SHARE = 0.025  # share of the tokens; events closer than this share a label
+SMOOTHING_SHARE = 0.02  # fraction of the points, on either side of a point, to average over
+GROUPED_SHARE = 0.025  # fraction of the tokens; events closer together than this share a label
 LABEL_CHARACTERS, LABEL_GAP = 40, 4.0  # characters per line; pixels between two labels
 
 
 def series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens and finite values of a metric, each (N,) float64."""
+    """Return a metric's finite values and their token counts as (tokens, values), each (N,)
+    float64.
+    """
     pairs = [(row["tokens"], row[key]) for row in rows if row.get(key) is not None]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    table = table[np.isfinite(table[:, 1])]  # a run that diverged ends in NaN
+    table = table[np.isfinite(table[:, 1])]  # the values of a run that diverged end in NaN
     return table[:, 0], table[:, 1]
 
 
@@ -61,7 +63,7 @@ def plot_losses(
         The path of the image.
 
     Raises:
-        ConfigError: some directories have no `train/loss`; all are named.
+        ConfigError: some directories have no `train/loss`; lists all of them.
     """
     figure = draw_losses(run_dirs, last_step)
     output_png = Path(output_png) if output_png is not None else RunFiles(run_dirs[0]).plot
@@ -71,7 +73,7 @@ def plot_losses(
 
 
 def draw_losses(run_dirs: Sequence[str | Path], last_step: float = math.inf) -> Figure:
-    """Return the figure of `plot_losses`."""
+    """Return the figure that `plot_losses` saves."""
 
     unread: list[str] = []
 
@@ -125,7 +127,7 @@ def _draw_run(axes: Axes, rows: Sequence[dict[str, Any]], name: str, colour: str
 def _draw_events(
     axes: Axes, rows: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]], colour: str
 ) -> list[Text]:
-    """Mark events at the token counts of their steps; events without a step are marked at the left.
+    """Mark events at the token counts of their steps, and events without a step at the left edge.
 
     Returns: A label for each group of nearby events.
     """
@@ -158,7 +160,7 @@ def _draw_events(
 
 
 def _counted(kinds: Sequence[str]) -> str:
-    """Return the count of each kind, as `2 x step skipped, resume`, in order of the first event."""
+    """Return how often each kind of event occurred, as text such as `2 x step skipped, resume`."""
     numbers = {kind.replace("_", " "): kinds.count(kind) for kind in kinds}
     return ", ".join(
         f"{number} x {kind}" if number > 1 else kind for kind, number in numbers.items()
@@ -166,7 +168,7 @@ def _counted(kinds: Sequence[str]) -> str:
 
 
 def _separate(axes: Axes, labels: Sequence[Text], legend: Bbox) -> None:
-    """Move labels down or, if necessary, sideways so that none overlaps another or the legend."""
+    """Move labels down or, if necessary, sideways until no label overlaps another or the legend."""
     area, placed = axes.get_window_extent(), [legend]
     for label in sorted(labels, key=lambda each: each.get_position()[0]):
         box = label.get_window_extent()

@@ -19,9 +19,9 @@ from zerolm.run_dir.metrics import BATCH, NOISE_SCALE
 from zerolm.run_dir.records import lineage
 
 TRAIN_LOSS = "train/loss"
-MAX_POINTS = 60_000  # for all curves; 15 to 25 bytes per point make up most of the file
+MAX_POINTS = 60_000  # in all curves; points make up most of the file, 15 to 25 bytes each
 MAX_POINTS_OF_A_CURVE, MIN_POINTS_OF_A_CURVE = 3_000, 60
-MAX_CURVES_OF_RUNS = 4  # per panel with a curve per source or block, when runs are compared
+MAX_CURVES_OF_RUNS = 4  # in a panel with one curve per source or block, when runs are compared
 MAX_SAMPLES_OF_A_PROMPT, MAX_SAMPLE_CHARACTERS, MAX_PROMPTS = 24, 4_000, 24
 
 Json = dict[str, Any]
@@ -57,11 +57,11 @@ def report_data(runs: Sequence[RunHistory], price_per_hour: float | None = None)
 
 
 def panels(keys: Collection[str], *, compared: bool) -> list[Json]:
-    """Return the panels that are not empty, each with its `keys` and their short `names`.
+    """Return the panels that are not empty, each with its metrics' `keys` and short `names`.
 
     Args:
         keys: keys of all metrics.
-        compared: several runs are drawn, each in its own colour.
+        compared: whether several runs are drawn, each in its own colour.
     """
     drawn = []
     for _, panel, unit, chosen in charts(keys):
@@ -77,7 +77,7 @@ def panels(keys: Collection[str], *, compared: bool) -> list[Json]:
 
 
 def _short(keys: Sequence[str]) -> list[str]:
-    """Return for each key the path segments that differ between the keys."""
+    """Return a short name for each key: the path segments that are not the same in all keys."""
     if len(keys) == 1:
         return [keys[0]]
     paths = [key.split("/") for key in keys]
@@ -93,7 +93,9 @@ def _varies(runs: Sequence[RunHistory], key: str) -> bool:
 
 
 def _first_step(run: RunHistory, runs: Sequence[RunHistory]) -> int:
-    """Return the first step of a run to draw: where it branched from another run shown, or 0."""
+    """Return the first step to draw of a run: where it branched off from another run shown, else
+    0.
+    """
     shown = {str(other.run_dir.resolve()) for other in runs if other is not run}
     branch: object = run.branch
     while isinstance(branch, dict) and branch:
@@ -138,11 +140,11 @@ def _run(
 def curves_json(
     curves: Curves, max_points: int, only: Sequence[str] = (), first_step: int = 0
 ) -> Json:
-    """Return the thinned curves, and the x-axes at the lines that the curves use.
+    """Return the thinned curves, and the x-axis values of the lines that the curves use.
 
-    `steps`, `tokens` and `seconds` are the x-axes of all lines used. `places` contains lists of
-    lines; `lines` of a curve is the index of its list. Curves measured on the same lines share a
-    list.
+    `steps`, `tokens` and `seconds` are the x-axis values of all lines used. `places` contains lists
+    of line indices, and a curve's `lines` is the index of its list in `places`. Curves with the
+    same lines share a list.
     """
     chosen: dict[str, tuple[tuple[int, ...], list[float | None]]] = {}
     for key, (lines, values) in sorted(curves.columns.items()):
@@ -172,9 +174,10 @@ def curves_json(
 
 
 def evaluations(curves: Curves) -> Json:
-    """Return the table of all evaluations: one row per step, one column per metric. `better` states
-    for each column whether the lowest or highest value is best, or is "" if neither is; `units`
-    lists the columns' units.
+    """Return the table of all evaluations: one row per step, one column per metric.
+
+    For each column, `better` states whether the lowest or the highest value is best ("" if neither
+    is), and `units` states the unit.
     """
     keys = sorted(
         (key for key in curves.columns if key.startswith("eval/")),
@@ -195,7 +198,9 @@ def evaluations(curves: Curves) -> Json:
 
 
 def samples(lines: Sequence[Json]) -> list[Json]:
-    """Return the prompts with their generated texts, which are thinned out if there are many."""
+    """Return the prompts, each with its generated texts, or with a selection if there are many
+    texts.
+    """
     prompts: dict[Any, Json] = {}
     for line in lines:
         number = line.get("prompt_number", line["prompt"])
@@ -216,7 +221,9 @@ def samples(lines: Sequence[Json]) -> list[Json]:
 
 
 def agreement(runs: Sequence[RunHistory]) -> list[Json]:
-    """Return the largest difference between each run's training losses and the first run's."""
+    """Return, for each other run, the largest difference between its training losses and the first
+    run's.
+    """
     found = []
     first = _losses(runs[0].curves)
     for run in runs[1:]:

@@ -1,6 +1,6 @@
 """Read a run directory, whether the run is finished, in progress or killed.
 
-`status` and `report.html` use the result. Never writes, and never takes the run's lock, which a
+`status` and `report.html` use the result. Never writes, and never acquires the run's lock, which a
 starting run needs. Files and lines that cannot be read are listed in `problems`. Imports only the
 standard library, so `status` responds at once.
 """
@@ -39,7 +39,8 @@ class RunHistory:
         events: lines of events.jsonl, each with a `step`.
         samples: lines of samples.jsonl.
         heartbeats: {rank: last heartbeat}.
-        heartbeat_age: seconds since the newest heartbeat of any rank; None without heartbeats.
+        heartbeat_age: seconds since the newest heartbeat of any rank; None if there are no
+            heartbeats.
         checkpoints: directories of the published checkpoints, oldest first.
         problems: files and lines that could not be read, one line each.
     """
@@ -66,19 +67,21 @@ class RunHistory:
 
     @property
     def branch(self) -> Row:
-        """The `branch` entry of run.json: where the run branched off; {} for other runs."""
+        """The `branch` entry of run.json, which states where the run branched off; {} if the run is
+        not a branch.
+        """
         branch = self.record.get("branch")
         return branch if isinstance(branch, dict) else {}
 
     @property
     def derived(self) -> Row:
-        """The figures that the run printed when it started."""
+        """The derived figures that the run printed when it started."""
         derived = self.record.get("derived")
         return derived if isinstance(derived, dict) else {}
 
     @property
     def trained_seconds(self) -> float:
-        """Training time of all steps in seconds, for a branch from the branch point."""
+        """Training time of all steps, or of a branch's steps after the branch point, in seconds."""
         seconds = self.curves.seconds[-1] if self.curves.seconds else 0.0
         return seconds - (self.curves.place(self.branch["step"])[1] if self.branch else 0.0)
 
@@ -89,7 +92,9 @@ class RunHistory:
 
     @property
     def total_steps(self) -> int | None:
-        """The planned number of steps, or the number attempted if larger due to skipped steps."""
+        """The planned number of steps, or the number attempted if that is larger due to skipped
+        steps.
+        """
         number = re.match(r"[\d,]+", str(self.derived.get("steps", "")))
         return max(int(number[0].replace(",", "")), self.step) if number else None
 
@@ -109,10 +114,10 @@ class RunHistory:
         return max(0, self.total_tokens - self.tokens) / speed
 
     def state(self) -> tuple[str, str]:
-        """Return the state of the run, and a short reason.
+        """Return the run's state, and a short reason for it.
 
-        The last event that sets a state determines it (`zerolm.run_dir.events`). A `running` run
-        without recent heartbeats is `silent`; a run that has not started is `new`.
+        The last event that sets a state determines the state (`zerolm.run_dir.events`). A `running`
+        run without recent heartbeats is `silent`; a run that has not started is `new`.
         """
         for event in reversed(self.events):
             state = events.state_after(event["event"])
@@ -135,13 +140,13 @@ def read_run(run_dir: str | Path) -> RunHistory:
     """Read a run directory.
 
     Raises:
-        ConfigError: it contains neither run.json, metrics.jsonl, events.jsonl nor heartbeats.
+        ConfigError: the directory contains neither run.json, metrics.jsonl, events.jsonl nor
+            heartbeats.
     """
     files = RunFiles(run_dir)
     has_begun = any(path.is_file() for path in (files.record, files.metrics, files.events))
-    if (
-        not has_begun and not files.heartbeats()
-    ):  # a new run compiles operators before it writes files
+    # A new run compiles operators before it writes these files, but it has heartbeats.
+    if not has_begun and not files.heartbeats():
         raise ConfigError(
             f"{run_dir}: has no {files.record.name}, {files.metrics.name} or {files.events.name}. "
             f"Give the --run_dir of a run that has started."
@@ -178,10 +183,11 @@ def read_run(run_dir: str | Path) -> RunHistory:
 
 
 def read_runs(run_dirs: Sequence[str | Path]) -> list[RunHistory]:
-    """Read several run directories; skip files next to them, which a glob like `runs/*` includes.
+    """Read several run directories; skip files next to them, which a glob like `runs/*` also
+    matches.
 
     Raises:
-        ConfigError: some are not run directories; all are named.
+        ConfigError: some paths are not run directories; lists all of them.
     """
     histories, problems = [], []
     beside = {Path(each).parent for each in run_dirs if Path(each).is_dir()}
@@ -202,8 +208,8 @@ def _heartbeat_age(path: Path) -> float | None:
     try:
         age = time.time() - path.stat().st_mtime
     except OSError:
-        return None  # removed by a run that is starting
-    if age < 0:  # the clock was set back; on the same machine, use the monotonic clock
+        return None  # a run that is starting has removed the file
+    if age < 0:  # the clock was set back: on the same machine, use the monotonic clock instead
         beat = progress.read_heartbeat(path)
         if beat is not None and beat["machine"] == processes.machine_id():
             age = time.monotonic() - beat["monotonic"]
@@ -211,7 +217,7 @@ def _heartbeat_age(path: Path) -> float | None:
 
 
 def seconds_of(stamp: object) -> float | None:
-    """Return the `time` of an event in seconds since the epoch; None if it cannot be parsed."""
+    """Convert an event's `time` to seconds since the epoch; return None if it cannot be parsed."""
     try:
         return datetime.strptime(str(stamp), "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except ValueError:

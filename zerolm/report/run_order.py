@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class RunOrder:
-    """The data of a run, its order, and the names of its sources."""
+    """A run's data, the data's order, and the names of the sources."""
 
     run_dir: Path
     settings: Settings
@@ -50,7 +50,7 @@ class RunOrder:
     skipped_windows: SkippedRanges
 
     def rows(self, sequence_ids: np.ndarray) -> Iterator[Row]:
-        """Yield the rows for sequence numbers, (N,) int64, in the given order."""
+        """Yield the rows with these sequence numbers, (N,) int64, in the order given."""
         seq_len = self.settings.seq_len
         assert seq_len is not None
         placed = self.order(sequence_ids)
@@ -71,7 +71,7 @@ class RunOrder:
 def open_run(run_dir: Path) -> RunOrder:
     """Open the data of a run that has started.
 
-    Relative paths in its `--data` are resolved against the current directory.
+    Relative paths in the run's `--data` are resolved against the current directory.
 
     Raises:
         ConfigError: the run or its data does not exist, or the data has changed since the run
@@ -106,12 +106,12 @@ def open_run(run_dir: Path) -> RunOrder:
 
 
 def ids_of_step(run: RunOrder, step: int) -> tuple[np.ndarray, list[str]]:
-    """Return the sequence numbers of a step's batch in the current data order, and notes on it.
+    """Return the sequence numbers of a step's batch in the current data order, with notes.
 
     Returns: (N,) int64 sequence numbers, and notes for the user.
 
     Raises:
-        ConfigError: there is no such step.
+        ConfigError: the run has no such step.
     """
     if step < 1:
         raise ConfigError(f"--step {step}: steps are numbered from 1. Give a positive number.")

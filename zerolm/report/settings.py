@@ -27,7 +27,7 @@ def flatten(record: Mapping[str, Any]) -> Flat:
 
 
 def _add(name: str, value: Any, flat: Flat) -> None:
-    """Add a value under its name; a mapping is added key by key."""
+    """Add a value to `flat` under its name; add a mapping key by key."""
     if isinstance(value, Mapping) and value:
         for key, part in value.items():
             _add(f"{name}.{key}", part, flat)
@@ -36,7 +36,7 @@ def _add(name: str, value: Any, flat: Flat) -> None:
 
 
 def differences(settings: Sequence[Flat]) -> list[dict[str, Any]]:
-    """Return the settings that differ between runs, with the value of each run."""
+    """Return the settings that differ between runs, with each run's value."""
     keys = list(dict.fromkeys(key for flat in settings for key in flat))
     return [
         {"key": key, "values": [flat.get(key) for flat in settings]}

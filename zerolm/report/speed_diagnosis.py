@@ -24,7 +24,7 @@ STALL_SHARE = 0.05
 
 
 def slow_data(rows: Sequence[Row]) -> list[Finding]:
-    """Detect steps that wait for data."""
+    """Return a finding if steps wait too long for data."""
     waited = recent_of(rows, "throughput/data_seconds")
     steps = recent_of(rows, "throughput/step_seconds")
     if not waited or not steps:
@@ -40,7 +40,7 @@ def slow_data(rows: Sequence[Row]) -> list[Finding]:
 
 
 def low_mfu(rows: Sequence[Row]) -> list[Finding]:
-    """Detect a low or fallen MFU."""
+    """Return a finding if the MFU is low or has fallen."""
     points, recent = points_of(rows, "throughput/mfu"), recent_of(rows, "throughput/mfu")
     if not recent:
         return []
@@ -65,7 +65,7 @@ def low_mfu(rows: Sequence[Row]) -> list[Finding]:
 
 
 def slow_rank(rows: Sequence[Row]) -> list[Finding]:
-    """Detect a rank that delays the others."""
+    """Return a finding if one rank delays the others."""
     ranks = recent_of(rows, "throughput/slowest_rank")
     seconds = recent_of(rows, "throughput/slowest_rank_seconds")
     means = recent_of(rows, "throughput/mean_rank_seconds")
@@ -105,7 +105,7 @@ def slow_host(events: Sequence[Row]) -> list[Finding]:
 
 
 def checkpoint_stalls(rows: Sequence[Row]) -> list[Finding]:
-    """Detect that checkpoints pause the run for too much of the time."""
+    """Return a finding if checkpoints pause the run for too large a share of the time."""
     stalls = points_of(rows, "checkpoint/stall_seconds")
     if len(stalls) < 3:
         return []

@@ -1,8 +1,8 @@
 """`zerolm status RUN`: print the state of runs, read from their files.
 
 Prints a coloured table to a terminal, plain lines to a pipe, and JSON for programs. Needs no
-connection to the run's machines. Must not import torch, to respond in a fraction of a second (3 s
-for 40,000 lines of 80 metrics).
+connection to the run's machines. Must not import torch, so it responds in a fraction of a second (3
+s for 40,000 lines of 80 metrics).
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from zerolm.run_dir import events
 from zerolm.run_dir.records import lineage
 
 WATCH_SECONDS = 2.0
-SHORT = ("step", "loss", "speed")  # shown per run by `--watch` with several runs
+SHORT = ("step", "loss", "speed")  # rows that `--watch` shows for each of several runs
 LAST_EVENTS = 5
-MOST_RESULTS = 10  # shown of the last evaluation; some have a hundred
+MOST_RESULTS = 10  # shown of the last evaluation, which may have a hundred
 SPARKS, SPARK_POINTS = "▁▂▃▄▅▆▇█", 32
 COLOURS = {
     "running": "bold cyan", "done": "bold green", "stopped": "bold yellow",
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def print_status(run_dirs: Sequence[Path], *, watch: bool, as_json: bool) -> None:
-    """Print the status of runs, with `watch` repeatedly until Ctrl-C.
+    """Print the status of runs, once or, with `watch`, repeatedly until Ctrl-C.
 
     Raises:
         ConfigError: some directories are not run directories.
@@ -79,7 +79,7 @@ def _show_live(run_dirs: Sequence[Path], watch: bool) -> None:
 
 
 def status_of(run: RunHistory) -> Row:
-    """Return the status of a run, in the form printed by `--json`; unknown values are None."""
+    """Return a run's status as printed by `--json`; unknown values are None."""
     curves, now = run.curves, time.time()
     state, why = run.state()
     return {
@@ -121,7 +121,7 @@ def status_of(run: RunHistory) -> Row:
 
 
 def _last_event(run: RunHistory, name: str, keys: Sequence[str]) -> Row | None:
-    """Return the given keys of the last event of a kind."""
+    """Return the values of `keys` in the last event with this name, or None if there is none."""
     found = [event for event in run.events if event["event"] == name]
     return {key: found[-1].get(key) for key in keys} if found else None
 
@@ -141,14 +141,14 @@ def _lost_time(run: RunHistory) -> Row | None:
 
 
 def _interval_means(values: Sequence[float]) -> list[float]:
-    """Divide a curve into up to `SPARK_POINTS` intervals, and return their means."""
+    """Divide a curve into at most `SPARK_POINTS` intervals, and return the mean of each."""
     number = min(SPARK_POINTS, len(values))
     bounds = [len(values) * index // number for index in range(number + 1)] if number else []
     return [sum(values[low:high]) / (high - low) for low, high in pairwise(bounds)]
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return a curve as a line of block characters."""
+    """Draw a curve as a line of block characters."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
@@ -167,7 +167,7 @@ def _last_events(run: RunHistory) -> list[Row]:
 
 
 def _evaluation(run: RunHistory) -> Row | None:
-    """Return the last step with an evaluation, and its metrics."""
+    """Return the last step that was evaluated, with the metrics of the evaluation."""
     columns = {key: column for key, column in run.curves.columns.items() if key.startswith("eval/")}
     if not columns:
         return None
@@ -180,7 +180,7 @@ def _evaluation(run: RunHistory) -> Row | None:
 
 
 def _ranks(run: RunHistory) -> Row:
-    """Return the number of ranks in total, by host and by phase."""
+    """Return the number of ranks: in total, on each host, and in each phase."""
     beats = list(run.heartbeats.values())
     hosts: dict[str, int] = {}
     phases: dict[str, int] = {}
@@ -194,7 +194,7 @@ def _ranks(run: RunHistory) -> Row:
 
 
 def _age(run: RunHistory, kind: str, now: float) -> float | None:
-    """Return the seconds since the last event of a kind."""
+    """Return the seconds since the last event of this kind, or None if there is none."""
     for event in reversed(run.events):
         if event["event"] == kind and (then := seconds_of(event.get("time"))) is not None:
             return max(0.0, now - then)
@@ -205,11 +205,12 @@ def _age(run: RunHistory, kind: str, now: float) -> float | None:
 
 
 def lines(status: Row) -> list[tuple[str, str]]:
-    """Return the lines of a run's status as (label, text)."""
+    """Return the rows of a run's status as (label, text)."""
     found: list[tuple[str, str]] = []
     total, share = status["total_steps"], 0.0
     if status["total_tokens"]:
-        share = min(1.0, status["tokens"] / status["total_tokens"])  # the last batch is full
+        # The last batch is full, so the tokens may exceed the total.
+        share = min(1.0, status["tokens"] / status["total_tokens"])
     of_steps = f" of {total:,}" if total else ""
     of_tokens = f" of {count(status['total_tokens'])}" if status["total_tokens"] else ""
     found.append(
@@ -256,7 +257,7 @@ def lines(status: Row) -> list[tuple[str, str]]:
 
 
 def plain_lines(status: Row) -> list[str]:
-    """Return the lines of a status for a pipe or log file, without colours."""
+    """Return a status as lines without colours, for a pipe or log file."""
     why = f" ({status['why']})" if status["why"] else ""
     rows = [f"{status['run']}: {status['state']}{why}"]
     rows += [f"  {name:<12}{text}" for name, text in lines(status)]
@@ -267,7 +268,9 @@ def plain_lines(status: Row) -> list[str]:
 
 
 def _finding_texts(found: Sequence[Row]) -> list[str]:
-    """Return the texts of findings; shared advice follows the first finding that gives it."""
+    """Return the texts of findings; advice that several share is added only to the first of
+    them.
+    """
     texts: list[str] = []
     advised = {""}
     for finding in found:
@@ -285,10 +288,11 @@ def _event_line(event: Row) -> str:
 
 
 def panel(status: Row, short: bool = False) -> Any:
-    """Return a run as a `rich` panel. Text from files is never interpreted as markup.
+    """Return a `rich` panel that shows a run's status. Text from files is never interpreted as
+    markup.
 
     Args:
-        short: show only step, loss, speed and the last event.
+        short: whether to show only the step, loss, speed and last event.
     """
     from rich.console import Group
     from rich.panel import Panel

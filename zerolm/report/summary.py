@@ -15,8 +15,8 @@ from zerolm.run_dir.files import checkpoint_step
 from zerolm.run_dir.records import lineage
 from zerolm.tracking.wandb_identity import page_of
 
-LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # lines to average the training loss over
-MAX_ROWS = 20_000  # maximum number of rows to diagnose, in about a second
+LAST_SHARE, MIN_LAST_LINES = 0.02, 10  # lines over which the training loss is averaged
+MAX_ROWS = 20_000  # maximum number of rows to diagnose, which takes about a second
 VERSIONS = ("zerolm", "torch", "deepspeed", "transformers", "CUDA", "NCCL", "NVIDIA driver",
             "python")  # fmt: skip
 
@@ -24,9 +24,9 @@ Pair = list[str]
 
 
 def facts(run: RunHistory) -> list[Pair]:
-    """Return model, profile, devices, batch and more, as printed when the run started.
+    """Return facts about the run, such as its model, profile and batch, as printed when it started.
 
-    The value of `W&B` is a URL.
+    The value for `W&B` is a URL.
     """
     names = ("model", "initial weights", "profile", "devices", "batch", "accumulation", "steps",
              "learning rate", "tokens per parameter", "FLOPs of the run", "epochs")  # fmt: skip
@@ -43,7 +43,7 @@ def facts(run: RunHistory) -> list[Pair]:
 
 
 def _hardware(run: RunHistory) -> str:
-    """Return the device, and the first rank's host with its cores and memory."""
+    """Describe the device, and the first rank's host with its cores and memory."""
     record = run.record
     hosts = {beat["host"] for beat in run.heartbeats.values()}
     parts = [record.get("device"), record.get("host")]
@@ -108,15 +108,18 @@ def figures(run: RunHistory, price_per_hour: float | None = None) -> list[Pair]:
 
 
 def last_training_loss(curves: Curves) -> tuple[float, int] | None:
-    """Return the mean training loss of the last lines, and their number; None if there are none."""
+    """Return the mean training loss over the last lines, and the number of these lines.
+
+    Returns None if no line has a training loss.
+    """
     losses = curves.values("train/loss")
     last = losses[-max(MIN_LAST_LINES, round(LAST_SHARE * len(losses))) :]
     return (sum(last) / len(last), len(last)) if last else None
 
 
 def lost_time(run: RunHistory) -> tuple[Lost, Lost | None, int] | None:
-    """Return the lost time so far, the loss expected with a fault per hour, and the number of
-    faults.
+    """Return the time lost so far, the time expected to be lost with one fault per hour, and the
+    number of faults.
 
     The total comprises training, saves, repeated and undone steps and recoveries, but not
     evaluations. Returns None until there is a save, recovery or rollback.
@@ -135,9 +138,9 @@ def lost_time(run: RunHistory) -> tuple[Lost, Lost | None, int] | None:
 
 
 def device_hours(run: RunHistory) -> float | None:
-    """Return the hours of all devices, from each launch until its last event or until now.
+    """Return the device-hours used, counted from each launch until its last event or until now.
 
-    Returns None if no event records when the run started, and on how many devices.
+    Returns None if no event records when the run started and on how many devices.
     """
     device_seconds, devices, began, last = 0.0, 0, 0.0, 0.0
     previous = ""

@@ -21,17 +21,17 @@ from zerolm.model.architecture import ConfigKey, meta_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-BIASES = ("e_score_correction_bias", "expert_bias")  # the second in AFMoE and LFM2-MoE
+BIASES = ("e_score_correction_bias", "expert_bias")  # AFMoE and LFM2-MoE use the second name
 
 
 @dataclass(frozen=True)
 class BiasedRouter:
-    """A router whose choice of experts depends on a bias.
+    """A router that adds a bias to its scores to choose experts.
 
     Attributes:
         name: the bias's full name in the model.
-        owner, leaf: module that contains the bias, and the bias's name in it.
-        experts: module that is called with the indices of the chosen experts.
+        owner, leaf: the module that contains the bias, and the bias's name in this module.
+        experts: the module that is called with the indices of the chosen experts.
     """
 
     name: str
@@ -41,13 +41,13 @@ class BiasedRouter:
 
     @property
     def bias(self) -> torch.Tensor:
-        """The current bias, with one value per expert, of any shape."""
+        """The current bias: one value per expert, in a tensor of any shape."""
         bias: torch.Tensor = getattr(self.owner, self.leaf)
         return bias
 
 
 def biased_routers(model: nn.Module) -> list[BiasedRouter]:
-    """Return the routers whose bias is not trained, in model order."""
+    """Return the routers with a bias that is not trained, in model order."""
     modules = dict(model.named_modules())
     found = []
     for path, owner in modules.items():
@@ -83,7 +83,8 @@ def _unsupported_reason(key: ConfigKey) -> str | None:
 
 
 def move_biases_to_buffers(model: nn.Module) -> None:
-    """Make frozen biases float32 buffers. Every rank must call this before `deepspeed.initialize`.
+    """Turn frozen biases into float32 buffers. Every rank must call this before
+    `deepspeed.initialize`.
 
     As parameters they would be cast to the training precision, sharded by ZeRO-3, and saved in a
     form that cannot be resharded. Their names in the state dict do not change.
@@ -133,20 +134,20 @@ class ExpertLoads:
             self._counting = False
 
     def counts(self) -> torch.Tensor:
-        """Return the concatenated counts of all routers, int64."""
+        """Return the counts of all routers, concatenated into one int64 tensor."""
         return torch.cat(self._counts)
 
     def _count(self, number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._counting:
             chosen, counts = args[1], self._counts[number]
-            # A comparison and a sum, because `bincount` is not deterministic on a GPU.
+            # Compares and sums, because `bincount` is not deterministic on a GPU.
             experts = torch.arange(len(counts), device=chosen.device)
             counts += (chosen.flatten()[:, None] == experts).sum(0)
 
 
 @torch.no_grad()
 def update_biases(routers: list[BiasedRouter], loads: list[list[int]], rate: float) -> None:
-    """Raise the bias of experts below the mean load by `rate`, and lower it for those above.
+    """Raise the bias by `rate` for experts below the mean load, and lower it for experts above.
 
     Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2); Wang et al. 2024 (arXiv 2408.15664,
         algorithm 1).

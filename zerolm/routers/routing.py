@@ -1,8 +1,8 @@
-"""`Routing`: measure and adjust the routers of a mixture of experts in each step.
+"""`Routing`: measure and adjust the routers of a mixture-of-experts model in each step.
 
 In reported steps, `RouterMetrics` measures load balance and entropy from the logits that the model
-returns for its auxiliary loss. `Routing` also counts the choices of routers with a bias, and
-updates these biases. The ranks' sums are added in the step's reduction, so metrics and biases
+returns for its auxiliary loss. For routers with a bias, `Routing` also counts the chosen experts
+and updates the biases. The ranks' sums are added in the step's reduction, so metrics and biases
 describe the global batch for any number of ranks, ZeRO stage and micro-batch size. Must not depend
 on files or trackers.
 """
@@ -31,9 +31,9 @@ class Routing:
         model: the engine's module.
         interval: steps between two measurements.
         balance_rate: change of each bias per step; 0 leaves the biases unchanged.
-        compiled: blocks are compiled, so their choices cannot be counted.
-        global_loss: replace the model's router loss per micro-batch by the loss of the global
-            batch.
+        compiled: whether blocks are compiled, so the chosen experts cannot be counted.
+        global_loss: whether to replace the model's router loss, computed per micro-batch, with the
+            loss of the global batch.
         z_loss: weight of the routers' mean squared log-partition function.
 
     Attributes:
@@ -56,16 +56,16 @@ class Routing:
         self._coefficient = router_loss_coefficient(model.config) or 0.0
         self.global_loss, self._z_loss = global_loss, z_loss
         self._logits: Sequence[torch.Tensor] = ()  # router logits of the last micro-batch
-        self._shares: list[torch.Tensor] = []  # set at the first micro-batch of a step
+        self._shares: list[torch.Tensor] = []  # set in the first micro-batch of a step
         self.state: dict[str, Any] = {}
         self._interval, self._rate = interval, balance_rate
         self._routers = [] if compiled else biased_routers(model)
         self._counter = ExpertLoads(self._routers)
-        self._loads: list[list[int]] = []  # loads of the last step, if counted
+        self._loads: list[list[int]] = []  # loads in the last step, if they were counted
         self._measuring = self._counting = False
 
     def begin(self, step: int) -> None:
-        """Start a step, and decide what to measure in it."""
+        """Start a step, and determine what to measure in this step."""
         self._measuring = step % self._interval == 0
         self._counting = bool(self._routers) and (self._rate > 0 or self._measuring)
         self._metrics.begin(step)
@@ -73,11 +73,13 @@ class Routing:
         self._shares = []
 
     def observing(self) -> AbstractContextManager[None]:
-        """Return a context manager for the forward pass of a micro-batch."""
+        """Return a context manager for a micro-batch's forward pass, which counts choices if
+        required.
+        """
         return self._counter.counting() if self._counting else nullcontext()
 
     def observe(self, outputs: Any) -> None:
-        """Add a micro-batch, given the model's outputs."""
+        """Add a micro-batch's outputs to the measurements of the step."""
         self._metrics.observe(outputs)
         if self.global_loss or self._z_loss:
             self._logits = outputs.router_logits
@@ -101,7 +103,7 @@ class Routing:
     def sums(self, device: torch.device) -> torch.Tensor:
         """Return this rank's terms of the metrics, (figures,) float64.
 
-        The length is the same on every rank, so they can be summed in one reduction.
+        Every rank returns the same number of terms, so one reduction can sum them.
         """
         sums = self._metrics.sums(device)
         return torch.cat([self._counter.counts().double(), sums]) if self._counting else sums
@@ -120,12 +122,12 @@ class Routing:
         row = self._metrics.row(figures[start:])
         if not self._measuring:
             return {}
-        # Overwrites metrics of the largest logits by those of the actual choices, which use the
-        # biases.
+        # Metrics of the actual choices, which use the biases, replace metrics of the largest
+        # logits.
         return row | (balance_row(self._loads) if self._loads else {})
 
     def end_step(self, applied: bool) -> None:
-        """After an applied step, update the biases and store the loads."""
+        """Update the biases and store the loads, if the step was applied."""
         if applied and self._rate:
             update_biases(self._routers, self._loads, self._rate)
         if applied and self.global_loss:
@@ -133,7 +135,7 @@ class Routing:
 
 
 class RouterMetrics:
-    """Sums of one rank over the micro-batches in a step.
+    """One rank's sums over the micro-batches in a step.
 
     In each step every rank calls `begin`, then `observe` after each forward pass, then `sums`, and
     `row` with the sums over ranks.
@@ -142,7 +144,7 @@ class RouterMetrics:
         interval: steps between two measurements.
 
     Attributes:
-        loads: for each router, the tokens of each expert in the last measured step.
+        loads: for each router, the number of tokens per expert in the last measured step.
     """
 
     def __init__(self, config: Any, interval: int):
@@ -154,7 +156,7 @@ class RouterMetrics:
         self._sums: list[torch.Tensor] = []
 
     def begin(self, step: int) -> None:
-        """Start a step, and decide whether to measure it."""
+        """Start a step, and determine whether to measure it."""
         self._measuring = self._top_k is not None and step % self._interval == 0
         self._num_experts, self._sums = [], []
 
@@ -163,7 +165,8 @@ class RouterMetrics:
         """Add the router logits of a micro-batch to the sums.
 
         Args:
-            outputs: the model's outputs; `router_logits` has a (tokens, experts) tensor per router.
+            outputs: the model's outputs, whose `router_logits` are a (tokens, experts) tensor per
+                router.
         """
         logits = getattr(outputs, "router_logits", None) if self._measuring else None
         if not isinstance(logits, Sequence) or not logits:
@@ -176,7 +179,7 @@ class RouterMetrics:
     def sums(self, device: torch.device) -> torch.Tensor:
         """Return this rank's terms of the metrics, (figures,) float64.
 
-        The length is the same on every rank, so they can be summed in one reduction.
+        Every rank returns the same number of terms, so one reduction can sum them.
         """
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *self._sums])
 
@@ -201,10 +204,10 @@ class RouterMetrics:
 
 
 def balance_row(loads: Sequence[Sequence[float]]) -> Row:
-    """Return the load balance metrics of the experts.
+    """Return metrics of how evenly tokens are distributed over experts.
 
     Args:
-        loads: for each router, the number of tokens of each expert in the global batch.
+        loads: for each router, the number of tokens per expert in the global batch.
     """
     imbalances = [max(load) * len(load) / sum(load) for load in loads]
     unused = sum(tokens == 0 for load in loads for tokens in load)
@@ -216,9 +219,9 @@ def balance_row(loads: Sequence[Sequence[float]]) -> Row:
 
 
 def _expert_sums(logits_NE: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Return the number of tokens per expert, and the sum of entropies, (E + 1,) float64.
+    """Return the number of tokens per expert, followed by the sum of entropies: (E + 1,) float64.
 
-    Counts with a comparison and a sum, because `bincount` is not deterministic on a GPU.
+    Compares and sums to count tokens, because `bincount` is not deterministic on a GPU.
     """
     num_experts = logits_NE.shape[-1]
     chosen = logits_NE.topk(min(top_k, num_experts), dim=-1).indices

@@ -1,8 +1,8 @@
 """The table of events: the contents of `events.jsonl`, and the level and message of each event.
 
 The table in docs/run_directory.md, the event lists in `report.html` and `zerolm status`, the state
-of a run and the trackers' alerts are derived from `EVENTS`. An event not listed there is shown with
-all its keys and level `plain`. Standard library only.
+of a run and the trackers' alerts are derived from `EVENTS`. An event that is not in `EVENTS` is
+shown with all its keys and with level `plain`. Standard library only.
 
     python -m tests.test_tables    # writes the table in docs/run_directory.md
 """
@@ -23,19 +23,21 @@ from zerolm.run_dir.jsonl import append_line
 Event = Mapping[str, Any]
 Level = Literal["bad", "notable", "plain", "quiet"]
 
-# States of a run after an event; "": the event does not change the state.
+# States that an event can put a run into; "" means that the event does not change the state.
 RUNNING, DONE, STOPPED, GAVE_UP, FAILED = "running", "done", "stopped", "gave up", "failed"
-# Keys that explain an event, in the order in which messages join them.
+# Keys that explain an event, in the order in which they are joined into a message.
 DETAILS = (
     "checkpoint", "checkpoints", "tracker", "evaluation", "reason", "reasons", "problem",
     "problems", "error",
 )  # fmt: skip
-ENDED = (DONE, STOPPED, GAVE_UP)  # of its own accord, or on request
+ENDED = (DONE, STOPPED, GAVE_UP)  # states of a run that ended by itself or on request
 COMMON_KEYS = ("event", "step", "time")
 
 
 class AlertRule(NamedTuple):
-    """An alert sent by trackers: level (INFO, WARN, ERROR), title, and the key with details."""
+    """An alert sent by trackers: its level (INFO, WARN, ERROR), its title, and the key of its
+    details.
+    """
 
     level: str
     title: str
@@ -48,7 +50,8 @@ class EventKind:
 
     Attributes:
         level: importance; `quiet` events are frequent and expected, and omitted from short lists.
-        about: description in docs/run_directory.md, with its keys apart from the common ones.
+        about: description for docs/run_directory.md, which lists the event's keys except the common
+            ones.
         message: a template, or a function of the event. If empty, the message joins the event's
             `DETAILS`. In a template, a missing key is shown as "?", and `{key:seconds}` as a
             duration.
@@ -71,7 +74,9 @@ def level(name: str) -> Level:
 
 
 def state_after(name: str) -> str:
-    """Return the state of a run after an event; "" if the event does not change it."""
+    """Return the state that an event puts a run into, or "" if the event does not change the
+    state.
+    """
     return EVENTS[name].state if name in EVENTS else ""
 
 
@@ -345,10 +350,10 @@ def event_line(event: str, step: int, **details: Any) -> str:
 
 
 def append_event(run_dir: str | Path, event: str, step: int, **details: Any) -> None:
-    """Append an event to a run's events.jsonl, from a process without a `RunLog`.
+    """Append an event to a run's events.jsonl from a process that has no `RunLog`.
 
     Args:
         step: the step that the event belongs to; -1 for none.
-        details: further keys with JSON values; docs/run_directory.md lists the keys of each event.
+        details: further keys with JSON values; docs/run_directory.md lists each event's keys.
     """
     append_line(RunFiles(run_dir).events, event_line(event, step, **details))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-MANIFEST = "MANIFEST.json"  # in a checkpoint, on disk and in an object store
+MANIFEST = "MANIFEST.json"  # in each checkpoint, on disk and in object stores
 TRACKER_STATE = "run.json"  # in a tracker's directory: identifies the tracker's run to continue
 STEP = "step-"
 LATEST = "latest"  # in checkpoints/: name of the newest checkpoint, for people and tools
@@ -29,7 +29,7 @@ _RANK_FILE = re.compile(r"rank-([0-9]{5,})\.(json|stacks\.txt)")
 
 
 class RunFiles:
-    """Paths of the files and directories in one run. None of them needs to exist."""
+    """Paths of the files and directories in a run directory. None of them needs to exist."""
 
     def __init__(self, run_dir: str | Path):
         self.run_dir = run_dir = Path(run_dir)
@@ -45,7 +45,7 @@ class RunFiles:
         self.report = run_dir / "report.html"
         self.plot = run_dir / "loss.png"
         self.lock = run_dir / "lock"
-        self.memory = run_dir / "memory.json"  # token that names the copies in its hosts' memory
+        self.memory = run_dir / "memory.json"  # token that names the checkpoints in hosts' memory
         # Written by the supervisor
         self.supervisor = run_dir / "supervisor"  # lock file with the supervisor's host and pid
         self.hostfile = run_dir / "hosts"
@@ -62,11 +62,13 @@ class RunFiles:
         return self.checkpoints / name
 
     def kept_config(self, setting: str) -> Path:
-        """Return the copy of a config file that the supervisor writes if the file changes."""
+        """Return the path where the supervisor saves a config file's original content if the file
+        changes.
+        """
         return self.configs / f"{setting}.json"
 
     def archived_metrics(self, rollback: int) -> Path:
-        """Return the file with metrics of the steps that a rollback discarded."""
+        """Return the path of the file for metrics of the steps that a rollback discarded."""
         return self.run_dir / f"metrics-{ROLLED_BACK}{rollback:04d}.jsonl"
 
     def all_archived_metrics(self) -> list[Path]:
@@ -75,12 +77,13 @@ class RunFiles:
         return sorted(path for path in paths if _ARCHIVE_NAME.fullmatch(path.name))
 
     def outcomes(self, evaluation: str) -> Path:
-        """Return the file with the newest result of an evaluation for each item."""
+        """Return the path of the file with an evaluation's newest result for each item."""
         return self.run_dir / f"{evaluation}.json"
 
     def record_files(self, evaluations: Iterable[str]) -> list[Path]:
-        """Return the files to upload with each checkpoint. All except archived metrics may be
-        absent.
+        """Return the paths of the files to upload with each checkpoint.
+
+        Any of them may be absent, except archived metrics.
 
         Args:
             evaluations: names of the evaluations that write `outcomes`.
@@ -91,7 +94,7 @@ class RunFiles:
             *self.all_archived_metrics(),
         ]
 
-    # ---- Ranks. A token identifies one start of the run.
+    # ---- Ranks. In the names below, a token identifies one start of the run.
 
     def heartbeat(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"
@@ -105,19 +108,23 @@ class RunFiles:
         return self.ranks / f"rank-{rank:05d}.stacks.txt"
 
     def flight_recorder(self, token: str) -> Path:
-        """Return the path prefix for torch's records of collectives; torch appends the rank."""
+        """Return the path prefix of torch's records of collectives, to which torch appends the
+        rank.
+        """
         return self.ranks / f"flight-recorder-{token}-"
 
     def flight_recorders(self) -> list[Path]:
-        """Return the existing records of collectives from all starts of the run."""
+        """Return the existing files with records of collectives, from all starts of the run."""
         return sorted(self.ranks.glob("flight-recorder-*"))
 
     def verdict(self, token: str) -> Path:
-        """Return the file that records which rank ended a start of the run, and why."""
+        """Return the path of the file that records which rank ended a start of the run, and why."""
         return self.ranks / f"verdict-{token}.json"
 
     def stop_request(self, token: str) -> Path:
-        """Return the file whose presence requests a start of the run to save and stop."""
+        """Return the path of the file that, if present, asks a start of the run to save and
+        stop.
+        """
         return self.ranks / f"stop-{token}"
 
     def stale_rank_files(self, world_size: int) -> list[Path]:
@@ -135,7 +142,7 @@ class RunFiles:
         return self.run_dir / name
 
     def tracker_log(self, name: str) -> Path:
-        """Return the log file of a tracker's process."""
+        """Return the path of the log file of a tracker's process."""
         return self.tracker(name) / "mirror.log"
 
     def tracker_lock(self, name: str) -> Path:
@@ -151,7 +158,7 @@ def checkpoint_step(name: str) -> int:
     """Return the step in the name of a checkpoint directory.
 
     Raises:
-        ValueError: it is not the name of a checkpoint directory.
+        ValueError: `name` is not the name of a checkpoint directory.
     """
     match = CHECKPOINT_NAME.fullmatch(name)
     if match is None:
@@ -160,7 +167,7 @@ def checkpoint_step(name: str) -> int:
 
 
 def split_step(reference: str | Path) -> tuple[Path, int | None]:
-    """Split `RUN@STEP` into run directory and step; return other references as (path, None)."""
+    """Split `RUN@STEP` into run directory and step; return any other reference as (path, None)."""
     match = re.fullmatch(r"(.+)@(?:step-)?([0-9]+)", str(reference))
     if match is None or Path(reference).exists():
         return Path(reference), None
@@ -168,7 +175,7 @@ def split_step(reference: str | Path) -> tuple[Path, int | None]:
 
 
 def run_of(reference: str | Path) -> tuple[Path, int | None]:
-    """Return the run directory and step of `RUN`, `RUN@STEP` or a checkpoint directory."""
+    """Return the run directory and step named by `RUN`, `RUN@STEP` or a checkpoint directory."""
     path, step = split_step(reference)
     if step is None and path.parent.name == "checkpoints":
         with contextlib.suppress(ValueError):
@@ -176,11 +183,11 @@ def run_of(reference: str | Path) -> tuple[Path, int | None]:
     return path, step
 
 
-# ---- Entries in `checkpoints/`. Names are matched exactly, links are never followed.
+# ---- Entries in `checkpoints/`. Names are matched exactly, and links are never followed.
 
 
 def checkpoint_directories(parent: Path) -> list[Path]:
-    """Return the directories with names of checkpoints, sorted by step."""
+    """Return the checkpoint directories, recognized by their names and sorted by step."""
     named = [
         path
         for path in parent.glob(f"{STEP}*")
@@ -190,7 +197,7 @@ def checkpoint_directories(parent: Path) -> list[Path]:
 
 
 def unfinished_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the entries named as checkpoints that are being written or removed."""
+    """Return the entries whose names mark them as checkpoints being written or removed."""
     return [
         path
         for path in checkpoints.glob(f"{TEMPORARY}*")
@@ -199,7 +206,7 @@ def unfinished_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def rolled_back_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return (rollback number, directory) of the checkpoints that rollbacks have renamed."""
+    """Return (rollback number, directory) for each checkpoint that a rollback has renamed."""
     paths = [path for path in checkpoints.glob(f"{ROLLED_BACK}*") if _is_directory(path)]
     matches = [(_ASIDE_NAME.fullmatch(path.name), path) for path in paths]
     return [(int(match[1]), path) for match, path in matches if match]
@@ -215,7 +222,9 @@ def traces_of_checkpoints(checkpoints: Path) -> list[str]:
 
 
 def foreign_entries(checkpoints: Path) -> list[str]:
-    """Return the names of entries that no run has written: copies, links, user files."""
+    """Return the names of entries that were not written by a run, such as copies, links or user
+    files.
+    """
     own = {LATEST, f"{LATEST}.tmp"}
     for name in _names(checkpoints):
         bare = name.removeprefix(TEMPORARY)
@@ -234,5 +243,7 @@ def _is_directory(path: Path) -> bool:
 
 
 def rollback_name(archive: Path) -> str:
-    """Return the rollback's name in a path of archived metrics, such as `rolled-back-0001`."""
+    """Return the rollback's name, such as `rolled-back-0001`, given the path of its archived
+    metrics.
+    """
     return archive.stem.removeprefix("metrics-")

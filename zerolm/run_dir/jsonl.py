@@ -19,7 +19,7 @@ from zerolm.common.files import sync_directory
 from zerolm.common.records import Count, mismatch, open_regular, parse_json, unreadable
 
 BLOCK_BYTES = 1 << 16
-MAX_PENDING_BYTES = 64 << 20  # limit of lines kept in memory while the disk is full
+MAX_PENDING_BYTES = 64 << 20  # maximum size of lines kept in memory while the disk is full
 MAX_SHOWN_LINES = 5
 NUMBERS = frozenset({int, float, NoneType})
 
@@ -65,7 +65,7 @@ def parse_row(line: bytes, kind: Any) -> Row:
         kind: `MetricsRow`, `EventRow` or `SampleRow`.
 
     Raises:
-        ValueError, RecursionError: the line is not JSON, or not of that type.
+        ValueError, RecursionError: the line is not JSON, or is not a row of this type.
     """
     row = parse_json(line)
     if problem := mismatch(row, kind):
@@ -83,7 +83,7 @@ def read_rows(
     key: str = "",
     start_bytes: int = 0,
 ) -> Iterator[Row]:
-    """Yield the readable rows of a file; none if the file does not exist.
+    """Yield the rows of a file that can be read; yield nothing if the file does not exist.
 
     Args:
         kind: see `parse_row`.
@@ -121,7 +121,7 @@ def read_rows(
 
 
 def rows_from(path: Path, step: int, kind: Any) -> tuple[list[Row], int]:
-    """Read the rows of `step` and later steps from the end of a file.
+    """Read the rows for `step` and later steps, starting from the end of the file.
 
     Args:
         kind: see `parse_row`.
@@ -148,7 +148,7 @@ def rows_from(path: Path, step: int, kind: Any) -> tuple[list[Row], int]:
 
 
 def last_step(path: Path) -> int | None:
-    """Return the step of the last readable row; None if there is none."""
+    """Return the step of the last row that can be read; None if there is no such row."""
     if path.is_file():
         for _, line in _lines_backwards(path):
             with contextlib.suppress(ValueError, RecursionError):
@@ -157,7 +157,7 @@ def last_step(path: Path) -> int | None:
 
 
 def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (offset, line) from the last line to the first."""
+    """Yield (offset, line) for each line, from the last to the first."""
     with open(path, "rb") as file:
         position = file.seek(0, os.SEEK_END)
         rest = b""
@@ -182,7 +182,7 @@ def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def truncate(path: Path, size_bytes: int) -> None:
-    """Truncate a file to a size, durably. Creates it if it does not exist, and never extends it."""
+    """Truncate a file to at most this size, durably; create the file if it does not exist."""
     with open(path, "ab") as file:
         if file.tell() > size_bytes:
             file.truncate(size_bytes)
@@ -190,7 +190,9 @@ def truncate(path: Path, size_bytes: int) -> None:
 
 
 def append_line(path: Path, text: str) -> None:
-    """Append a line, on a new line even if a killed writer left the last one incomplete."""
+    """Append a line to a file; if a killed writer left an incomplete last line, end that line
+    first.
+    """
     with open(path, "a+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         incomplete = bool(size) and os.pread(file.fileno(), 1, size - 1) != b"\n"
@@ -198,7 +200,7 @@ def append_line(path: Path, text: str) -> None:
 
 
 class LineFile:
-    """An append-only file of lines that tolerates a temporarily full disk.
+    """An append-only file of lines that can be written even while the disk is temporarily full.
 
     If the file is removed, `sync` writes all lines again, because the kernel keeps the content of
     an open file.
@@ -208,14 +210,14 @@ class LineFile:
         warn: prints a message for the user.
 
     Raises:
-        OSError: it cannot be opened. Of the methods, only `sync` raises.
+        OSError: the file cannot be opened. Only `sync` raises errors.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], object]):
         self.path, self._warn = path, warn
         self._file = open(path, "a+b", buffering=0)
         self._pending = b""  # not yet written; may start in the middle of a line
-        self._is_named = False  # whether its directory entry is durable
+        self._is_named = False  # whether the file's directory entry is durable
         self._failed = False
         self._num_lost = 0
 
@@ -260,7 +262,7 @@ class LineFile:
             self._is_named = True
 
     def _follow_path(self) -> None:
-        """Switch to the file at this path if it is no longer the open file."""
+        """Open the file at this path again if the path no longer refers to the open file."""
         removed = not self.path.exists()
         if not removed and os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
             return
@@ -284,7 +286,7 @@ class LineFile:
         )
 
     def close(self) -> None:
-        """Try a last time to write pending lines, and report the lines that are lost."""
+        """Try one last time to write the pending lines, and report how many lines are lost."""
         if self.closed:
             return
         self._flush()

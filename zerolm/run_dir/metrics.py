@@ -7,7 +7,7 @@ zerolm/evaluate. zerolm/parts/metrics.py combines all metrics. Standard library 
 import re
 from dataclasses import dataclass
 
-LOWER, HIGHER = "lower", "higher"  # which value of a metric is better
+LOWER, HIGHER = "lower", "higher"  # whether a lower or a higher value of a metric is better
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,12 @@ class Panel:
 
     Attributes:
         about: explanation for the reader, shown below the chart.
-        many: has one curve per source or block; omitted when several runs are compared.
-        ordered: the curves belong to consecutive blocks; their colours follow the order.
-        smooth: noise hides the curve, so a smoothed curve is drawn over it.
-        points: there are few values, so each is marked.
-        log: the y-axis is logarithmic.
+        many: whether the chart has one curve per source or block; if so, it is omitted when several
+            runs are compared.
+        ordered: whether the curves belong to consecutive blocks, so their colours follow the order.
+        smooth: whether the curve is so noisy that a smoothed curve is drawn over it.
+        points: whether there are so few values that each one is marked.
+        log: whether the y-axis is logarithmic.
     """
 
     title: str
@@ -39,13 +40,14 @@ class Metric:
     Attributes:
         key: key in `metrics.jsonl`, where placeholders such as `<source>` stand for any text.
         unit: "" if the metric has none. "bytes", "tokens", "tokens/s", "share", "s" and "steps" set
-            the number format of the report; any other unit is only printed, except that the axis
-            for "nats per token" never starts at zero.
-        panel: chart to draw it in; None if another curve shows the same in another unit.
+            the number format in the report. Any other unit is only printed, but the axis for "nats
+            per token" never starts at zero.
+        panel: chart that shows the metric; None if another curve shows the same quantity in another
+            unit.
         about: description in docs/metrics.md.
         line: format in the console line, as `key=value`; `{count}` prints numbers like 12.3k.
         bar: format in the progress bar.
-        bar_rank: priority in a narrow terminal, which shows the figures with the lowest ranks.
+        bar_rank: priority in a narrow terminal, which shows only the figures with the lowest ranks.
         pattern: regular expression for the keys, if `key` alone would match too many.
         better: `LOWER` or `HIGHER`; "" if neither is better, so that no value is marked as best.
     """

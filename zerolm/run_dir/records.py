@@ -15,7 +15,9 @@ FIX = "Restore it from a copy, or choose another --run_dir."
 
 
 class RecordedSettings(TypedDict, total=False):
-    """Settings that are read without the command line's checks; others may have any type."""
+    """Settings that are read without the checks of the command line. All others may have any
+    type.
+    """
 
     data: list[str]
     val_data: list[str]
@@ -44,7 +46,7 @@ class _Source(TypedDict):
 
 
 class InitialWeightsRecord(_Source, total=False):
-    """The recorded source of `--init_from`: fields of `InitialSource`."""
+    """The record of a run's `--init_from` source: fields of `InitialSource`."""
 
     generation: dict[str, Any]
     parametrization: dict[str, Any]
@@ -58,12 +60,12 @@ class _BranchPoint(TypedDict):
 
 
 class BranchRecord(_BranchPoint, total=False):
-    """The start of a run with `--branch`: a checkpoint of another run, the trunk.
+    """Where a run with `--branch` started: a checkpoint of another run, the trunk.
 
-    `run` is the trunk's directory, and `digest` identifies the checkpoint. `changes` is {setting:
-    [old, new]} for changes that affect the loss curve. `data` and `mixture_temperature` are the
-    given values, if these became a mixture stage. `branch` is the trunk's own record, if the trunk
-    is also a branch.
+    `run` is the trunk's directory, and `digest` identifies the checkpoint. `changes` lists changes
+    that affect the loss curve, as {setting: [old, new]}. `data` and `mixture_temperature` are the
+    values that the user gave, if they became a mixture stage. `branch` is the trunk's record, if
+    the trunk is also a branch.
     """
 
     changes: dict[str, Any]
@@ -73,7 +75,7 @@ class BranchRecord(_BranchPoint, total=False):
 
 
 class RunJson(TypedDict, total=False):
-    """The content of run.json. Every key may be absent: early releases wrote fewer."""
+    """The content of run.json. Any key may be absent, because early releases wrote fewer keys."""
 
     settings: RecordedSettings
     derived_settings: dict[str, Any]  # the settings that were not set explicitly
@@ -104,7 +106,7 @@ class _Applied(TypedDict):
 
 
 class Rollback(_Applied, total=False):
-    """One rollback in rollbacks.json. The last keys are only for people.
+    """One rollback in rollbacks.json. The keys after `order` are only informative.
 
     `order` is the data order that `skipped_windows` refers to; absent in early releases.
     """
@@ -124,7 +126,7 @@ def find_run_json(run_dir: str | Path) -> dict[str, Any] | None:
     """Return the content of run.json; None if it does not exist.
 
     Raises:
-        RecordError: it is damaged.
+        RecordError: the file is damaged.
     """
     record = read_record(RunFiles(run_dir).record, RunJson, FIX)
     return None if record is None else dict(record)
@@ -134,7 +136,7 @@ def read_run_json(run_dir: str | Path) -> dict[str, Any]:
     """Return the content of run.json.
 
     Raises:
-        ConfigError: it is missing or damaged.
+        ConfigError: the file is missing or damaged.
     """
     record = find_run_json(run_dir)
     if record is None:
@@ -144,17 +146,19 @@ def read_run_json(run_dir: str | Path) -> dict[str, Any]:
 
 
 def read_rollbacks(run_dir: str | Path) -> list[Rollback]:
-    """Return the rollbacks of a run, oldest first; none if there is no rollbacks.json.
+    """Return a run's rollbacks, oldest first, or an empty list if there is no rollbacks.json.
 
     Raises:
-        RecordError: the file is damaged. Without it the run would read skipped data again.
+        RecordError: the file is damaged. Without the file the run would read skipped data again.
     """
     found = read_record(RunFiles(run_dir).rollbacks, _Rollbacks)
     return found["rollbacks"] if found is not None else []
 
 
 def ancestors(branch: object) -> list[tuple[str, int]]:
-    """Return (name, step) for each run that a run descends from, the nearest first.
+    """Return the name of each run that a run descends from and the step where it branched off.
+
+    The nearest run is first.
 
     Args:
         branch: the `branch` entry of run.json, possibly damaged.
@@ -169,5 +173,7 @@ def ancestors(branch: object) -> list[tuple[str, int]]:
 
 
 def lineage(branch: object) -> str:
-    """Describe the runs that a run descends from, as in `b at step 40, of a at step 20`."""
+    """Return a description of the runs that a run descends from: `b at step 40, of a at step
+    20`.
+    """
     return ", of ".join(f"{name} at step {step:,}" for name, step in ancestors(branch))

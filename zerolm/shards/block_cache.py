@@ -1,13 +1,14 @@
-"""A bounded on-disk cache of the blocks of one source, shared by all processes of a node.
+"""A bounded on-disk cache for the blocks of one source, shared by all processes on a node.
 
-    blocks    slots of 64 KiB; the file's size limits the cache tags      per slot (tag, clock), two
-    uint64: the block in it + 1, and its last use
+    blocks    slots of 64 KiB; the file's size limits the cache
+    tags      two uint64 per slot: 1 + the number of the block in the slot, and a clock value that
+              orders blocks by last use
 
-Slots have no locks, and nothing needs repair after a kill. Readers compare each block with its
-checksum, so a slot that was overwritten during the read, or half written when the machine crashed,
-is just a cache miss. If there is a slot for every block, the block number is the slot number and
-nothing is ever evicted: the cache becomes a mirror. Otherwise a block can be stored in any of
-`WAYS` slots, and replaces the least recently used block.
+Slots have no locks, and nothing needs to be repaired after a process is killed. Readers compare
+each block with its checksum, so a slot that was overwritten during the read, or half written when
+the machine crashed, is just a cache miss. If there is a slot for every block, the block number is
+the slot number and nothing is ever evicted: the cache becomes a mirror. Otherwise a block can be
+stored in any of the `WAYS` slots of its set, where it replaces the least recently used block.
 """
 
 import contextlib
@@ -51,9 +52,9 @@ class Cache(NamedTuple):
 
 
 def lock_cache(cache: Cache) -> FileLock:
-    """Create a cache's directory and mark it as in use until the returned lock is released.
+    """Create a cache's directory, and return a lock that marks it as in use until it is released.
 
-    Removes other runs' caches in the same parent directory, unless they are in use.
+    Caches of other runs in the same parent directory are removed, unless they are in use.
 
     Raises:
         OSError: the directory cannot be created or written.
@@ -73,7 +74,8 @@ def lock_cache(cache: Cache) -> FileLock:
 
 
 def reclaimable_bytes(directory: Path, names: Sequence[str]) -> int:
-    """Return the disk usage of the caches in a directory that this run will reuse or remove.
+    """Return the total size on disk of the caches in a directory that this run will reuse or
+    remove.
 
     `names` are the names of the run's caches.
     """
@@ -90,7 +92,7 @@ def reclaimable_bytes(directory: Path, names: Sequence[str]) -> int:
 
 
 def _shared_lock(directory: Path) -> FileLock:
-    """Create a directory and return its lock, shared with other processes that use it."""
+    """Create a directory and return its lock, which other processes that use it can share."""
     while True:
         make_private(directory)
         with contextlib.suppress(FileNotFoundError):  # another run has just removed the directory
@@ -99,7 +101,7 @@ def _shared_lock(directory: Path) -> FileLock:
 
 @contextlib.contextmanager
 def _unused(directory: Path, create: bool = True) -> Iterator[bool]:
-    """Yield whether a cache is unused; if True, no process can open it within the context."""
+    """Yield whether a cache is unused; if so, no process can open it within the context."""
     try:
         lock = FileLock(directory / IN_USE, create=create)
     except OSError:  # in use, or removed
@@ -114,7 +116,9 @@ def _unused(directory: Path, create: bool = True) -> Iterator[bool]:
 
 
 def num_slots_within(size_bytes: int, num_blocks: int) -> int:
-    """Return the number of slots in a cache of this size; 0 if it is too small for one set."""
+    """Return the number of slots in a cache of this size, or 0 if the size is too small for one
+    set.
+    """
     if size_bytes >= num_blocks * BLOCK_BYTES:
         return num_blocks
     slots = size_bytes // (BLOCK_BYTES + TAG_BYTES)
@@ -128,8 +132,9 @@ class BlockCache:
         num_slots: a multiple of `WAYS`, or `num_blocks`.
 
     Attributes:
-        is_mirror: whether there is a slot for each block.
-        write_error: why the cache is no longer written, such as a full disk; None if it is.
+        is_mirror: whether the cache has a slot for every block.
+        write_error: why nothing more is written to the cache, such as a full disk; None if blocks
+            are still written.
 
     Raises:
         OSError: its files cannot be created.
@@ -148,18 +153,20 @@ class BlockCache:
         if not self.is_mirror and num_slots:
             tags = os.open(directory / "tags", flags, 0o600)
             with contextlib.closing(os.fdopen(tags)):
-                # Allocated rather than sparse: writing to a memory map on a full disk would kill
+                # Allocated rather than sparse, because writing to a memory map on a full disk kills
                 # the process.
                 os.posix_fallocate(tags, 0, num_slots * TAG_BYTES)
             table = np.memmap(directory / "tags", "<u8", mode="r+").view(np.ndarray)
             self._tags = table.reshape(-1, WAYS, 2)
 
     def has(self, block: int) -> bool:
-        """Return whether a block is probably cached; always true for a mirror."""
+        """Return whether a block is probably cached, which is always assumed of a mirror."""
         return self.is_mirror or self._find_way(block) is not None
 
     def get(self, block: int, size: int, start: int = 0) -> bytes | None:
-        """Return `size` bytes of a block from `start`, unverified; None if it is not cached."""
+        """Return `size` unverified bytes of a block from offset `start`, or None if it is not
+        cached.
+        """
         slot = self._find_slot(block)
         if slot is None:
             return None
@@ -168,7 +175,7 @@ class BlockCache:
         return None
 
     def put(self, block: int, content: bytes) -> None:
-        """Cache a block in place of the least recently used block in its set. Never raises."""
+        """Cache a block, replacing the least recently used block in its set. Never raises."""
         if self.write_error is not None or not self.num_slots:
             return
         tags = self._tags_of_set(block)
@@ -190,7 +197,9 @@ class BlockCache:
             tags[way] = block + 1, self._next_clock(tags)
 
     def _find_slot(self, block: int) -> int | None:
-        """Return the slot of a cached block and record its use; None if it is not cached."""
+        """Return the slot of a block and record that it was used; None if the block is not
+        cached.
+        """
         if self.is_mirror:
             return block
         way = self._find_way(block)
@@ -202,7 +211,7 @@ class BlockCache:
         return self._first_slot(block) + way
 
     def _find_way(self, block: int) -> int | None:
-        """Return the index of a cached block in its set; None if it is not cached."""
+        """Return the index of a block within its set; None if the block is not cached."""
         tags = self._tags_of_set(block)
         if tags is None:
             return None
@@ -210,21 +219,23 @@ class BlockCache:
         return int(ways[0]) if ways.size else None
 
     def _next_clock(self, tags: np.ndarray) -> int:
-        """Return a clock value later than all others in a set."""
+        """Return a clock value that is later than all clock values in a set."""
         return int(tags[:, 1].max()) + 1
 
     def _first_slot(self, block: int) -> int:
-        """Return the first slot of a block's set."""
+        """Return the index of the first slot in a block's set."""
         return ((block * _SPREAD & _MASK) >> 32) % (self.num_slots // WAYS) * WAYS
 
     def _tags_of_set(self, block: int) -> np.ndarray | None:
-        """Return the tags of the slots in a block's set, (WAYS, 2); None for a mirror."""
+        """Return the (WAYS, 2) tags of the slots in a block's set; None for a mirror."""
         if self._tags is None or not self.num_slots:
             return None
         return self._tags[self._first_slot(block) // WAYS]
 
 
 def _set_size(descriptor: int, size: int) -> None:
-    """Set the size of a sparse file: disk space is used only as blocks are written."""
+    """Set the size of a sparse file, which uses disk space only for blocks that have been
+    written.
+    """
     if os.fstat(descriptor).st_size != size:
         os.ftruncate(descriptor, size)

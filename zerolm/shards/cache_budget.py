@@ -3,8 +3,9 @@
     DIRECTORY/
       <source>-<slots>/   a `BlockCache` (blocks, tags), and the checksum files of the shards
 
-A source that is smaller than an even share is cached completely, and the rest of its share is given
-to the others. When a run starts, caches left by other runs are removed unless a process uses them.
+A source that is smaller than an even share is cached completely, and the remainder of its share is
+divided among the other sources. A starting run removes the caches that other runs have left, unless
+a process still uses them.
 """
 
 import os
@@ -27,18 +28,19 @@ from zerolm.shards.reader import Source
 
 DEFAULT_BYTES = 32 << 30
 MIN_BYTES = WAYS * (BLOCK_BYTES + TAG_BYTES)  # one set of slots per source
-RETRY_SHARE = 0.5  # share of --hang_timeout, so the store's error is reported before a hang
+# Share of --hang_timeout, so the store's error is reported before a hang is detected.
+RETRY_SHARE = 0.5
 
 
 def cache_directory(settings: Settings) -> Path:
-    """Return the directory for all caches on this node; each node has its own directory."""
+    """Return the directory for all caches on this node; nodes do not share it."""
     return Path(settings.data_cache) if settings.data_cache else private_directory("data-cache")
 
 
 def allocate(settings: Settings, sources: Sequence[Source]) -> list[str]:
     """Allocate each remote source its share of the cache; return problems, one per line.
 
-    Writes nothing; the cache is created when the first block is read.
+    Nothing is written yet: a cache is created when its first block is read.
     """
     remote = [source for source in sources if source.is_remote]
     if not remote:
@@ -76,7 +78,7 @@ def allocate(settings: Settings, sources: Sequence[Source]) -> list[str]:
 
 
 def figures(sources: Sequence[Source]) -> dict[str, str]:
-    """Return {"data cache": description} for display; empty if there is no cache."""
+    """Return {"data cache": description} for display, or {} if there is no cache."""
     caches = [source.files.cache for source in sources if source.is_remote and source.files.cache]
     if not caches:
         return {}
@@ -91,7 +93,7 @@ def _num_blocks(source: Source) -> int:
 
 
 def _overhead_bytes(source: Source) -> int:
-    """Return the disk space for a source's checksums and other small files."""
+    """Return the bytes on disk needed for a source's checksums and other small files."""
     page = 4096
     return 4 * page + sum(
         -(-shard.get("sums_size_bytes", 0) // page) * page for shard in source.manifest["shards"]
@@ -101,7 +103,9 @@ def _overhead_bytes(source: Source) -> int:
 def _directory_problems(
     settings: Settings, directory: Path, needed: int, names: Sequence[str]
 ) -> list[str]:
-    """Return why a directory cannot be a cache: not private, not writable, in memory, or full."""
+    """Return a problem if a directory cannot hold caches: not private, not writable, in memory, or
+    full.
+    """
     where = f"{settings.where('data_cache')}: {directory}"
     if settings.data_cache is None and (problem := privacy_problem(directory)):
         return [
@@ -136,13 +140,13 @@ def _directory_problems(
 
 
 def _is_in_memory(path: Path, mounts: Path) -> bool:
-    """Return whether a path is on a RAM file system according to mountinfo; False if unknown."""
+    """Return whether a path is on a file system in RAM according to mountinfo; False if unknown."""
     try:
         lines = mounts.read_text().splitlines()
     except OSError:
         return False
     path, depth, kind = path.resolve(), -1, ""
-    for line in lines:  # a later mount hides earlier ones at the same mount point
+    for line in lines:  # a later mount hides earlier mounts at the same mount point
         fields, _, rest = line.partition(" - ")
         mount_point = Path(fields.split()[4].replace("\\040", " "))
         if path.is_relative_to(mount_point) and len(mount_point.parts) >= depth:

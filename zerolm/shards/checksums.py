@@ -1,9 +1,10 @@
 """Checksums of the blocks in a shard, to verify parts of a shard separately.
 
-`shard-00000.sums` holds the XXH3 checksum (64 bits, seed 0) of each 64 KiB block of
-`shard-00000.bin`, as little-endian uint64; the last block may be shorter. `shard-00000.fine` holds
-the checksums of each 8 KiB, so verifying a window reads little more than the window. The manifest
-contains the SHA-256 of both files. 64 bits detect accidental damage, but not deliberate collisions.
+`shard-00000.sums` contains the XXH3 checksum (64 bits, seed 0) of each 64 KiB block in
+`shard-00000.bin`, as little-endian uint64; the last block may be shorter. `shard-00000.fine`
+contains a checksum for every 8 KiB, so verifying a window reads little more than the window itself.
+The manifest contains the SHA-256 of both files. 64 bits detect accidental damage, but not
+deliberate collisions.
 
 Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md
 """
@@ -18,13 +19,13 @@ import xxhash
 
 from zerolm.common.files import write_atomically
 
-# Small enough to fetch a window of a few KiB from a network with little overhead, and a multiple of
-# the page size; large enough that the checksums of 1 T tokens of 2 bytes take 0.25 GB.
+# A multiple of the page size. Small enough to fetch a window of a few KiB over a network with
+# little overhead, and large enough that the checksums for 1 T tokens of 2 bytes take only 0.25 GB.
 BLOCK_BYTES = 1 << 16
-# A window of 2,048 ids of 2 bytes spans 1.5 of these on average: 12 KiB of disk reads, not 68.
+# A window of 2,048 ids of 2 bytes spans 1.5 fine blocks on average, so 12 KiB are read, not 68.
 FINE_BYTES = 1 << 13
 CHECKSUM_BYTES = 8
-# Manifest key -> (suffix, block size) of each checksum file.
+# {manifest key: (suffix, block size)} for each checksum file.
 CHECKSUM_FILES = {"sums": (".sums", BLOCK_BYTES), "fine": (".fine", FINE_BYTES)}
 
 
@@ -39,7 +40,7 @@ def block_checksum(block: Any) -> int:
 
 
 class BlockChecksums:
-    """Computes the block checksums of a file whose bytes are passed in any number of parts."""
+    """Computes the block checksums of a file, whose bytes may be passed in pieces of any size."""
 
     def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
         self._block_bytes = block_bytes
@@ -86,17 +87,19 @@ class ShardChecksums:
             file.update(data)
 
     def contents(self) -> list[tuple[str, str, bytes]]:
-        """Return (manifest key, suffix, content) of each file. Call it after the last `update`."""
+        """Return (manifest key, suffix, content) for each file. Call this after the last
+        `update`.
+        """
         return [(key, CHECKSUM_FILES[key][0], file.content()) for key, file in self._files.items()]
 
 
 def write_sidecars(
     stem: Path, contents: Iterable[tuple[str, str, bytes]], **how: bool
 ) -> dict[str, Any]:
-    """Write the sidecar files of a shard atomically, and return their manifest keys.
+    """Write a shard's sidecar files atomically, and return the manifest entries that describe them.
 
     Args:
-        contents: (manifest key, suffix, content) of each file.
+        contents: (manifest key, suffix, content) for each file.
         how: keyword arguments of `write_atomically`.
     """
     keys: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """`ShardDirectory`: lock a shard directory while it is written, then publish or remove it.
 
-`.unfinished` marks and locks the directory. Finally the directory is published, kept so a later
-command can resume, or removed with its content. Uses only file names, not file contents.
+`.unfinished` marks and locks the directory. In the end the directory is published, kept for a later
+command to resume, or removed with its content. Uses only file names, not file contents.
 """
 
 import os
@@ -34,7 +34,7 @@ _OUR_FILE = re.compile(
 
 
 def output_problems(directory: str | Path) -> list[str]:
-    """Return why new shards cannot be written to a directory; an empty list if they can.
+    """Return the problems that prevent new shards from being written to a directory.
 
     A directory that is absent, empty, or left by a killed writer is accepted. Changes nothing on
     disk.
@@ -67,7 +67,7 @@ def output_problems(directory: str | Path) -> list[str]:
 
 
 class ShardDirectory:
-    """Exclusive write access to a directory, until `publish`, `release` or `remove`.
+    """Exclusive write access to a directory, until `publish`, `release` or `remove` is called.
 
     Args:
         directory: created if absent; must be empty, or left by a writer that did not finish.
@@ -82,7 +82,7 @@ class ShardDirectory:
         self._created = [path for path in paths if not path.exists()]
         make_directories(self.directory)
         self._lock = _lock(self.directory)
-        sync_directory(self.directory)  # makes the mark durable before any other file
+        sync_directory(self.directory)  # makes the mark durable before any other file is written
 
     @property
     def is_locked(self) -> bool:
@@ -90,7 +90,7 @@ class ShardDirectory:
         return self._lock.held
 
     def clear(self) -> None:
-        """Remove the files of a writer that did not finish."""
+        """Remove the files left by a writer that did not finish."""
         for path in self.directory.iterdir():
             if _OUR_FILE.fullmatch(path.name) and not path.is_dir():
                 path.unlink()
@@ -115,7 +115,7 @@ class ShardDirectory:
         self._lock.release()
 
     def release(self) -> None:
-        """Unlock the directory and keep its files, for a later writer to resume from."""
+        """Unlock the directory, but keep its files so a later writer can resume."""
         self._lock.release()
 
     def remove(self) -> None:

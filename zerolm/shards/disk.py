@@ -21,14 +21,15 @@ from zerolm.common.records import unreadable
 from zerolm.shards.checksums import BLOCK_BYTES, FINE_BYTES, block_checksum
 from zerolm.shards.manifest import DTYPES, FILE_KEYS, wrong_id
 
-MAX_FAULTS = 4  # small blocks to read without prefetching; streams have prefetched already
-SIZE_HOLDS_SECONDS = 1.0  # then the size of a mapped file is compared again
+# Maximum number of small blocks to read without prefetching; streams have prefetched already.
+MAX_FAULTS = 4
+SIZE_HOLDS_SECONDS = 1.0  # time until the size of a mapped file is checked again
 MAX_READ_AHEAD_BYTES = 1 << 20  # of .fine checksums when a shard is opened
-MAX_SAMPLED_FILES = 4096  # sizes that a node compares when a run starts: 10 ms on a local disk
+MAX_SAMPLED_FILES = 4096  # sizes that a node checks when a run starts: 10 ms on a local disk
 
 
 def require_digest(path: Path, content: bytes | mmap.mmap, digest: str) -> None:
-    """Raise a `ShardReadError` if the content has another SHA-256."""
+    """Raise a `ShardReadError` if the SHA-256 of the content is not `digest`."""
     if hashlib.sha256(content).hexdigest() != digest:
         raise ShardReadError(
             f"{path}: its SHA-256 differs from the manifest. The file is damaged: restore it, or "
@@ -37,7 +38,7 @@ def require_digest(path: Path, content: bytes | mmap.mmap, digest: str) -> None:
 
 
 def map_file(path: Path, size: int) -> mmap.mmap:
-    """Map a file of a known size for reading.
+    """Map a file for reading, and check that its size is as expected.
 
     Raises:
         ShardReadError: the file is missing, or has another size.
@@ -56,7 +57,7 @@ def map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def size_problem(path: Path, size: int, actual: int | None) -> str:
-    """Return the message for a file with a wrong size; `actual` is None if it is missing."""
+    """Return the message for a file of the wrong size; `actual` is None if the file is missing."""
     if actual is None:
         return f"{path}: the manifest lists it, but it is missing. Restore it, or tokenize again."
     return (
@@ -81,9 +82,9 @@ def size_problems(directory: Path, shards: Iterable[dict[str, Any]]) -> list[str
 
 
 def sampled_size_problems(directory: Path, shards: Sequence[dict[str, Any]]) -> list[str]:
-    """Check evenly spaced shards like `size_problems`, without listing the directory.
+    """Check the file sizes of evenly spaced shards without listing the directory.
 
-    Nodes check different shards, because the spacing is odd and the first ranks of nodes differ by
+    Nodes check different shards, because the spacing is odd and the nodes' first ranks differ by
     even numbers.
     """
     distance = len(shards) * len(FILE_KEYS) // MAX_SAMPLED_FILES + 1 | 1
@@ -103,7 +104,10 @@ def sampled_size_problems(directory: Path, shards: Sequence[dict[str, Any]]) -> 
 
 
 def unreadable_files(directory: Path, shards: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a problem for each file that this user may not read; check a sample of many shards."""
+    """Return a problem for each file that this user may not read.
+
+    If there are many shards, only a sample of them is checked.
+    """
     step = len(shards) * len(FILE_KEYS) // MAX_SAMPLED_FILES + 1
     names = (shard[key] for shard in shards[::step] for key in FILE_KEYS if key in shard)
     paths = (directory / name for name in names)
@@ -133,7 +137,8 @@ class OpenShard:
     """A memory-mapped shard, verified by block.
 
     With `FINE_BYTES`, blocks are compared with the 8 KiB checksums. These are not verified
-    themselves: if one differs, the 64 KiB block's checksum decides, which the manifest covers.
+    themselves: if one differs, the checksum of the 64 KiB block decides, because only 64 KiB
+    checksums are compared with the manifest.
 
     Args:
         entry: the shard's entry in the manifest.
@@ -190,15 +195,16 @@ class OpenShard:
             self._fine = np.frombuffer(fine, "<u8")
 
     def prefetch(self, start: int, stop: int) -> None:
-        """Make the kernel read these bytes ahead, without waiting."""
+        """Ask the kernel to read these bytes ahead; do not wait for them."""
         start -= start % mmap.PAGESIZE
         self._mapped.madvise(mmap.MADV_WILLNEED, start, stop - start)
 
     def verify(self, first: int, end: int, check_ids: bool) -> int:
-        """Verify the unverified blocks in [first, end); return their number.
+        """Verify the blocks in [first, end) that are still unverified; return how many there were.
 
         Args:
-            check_ids: compare ids with the vocabulary size; 64 KiB blocks are always compared.
+            check_ids: whether to compare ids with the vocabulary size. In 64 KiB blocks they are
+                always compared.
 
         Raises:
             ShardReadError: a block is damaged, or contains an id outside the vocabulary.
@@ -245,13 +251,15 @@ class OpenShard:
         raise ShardReadError(f"{self._place(block)} {wrong_id(part, self._head)}")
 
     def _require_size(self) -> None:
-        """Check that the file has not been truncated: reading its map would raise SIGBUS."""
+        """Check that the file has not been truncated, because reading its map would then raise
+        SIGBUS.
+        """
         actual, size = self._mapped.size(), self._entry["size_bytes"]  # current file size
         if actual < size:
             raise ShardReadError(size_problem(self._directory / self._entry["file"], size, actual))
 
     def _place(self, block: int) -> str:
-        """Return the location of a 64 KiB block, for messages."""
+        """Return a description of a 64 KiB block's location, for messages."""
         per_block = BLOCK_BYTES // self.tokens.itemsize
         stop = min((block + 1) * per_block, self._entry["num_tokens"])
         return (
@@ -260,10 +268,12 @@ class OpenShard:
         )
 
     def _open_sums(self) -> np.ndarray | None:
-        """Return the mapped checksums of 64 KiB blocks, compared with the manifest once; None if
-        absent.
+        """Map the checksums of 64 KiB blocks, and compare them with the manifest once.
 
-        Later damage to the checksums is also detected, because they no longer match the blocks.
+        Returns None if the shard has no checksums.
+
+        If the checksums are damaged later, this is also detected, because they no longer match the
+        blocks.
 
         Raises:
             ShardReadError: the checksum file is damaged.

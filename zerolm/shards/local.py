@@ -1,7 +1,7 @@
-"""Read the files in a local shard directory, and verify each block on first use.
+"""Read the files in a local shard directory, and verify each block when it is first used.
 
-`RemoteFiles` does the same for a directory in a store. Both handle the files of the format, but not
-sources, windows or documents.
+`RemoteFiles` does the same for a directory in a store. Both handle the files of a shard directory,
+but not sources, windows or documents.
 """
 
 import os
@@ -32,10 +32,11 @@ from zerolm.shards.manifest import DTYPES, FILE_KEYS, TOKENIZER_DIRECTORY, read_
 from zerolm.shards.table import ShardTable, all_have, column, read_table
 from zerolm.shards.tokenizer import copy_problems
 
-# A map holds a file descriptor, and an open shard has two maps, so shards use at most a quarter of
-# the process's limit. The kernel's limit on maps (65,530) is far above MAX_OPEN.
+# A map holds a file descriptor, and an open shard has two maps, so open shards use at most a
+# quarter of the process's limit on descriptors. The kernel's limit on maps (65,530) is far above
+# MAX_OPEN.
 MIN_OPEN, MAX_OPEN, OPEN_SHARE = 16, 8192, 8
-CHECK_DELAY_SECONDS = 10.0  # so that checking 10^5 files does not delay the first batches
+CHECK_DELAY_SECONDS = 10.0  # delay, so checking 10^5 files does not slow down the first batches
 CACHED_SHARE = 4  # sources below 1/4 of the machine's memory are assumed to stay cached
 
 
@@ -56,11 +57,11 @@ class LocalFiles:
         self._stays_cached = size <= memory // CACHED_SHARE
         is_fine = all_have(shards, "fine") and all_have(shards, "sums")
         self._block_bytes = FINE_BYTES if is_fine else BLOCK_BYTES
-        # Tracking verified small blocks of 20 TB would take 0.3 GB, and each block is rarely
+        # Tracking which small blocks in 20 TB are verified would take 0.3 GB, and blocks are rarely
         # reread.
         self._keeps_verified = self._stays_cached or not is_fine
         self._open: dict[int, OpenShard] = {}
-        self._closed: dict[int, bytes] = {}  # unverified blocks, one bit per block
+        self._closed: dict[int, bytes] = {}  # one bit per block: whether it is unverified
         self._verified_checksums: set[int] = set()  # shards whose .sums file matches the manifest
         self._num_verified = 0
         self._wrong_sizes: list[str] = []  # problems found in the background
@@ -90,16 +91,18 @@ class LocalFiles:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """The complete manifest; takes two seconds for 75,000 shards, so runs use its parts."""
+        """The complete manifest. Building it takes two seconds for 75,000 shards, so runs use its
+        parts.
+        """
         return self.head if "shards" in self.head else {**self.head, "shards": list(self.shards)}
 
     def problems(self) -> list[str]:
         """Return a problem for each file that is unreadable or whose size differs from the
         manifest.
 
-        Only one process per node checks, because all see the same files. With very many shards in a
-        table it checks a sample; `check_sizes` checks all of them later, and opening a shard also
-        checks its files.
+        Only one process per node checks, because all processes on a node read the same files. If a
+        table lists very many shards, only a sample is checked; `check_sizes` checks all of them
+        later, and opening a shard also checks its files.
         """
         if not _is_first_of_node():
             return []
@@ -115,13 +118,16 @@ class LocalFiles:
         return is_large and isinstance(self.shards, ShardTable)
 
     def size_problems(self) -> list[str]:
-        """Check the sizes of all files, in any process."""
+        """Return a problem for each file with a wrong size; unlike `problems`, check in every
+        process.
+        """
         return size_problems(self.directory, self.shards)
 
     def check_sizes(self) -> None:
-        """Compare all sizes later in the background, unless `problems` has compared them.
+        """Check all sizes later in the background, unless `problems` has already checked all of
+        them.
 
-        When a difference is found, the next `prefetch` raises a `ShardReadError`.
+        If a size is wrong, the next `prefetch` raises a `ShardReadError`.
         """
         if self._is_sampled:
             timer = threading.Timer(CHECK_DELAY_SECONDS, self._find_wrong_sizes)
@@ -137,10 +143,10 @@ class LocalFiles:
         return not self._stays_cached or self._num_verified != self._num_blocks
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[Any]:
-        """Make the kernel read these (shard, first id, end) ranges in advance, without read-ahead.
+        """Ask the kernel to read these (shard, first id, end) ranges in advance, and nothing else.
 
-        Otherwise the process would wait for each page on first access, and the kernel would also
-        read the surrounding data, as set by the disk's read-ahead.
+        Without this, the process would wait for each page on first access, and the kernel would
+        also read surrounding data, as much as the disk's read-ahead setting allows.
 
         Returns: An empty list; `RemoteFiles.prefetch` returns fetches that hold blocks in memory.
 
@@ -163,8 +169,8 @@ class LocalFiles:
         """Return the ids at [start, stop) in a shard as a read-only view.
 
         Args:
-            check_ids: if False, the caller compares the ids with the vocabulary size, which is
-                quicker for many windows at once, and calls `require_ids` to raise the error.
+            check_ids: if False, the caller must compare the ids with the vocabulary size, which is
+                faster for many windows at once, and call `require_ids` to raise the error.
 
         Raises:
             ShardReadError: a block is damaged.
@@ -177,18 +183,20 @@ class LocalFiles:
         return shard.tokens[start:stop]
 
     def require_ids(self, number: int, start: int, stop: int) -> None:
-        """Raise a `ShardReadError` if there is an id outside the vocabulary at [start, stop)."""
+        """Raise a `ShardReadError` if an id at [start, stop) is outside the vocabulary."""
         shard, size = self._open.get(number) or self._open_shard(number), self.dtype.itemsize
         shard.require_ids(start * size, stop * size)
 
     def shard(self, number: int) -> np.ndarray:
-        """Return all ids in a shard, unverified."""
+        """Return all ids in a shard, without verifying them."""
         shard = self._open.get(number) or self._open_shard(number)
         shard.prefetch(0, shard.tokens.nbytes)
         return shard.tokens
 
     def read_bytes(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of a file, unverified; fewer if the file is shorter."""
+        """Return the bytes [start, stop) of a file without verifying them; fewer if the file is
+        shorter.
+        """
         with open(self.directory / name, "rb") as file:
             file.seek(start)
             return file.read(-1 if stop is None else stop - start)
@@ -213,7 +221,7 @@ class LocalFiles:
         return content
 
     def read_index(self, number: int) -> bytes:
-        """Return the content of a shard's `index` file, verified."""
+        """Return the verified content of a shard's `index` file."""
         return self.read_sidecar(number, "index")
 
     def tokenizer_directory(self) -> Path:
@@ -254,7 +262,7 @@ class LocalFiles:
         return shard
 
     def _close_shard(self, number: int) -> None:
-        """Close a shard; readers that use it keep its map."""
+        """Close a shard; its memory map remains valid for readers that still use it."""
         shard = self._open.pop(number, None)
         if shard is None:
             return
@@ -273,7 +281,7 @@ _OPENED: deque[tuple[weakref.ref[LocalFiles], int]] = deque()
 
 
 def _close_oldest() -> None:
-    """Make room for one more open shard."""
+    """Close the shards that were opened first, until there is room for one more."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     most = MAX_OPEN if limit == resource.RLIM_INFINITY else limit // OPEN_SHARE
     while len(_OPENED) >= max(MIN_OPEN, min(most, MAX_OPEN)):

@@ -14,11 +14,12 @@ from typing import Any
 from zerolm.common.errors import ShardReadError
 from zerolm.common.files import make_private, private_directory, write_atomically
 
-MAX_INDEXES = 64  # 69 MB for 256 MiB shards with documents of 1,000 tokens
+MAX_INDEXES = 64  # takes 69 MB for 256 MiB shards with documents of 1,000 tokens
 
 
 def index_content(digest: str, fetch: Callable[[], bytes]) -> bytes:
-    """Return the content with a given SHA-256, from a local copy if there is one.
+    """Return the content with this SHA-256 from its local copy; if there is none, fetch the
+    content.
 
     Keeps the `MAX_INDEXES` most recently used copies.
     """
@@ -42,7 +43,7 @@ def index_content(digest: str, fetch: Callable[[], bytes]) -> bytes:
 def tokenizer_directory(
     files: Sequence[dict[str, Any]], fetch: Callable[[dict[str, Any]], bytes]
 ) -> Path:
-    """Return a local directory with a tokenizer's files; fetch missing ones.
+    """Return a local directory with a tokenizer's files; fetch the files that are missing.
 
     Args:
         files: `file` and `sha256` for each file.

@@ -91,13 +91,13 @@ class _Manifest(_RequiredKeys, total=False):
 
 # Optional files of a shard: block checksums, document origins.
 SIDECARS = ("sums", "origins", "fine")
-_SIDECAR_KEYS = ("_size_bytes", "_sha256")  # suffixes of each sidecar's keys
-# Files of a shard: manifest key of the name -> manifest key of the size.
+_SIDECAR_KEYS = ("_size_bytes", "_sha256")  # suffixes of the keys for each sidecar
+# Files of a shard, as {manifest key of the name: manifest key of the size}.
 FILE_KEYS = {"file": "size_bytes"} | {key: f"{key}_size_bytes" for key in ("index", *SIDECARS)}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return uint16 if it holds every id below `vocab_size`, else uint32."""
+    """Return uint16 if it can represent every id below `vocab_size`, else uint32."""
     return DTYPES["uint16" if vocab_size <= 1 << 16 else "uint32"]
 
 
@@ -108,7 +108,7 @@ def new_manifest(
     shards: Sequence[dict[str, Any]],
     **more: Any,
 ) -> dict[str, Any]:
-    """Return the manifest of finished shards; `more` are further keys, such as provenance."""
+    """Return a manifest that lists finished shards; `more` are further keys, such as provenance."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -127,7 +127,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """Read a manifest and check that it is complete and consistent.
 
     Raises:
-        ShardError: no manifest, another format or version, or invalid keys.
+        ShardError: the manifest is missing, has another format or version, or has invalid keys.
     """
     path = directory / MANIFEST
     if directory.is_file():
@@ -193,8 +193,8 @@ def _repair(manifest: dict[str, Any]) -> str:
 
 
 def wrong_id(content: Any, manifest: dict[str, Any]) -> str | None:
-    """Return the problem with the ids in a block, regardless of its checksum; None if they are
-    valid.
+    """Return a problem if a block contains an invalid id, even if its checksum is correct; else
+    None.
 
     Args:
         content: the block, any contiguous buffer.
@@ -212,7 +212,9 @@ def wrong_id(content: Any, manifest: dict[str, Any]) -> str | None:
 
 
 def files_of(shard: dict[str, Any]) -> list[tuple[str, int, str]]:
-    """Return (name, size in bytes, SHA-256) for each file of a shard, the token file first."""
+    """Return (name, size in bytes, SHA-256) for each file of a shard, starting with the token
+    file.
+    """
     files = [
         (shard["file"], shard["size_bytes"], shard["sha256"]),
         (shard["index"], shard["index_size_bytes"], shard["index_sha256"]),
@@ -224,7 +226,9 @@ def files_of(shard: dict[str, Any]) -> list[tuple[str, int, str]]:
 
 
 def _contradictions(manifest: dict[str, Any]) -> list[str]:
-    """Check a manifest with keys of the right types for contradictory values."""
+    """Return a problem for each contradictory value in a manifest whose keys have the right
+    types.
+    """
     problems = []
     vocab_size = manifest["vocab_size"]
     if manifest["eos_id"] >= vocab_size:

@@ -1,4 +1,4 @@
-"""The origin of each document in a shard: its input file, and its position in this file.
+"""The origin of each document in a shard: an input file, and a position in this file.
 
 `shard-00000.org` holds 8 bytes per document, little-endian: the number of the input in
 `inputs.json`, shifted left by 40 bits, plus the position in that input. Both files are optional.
@@ -15,7 +15,7 @@ import numpy as np
 from zerolm.common.errors import ShardError
 from zerolm.shards.table import all_have, column
 
-if TYPE_CHECKING:  # tokenization workers import this module, but must not load the reader
+if TYPE_CHECKING:  # tokenization workers, which import this module, must not load the reader
     from zerolm.shards.reader import Source
 
 INPUTS = "inputs.json"
@@ -34,7 +34,7 @@ class Origin(NamedTuple):
 
 
 def pack_origins(number: int | np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return the packed origins, (D,) uint64, of documents at these positions in an input."""
+    """Pack the origins of documents at these positions in input number `number`: (D,) uint64."""
     return (np.asarray(number, np.uint64) << np.uint64(POSITION_BITS)) | np.asarray(
         positions, np.uint64
     )
@@ -44,7 +44,7 @@ def find_origin(source: Source, document: int) -> Origin | None:
     """Return the origin of a document, or None if the source does not record it.
 
     Args:
-        document: document number, counted from 0 over all shards of the source.
+        document: index of the document, counted over all shards of the source.
 
     Raises:
         IndexError: the source has fewer documents.
@@ -72,13 +72,13 @@ def find_origin(source: Source, document: int) -> Origin | None:
 
 @lru_cache(maxsize=1)
 def _origins(files: Any, number: int) -> np.ndarray:
-    """Return the verified packed origins of a shard's documents, (D,) uint64."""
+    """Return the packed origins of a shard's documents, verified: (D,) uint64."""
     return np.frombuffer(files.read_sidecar(number, "origins"), "<u8")
 
 
 @lru_cache(maxsize=1)
 def _inputs(files: Any) -> list[dict[str, Any]]:
-    """Return the verified inputs of a tokenization."""
+    """Return the inputs of the tokenization from the verified `inputs.json`."""
     entry = files.head["input_files"]
     return json.loads(files.read_file(entry["file"], entry["sha256"]))["inputs"]
 

@@ -23,8 +23,8 @@ from zerolm.common.store import (
 )
 from zerolm.common.url import Url
 
-ATTEMPT_SECONDS = 60.0  # limit for one response, however slowly it arrives
-MAX_MISMATCHES = 4  # content that arrives damaged this often is damaged in the store
+ATTEMPT_SECONDS = 60.0  # time allowed for one response, however slowly it arrives
+MAX_MISMATCHES = 4  # content that arrives damaged this many times is damaged in the store
 CONNECTIONS = 32
 
 
@@ -60,11 +60,11 @@ class RangeReader:
         find_problem: Callable[[bytes], str | None] = lambda content: None,
         started_at: float | None = None,
     ) -> bytes:
-        """Return an object, or its bytes at [start, stop).
+        """Return the content of an object, or its bytes at [start, stop).
 
         Args:
-            find_problem: returns the problem with some content, or None.
-            started_at: start of the retry period, in time.monotonic() seconds; None: now.
+            find_problem: function that returns a problem with the content read, or None.
+            started_at: start of the retry period, in time.monotonic() seconds; None means now.
 
         Raises:
             Missing: there is no such object.
@@ -90,7 +90,7 @@ class RangeReader:
         )
 
     def sizes(self) -> dict[str, int] | None:
-        """Return {name: size in bytes} of the objects in the directory; None over HTTP.
+        """Return {name: size in bytes} for the objects in the directory; None over HTTP.
 
         Raises:
             StoreError: the store cannot list them.
@@ -138,7 +138,8 @@ class RangeReader:
 
     def _file_system(self) -> tuple[Any, str]:
         """Return this process's file system and root; a forked process cannot use its parent's."""
-        if self._pid != os.getpid():  # concurrent threads may each open one; the last one is kept
+        # Several threads may open a file system at the same time; the last one is kept.
+        if self._pid != os.getpid():
             self._open()
         return self._fs, self._root
 

@@ -2,11 +2,11 @@
 
 A shard directory is one data source:
 
-    manifest.json       published last; a directory without one is not data
-    shard-00000.bin     little-endian token ids, uint16 if the vocabulary fits, else uint32
-    shard-00000.idx     little-endian uint64: the end of each document in the shard, in tokens
-    shard-00000.sums    little-endian uint64: a checksum of each block of 64 KiB
-    tokenizer/          the files of the tokenizer that made the ids
+    manifest.json       published last; a directory without one is not data shard-00000.bin
+    little-endian token ids, uint16 if the vocabulary fits, else uint32 shard-00000.idx
+    little-endian uint64: the end of each document in the shard, in tokens shard-00000.sums
+    little-endian uint64: a checksum of each block of 64 KiB tokenizer/          the files of the
+    tokenizer that encoded the text
 
 docs/formats.md describes each file and key.
 """
@@ -42,7 +42,7 @@ class Source:
 
     Attributes:
         directory: a local path, or the URL of a directory in a store.
-        starts: (S + 1,) int64: first token position of each shard, then `num_tokens`.
+        starts: the first token position in each shard, followed by `num_tokens`; (S + 1,) int64.
         files: the reader for the local directory or store.
     """
 
@@ -52,7 +52,7 @@ class Source:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The checked content of manifest.json; `head` and `shards` are faster."""
+        """The checked content of manifest.json. Using `head` and `shards` is faster."""
         return self.files.manifest
 
     @property
@@ -91,18 +91,18 @@ class Source:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether blocks can be verified on reading; shards from old releases have no checksums."""
+        """Whether blocks can be verified when read; shards from old releases have no checksums."""
         return all_have(self.shards, "sums")
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex SHA-256 that identifies the ids, over dtype, tokenizer and every shard's checksum."""
+        """Hex SHA-256 of the dtype, tokenizer and shard checksums, which identifies the ids."""
         parts = [self.head["dtype"], self.head["tokenizer"]["fingerprint"]]
         parts.append(digest_lines(self.shards))
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def ids(self, number: int, start: int, stop: int) -> np.ndarray:
-        """Return the ids at [start, stop) in one shard, read-only; positions count from its start.
+        """Return the ids at [start, stop) in one shard as a read-only array.
 
         Raises:
             ShardReadError: a block is damaged, or a store does not deliver it.
@@ -110,14 +110,14 @@ class Source:
         return self.files.ids(number, start, stop)
 
     def shard(self, number: int) -> np.ndarray:
-        """Return all ids in one shard; unlike `ids`, this does not verify local blocks."""
+        """Return all ids in one shard; unlike `ids`, do not verify blocks of local files."""
         return self.files.shard(number)
 
     def read(self, start: int, out: np.ndarray) -> None:
         """Copy the ids at [start, start + len(out)) into `out`, an (N,) array of any integer dtype.
 
         Raises:
-            IndexError: the range is not inside the source.
+            IndexError: the range extends beyond the source.
             ShardReadError: as `ids`.
         """
         stop = start + len(out)
@@ -134,7 +134,9 @@ class Source:
             start, number = upto, number + 1
 
     def ranges(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Split [start, stop) by shards into (shard, first id in the shard, end in the shard)."""
+        """Split the range [start, stop) into one range per shard: (shard, first id in it, end in
+        it).
+        """
         number = int(np.searchsorted(self.starts, start, side="right")) - 1
         ranges = []
         while start < stop:
@@ -144,7 +146,7 @@ class Source:
         return ranges
 
     def document_ends(self, number: int) -> np.ndarray:
-        """Return the document ends in one shard, (D,) uint64, counted from the shard's start.
+        """Return the ends of the documents in one shard, from the shard's start: (D,) uint64.
 
         Raises:
             ShardReadError: the file differs from the manifest, or a store does not deliver it.
@@ -174,8 +176,8 @@ def open_source(directory: str | PurePath) -> Source:
     """Open a shard directory, local or in a store; check its manifest and file sizes.
 
     Raises:
-        ShardError: the manifest is missing or has another format, or files are missing or have
-            another size; all problems are listed.
+        ShardError: lists all problems: the manifest is missing or has another format, or files are
+            missing or have the wrong size.
     """
     files: Any
     if isinstance(directory, Url) or is_url(str(directory)):
@@ -195,7 +197,7 @@ def open_source(directory: str | PurePath) -> Source:
 
 
 def verify(directory: str | PurePath) -> dict[str, Any]:
-    """Check every file, checksum, id and document end in a directory; return its manifest.
+    """Check all files, checksums, ids and document ends in a directory; return the manifest.
 
     Raises:
         ShardError: lists every file whose content differs from the manifest.
@@ -212,7 +214,7 @@ def verify(directory: str | PurePath) -> dict[str, Any]:
     counts = _Counts(source)
     for number in range(len(source.shards)):
         problems += _shard_problems(source, number, counts)
-    if "input_files" in source.head:  # document origins refer to this file
+    if "input_files" in source.head:  # the file that document origins refer to
         problems += _input_files_problems(source)
     try:
         tokenizer = source.tokenizer_directory()
@@ -236,7 +238,7 @@ def _input_files_problems(source: Source) -> list[str]:
 
 
 def _shard_problems(source: Source, number: int, counts: "_Counts") -> list[str]:
-    """Read all files of a shard once; return their differences from the manifest."""
+    """Read all files of a shard once; return a problem for each difference from the manifest."""
     shard = source.shards[number]
     problems, sidecars = [], {}
     for key in ("index", *(key for key in SIDECARS if key in shard)):
@@ -264,7 +266,7 @@ def _shard_problems(source: Source, number: int, counts: "_Counts") -> list[str]
             )
         where = source.directory / shard["file"]
         problems.append(_mismatch(where, digest.hexdigest(), shard["sha256"], blocks))
-    return problems or ids.problems()  # undamaged ids may still be wrong
+    return problems or ids.problems()  # ids may be wrong even in an undamaged file
 
 
 def _mismatch(where: Any, actual: str, expected: str, blocks: str = "") -> str:
@@ -275,7 +277,7 @@ def _mismatch(where: Any, actual: str, expected: str, blocks: str = "") -> str:
 
 
 class _Counts:
-    """Recounts numbers in a manifest from all ids."""
+    """Recounts some numbers in a manifest by reading all ids."""
 
     def __init__(self, source: Source):
         self.source, self.eos_ids, self.text_bytes = source, 0, 0
@@ -290,9 +292,10 @@ class _Counts:
             self.text_bytes += int(self.table.take(tokens, mode="clip").sum())
 
     def problems(self) -> list[str]:
-        """Return a problem for each number in the manifest that differs."""
+        """Return a problem for each number in the manifest that differs from the count."""
         head, counted = self.source.head, {}
-        if "split" not in head or "reshard" in head:  # otherwise it counts both parts of a split
+        # After a split, the recorded number covers both parts.
+        if "split" not in head or "reshard" in head:
             counted["inner_eos_ids"] = self.eos_ids - self.source.num_documents
         if self.table is not None:
             counted["text_bytes"] = self.text_bytes
@@ -306,7 +309,9 @@ class _Counts:
 
 
 class _IdCheck:
-    """Checks a shard's ids, passed in order, against the document ends and the vocabulary size."""
+    """Checks a shard's ids against the document ends and the vocabulary size; pass all ids in
+    order.
+    """
 
     def __init__(self, source: Source, number: int, ends: np.ndarray):
         self.source, self.shard, self.ends = source, source.shards[number], ends

@@ -2,7 +2,7 @@
 
 The caller announces its reads (`prefetch`), and a few threads fetch the blocks in that order. Each
 block is compared with its checksum on arrival, and fetched again if it differs. A block stays in
-memory while the caller holds the fetch, and in the node's disk cache while there is room.
+memory while the caller references its fetch, and in the node's disk cache while there is room.
 `LocalFiles` has the same methods for a local directory.
 """
 
@@ -31,7 +31,7 @@ from zerolm.shards.manifest import DTYPES, MANIFEST, TOKENIZER_DIRECTORY, files_
 from zerolm.shards.range_reader import RangeReader
 from zerolm.shards.remote_blocks import FetchThreads, PendingFetch, RemoteBlocks, sha256_check
 
-STARTUP_RETRY_SECONDS = 30.0  # limit for a store's first responses when a run starts
+STARTUP_RETRY_SECONDS = 30.0  # time allowed for a store's first responses when a run starts
 MAX_BLOCKS = 64  # per request: 4 MiB, dominated by transfer rather than latency
 MIRROR_PAUSE_SECONDS = 0.05  # between two checks for idle threads
 
@@ -82,7 +82,7 @@ class RemoteFiles:
     def problems(self) -> list[str]:
         """Return the problems that can be found without reading all files.
 
-        Lists the objects, and fetches the first and last block, in one process per node.
+        One process per node lists the objects, and fetches the first and the last block.
         """
         without = [shard["file"] for shard in self.manifest["shards"] if "sums" not in shard]
         if without:
@@ -143,7 +143,9 @@ class RemoteFiles:
         self._reset()
 
     def _blocks(self) -> RemoteBlocks:
-        """Return this process's blocks; a forked process has none of its parent's threads."""
+        """Return this process's blocks. A forked process needs its own, because it inherits no
+        threads.
+        """
         if self._pid != os.getpid():
             self._reset()
         if self._process_blocks is None:
@@ -153,7 +155,7 @@ class RemoteFiles:
 
     @property
     def counts(self) -> Counter[str]:
-        """Return this process's traffic with the cache and the store so far.
+        """Return counts of what this process has read so far from the cache and the store.
 
         Blocks: `hits` and `fetched`. Requests: `requests`, `repeated` requests and received
             `bytes`.
@@ -165,9 +167,9 @@ class RemoteFiles:
     # ---- Reading
 
     def prefetch(self, ranges: Iterable[tuple[int, int, int]]) -> list[PendingFetch]:
-        """Start fetching these (shard, first id, end) ranges in order, except cached blocks.
+        """Start fetching the blocks in these (shard, first id, end) ranges in order, unless cached.
 
-        Returns: The fetches; blocks stay in memory while the caller holds their fetches.
+        Returns: The fetches. A block stays in memory while the caller references its fetch.
         """
         new, running = self._missing(self._blocks(), ranges)
         for fetch in new:
@@ -177,7 +179,7 @@ class RemoteFiles:
     def _missing(
         self, blocks: RemoteBlocks, ranges: Iterable[tuple[int, int, int]]
     ) -> tuple[list[PendingFetch], list[PendingFetch]]:
-        """Return the fetches for blocks that are not cached: (to be started, already pending)."""
+        """Return the fetches for blocks that are not cached: (new fetches, pending fetches)."""
         pending: dict[PendingFetch, None] = {}
         new: list[PendingFetch] = []
         missing: dict[tuple[int, int], None] = {}
@@ -200,7 +202,7 @@ class RemoteFiles:
         return new, list(pending)
 
     def ids(self, number: int, start: int, stop: int, check_ids: bool = True) -> np.ndarray:
-        """Return the ids at [start, stop) in a shard; wait for blocks being fetched.
+        """Return the ids at [start, stop) in a shard; wait for blocks that are being fetched.
 
         All ids are compared with the vocabulary size, regardless of `check_ids`.
 
@@ -225,7 +227,7 @@ class RemoteFiles:
         return self.ids(number, 0, self.manifest["shards"][number]["num_tokens"])
 
     def read_bytes(self, name: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of an object, unverified."""
+        """Return the bytes [start, stop) of an object, without verifying them."""
         return self._blocks().read(name, start, stop)
 
     def read_sidecar(self, number: int, key: str) -> bytes:
@@ -244,7 +246,7 @@ class RemoteFiles:
         return local_copies.index_content(digest, partial(self.read_sidecar, number, "index"))
 
     def tokenizer_directory(self) -> Path:
-        """Return a local directory with a fetched and verified copy of the tokenizer.
+        """Fetch the tokenizer if necessary; return a local directory with a verified copy.
 
         Raises:
             ShardReadError: the store's files do not match the manifest, or cannot be read.
@@ -258,7 +260,7 @@ class RemoteFiles:
         return local_copies.tokenizer_directory(files, fetch)
 
     def _block_range(self, start: int, stop: int) -> range:
-        """Return the numbers of the blocks that contain the ids at [start, stop) in a shard."""
+        """Return the indices of the blocks that contain the ids at [start, stop) in a shard."""
         size = self.dtype.itemsize
         return range(start * size // BLOCK_BYTES, -(-stop * size // BLOCK_BYTES))
 
@@ -267,14 +269,15 @@ class RemoteFiles:
     def start_mirror(self) -> None:
         """Start fetching all shards while threads are idle, if the cache has room for them.
 
-        One process per node does this, in requests of a few MiB.
+        Only one process per node does this, in requests of a few MiB.
         """
         blocks = self._blocks()
         if self.cache is None or not blocks.is_mirror:
             return
         try:
             lock = FileLock(self.cache.directory / "filling")
-        except OSError:  # another process fills it, or the disk is full: reads fetch blocks
+        # If another process fills the cache or the disk is full, reads fetch their blocks.
+        except OSError:
             return
         if lock.unsupported is not None:
             return lock.release()
@@ -282,7 +285,8 @@ class RemoteFiles:
         threading.Thread(target=fill, daemon=True, name="mirror").start()
 
     def _fill_mirror(self, blocks: RemoteBlocks, lock: FileLock) -> None:
-        with lock, contextlib.suppress(ShardReadError):  # raised again when the block is read
+        # An error is raised again when the block is read.
+        with lock, contextlib.suppress(ShardReadError):
             for number, shard in enumerate(self.manifest["shards"]):
                 count = num_blocks(shard["size_bytes"])
                 for first in range(0, count, MAX_BLOCKS):
@@ -296,7 +300,7 @@ class RemoteFiles:
 
 
 def _json_problem(content: bytes) -> str | None:
-    """Return why a manifest is not complete JSON; None if it is."""
+    """Return a problem if the content of a manifest is not complete JSON, else None."""
     try:
         json.loads(content)
     except ValueError as error:
@@ -305,7 +309,10 @@ def _json_problem(content: bytes) -> str | None:
 
 
 def _consecutive(blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Merge neighbouring blocks into requests (shard, first block, end), in order of first need."""
+    """Merge neighbouring blocks into requests, in the order in which their blocks are first needed.
+
+    A request is (shard, first block, end).
+    """
     needed = {block: place for place, block in enumerate(blocks)}
     runs: list[tuple[int, int, int, int]] = []
     for number, block in sorted(needed):

@@ -24,19 +24,20 @@ from zerolm.shards.checksums import BLOCK_BYTES, block_checksum, num_blocks
 from zerolm.shards.manifest import wrong_id
 from zerolm.shards.range_reader import RangeReader
 
-MAX_CHECKSUM_SHARDS = 4096  # keep checksums of this many shards: 0.13 GB for shards of 256 MiB
+# Maximum number of shards whose checksums are kept: 0.13 GB for shards of 256 MiB.
+MAX_CHECKSUM_SHARDS = 4096
 NUM_THREADS = 16  # at a latency of 50 ms, 16 parallel requests of 64 KiB reach 20 MB/s
 
 
 class RemoteBlocks:
-    """The blocks of a source, each identified by its shard and its number in the shard.
+    """The blocks of a source, each identified by its shard and its index in the shard.
 
     Args:
         manifest: a checked manifest whose shards all have checksums.
-        cache: the node's cache; None: nothing is cached.
+        cache: the node's cache; None to cache nothing.
 
     Attributes:
-        counts: numbers of cache `hits` and of blocks `fetched`.
+        counts: numbers of cache `hits` and blocks `fetched`.
     """
 
     def __init__(self, reader: RangeReader, manifest: dict[str, Any], cache: Cache | None):
@@ -46,7 +47,8 @@ class RemoteBlocks:
         self.first_keys = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)]).tolist()
         self.counts: Counter[str] = Counter(hits=0, fetched=0)
         self._cached: BlockCache | None = None
-        self._unverified = bytearray()  # for a mirror: one byte per block, 1 until verified
+        # For a mirror: one byte per block, 1 until the block is verified.
+        self._unverified = bytearray()
         self._checksums: OrderedDict[int, np.ndarray] = OrderedDict()
         self._lock = threading.Lock()
         if cache is not None:
@@ -66,11 +68,11 @@ class RemoteBlocks:
         return bool(self._unverified)
 
     def key(self, number: int, block: int) -> int:
-        """Return a block's number within the source."""
+        """Return a block's index in the whole source."""
         return self.first_keys[number] + block
 
     def is_cached(self, number: int, block: int) -> bool:
-        """Return whether a block is probably in the cache; read the block only if necessary."""
+        """Return whether a block is probably in the cache; avoid reading the block to find out."""
         key = self.key(number, block)
         if self._cached is None or not self._cached.has(key):
             return False
@@ -94,7 +96,9 @@ class RemoteBlocks:
         return memoryview(content)[first:end]
 
     def _from_cache(self, number: int, block: int) -> bytes | None:
-        """Return a block from the cache, or None if it is not cached or is damaged."""
+        """Return a block from the cache, or None if the block is not cached or the copy is
+        damaged.
+        """
         if self._cached is None:
             return None
         key = self.key(number, block)
@@ -107,7 +111,9 @@ class RemoteBlocks:
         return content
 
     def _require_ids(self, number: int, first: int, content: bytes) -> None:
-        """Check the ids in blocks; checksums do not detect ids that were written wrongly."""
+        """Check the ids in blocks, because checksums do not detect ids that were invalid when
+        written.
+        """
         for at in range(0, len(content), BLOCK_BYTES):
             problem = wrong_id(memoryview(content)[at : at + BLOCK_BYTES], self.manifest)
             if problem:
@@ -115,18 +121,19 @@ class RemoteBlocks:
                 raise ShardReadError(f"{url}: block {first + at // BLOCK_BYTES} {problem}")
 
     def _offset(self, number: int, block: int) -> int:
-        """Return the byte offset of a block in its shard, limited to the shard's size."""
+        """Return the byte offset of a block in its shard, or the shard's size if that is
+        smaller.
+        """
         return min(block * BLOCK_BYTES, self.shards[number]["size_bytes"])
 
     def fetch(self, number: int, first: int, end: int) -> bytes:
-        """Fetch the blocks [first, end) of a shard from the store, verify and cache them.
+        """Fetch the blocks [first, end) of a shard from the store, verify them and cache them.
 
         Raises:
             ShardReadError: the store does not deliver them, or delivers them damaged.
         """
-        started_at = (
-            time.monotonic()
-        )  # one retry period for both reads, to stay below the watchdog's timeout
+        # Both reads share one retry period, so they end before the watchdog's timeout.
+        started_at = time.monotonic()
         checksums = self.checksums(number, started_at)
 
         def find_damage(content: bytes) -> str | None:
@@ -203,7 +210,7 @@ class RemoteBlocks:
 
 
 def sha256_check(expected: str) -> Callable[[bytes], str | None]:
-    """Return a function that returns a problem if the content has another SHA-256, else None."""
+    """Return a function that returns a problem if its argument has another SHA-256, else None."""
 
     def find_problem(content: bytes) -> str | None:
         same = hashlib.sha256(content).hexdigest() == expected
@@ -217,7 +224,7 @@ def sha256_check(expected: str) -> Callable[[bytes], str | None]:
 
 
 class PendingFetch:
-    """A queued, running or finished fetch of consecutive blocks that begin at block `first`."""
+    """A queued, running or finished fetch of consecutive blocks, the first of which is `first`."""
 
     def __init__(self, fetch: Callable[[], bytes], first: int):
         self.first = first
@@ -227,7 +234,8 @@ class PendingFetch:
         self._started = threading.Lock()
 
     def result(self) -> bytes:
-        """Wait for the bytes of the blocks; fetch them in this thread if no other has started.
+        """Return the bytes of the blocks; fetch them in this thread if no other thread has started
+        to.
 
         Raises:
             The exception that the fetch raised.
@@ -240,7 +248,7 @@ class PendingFetch:
         return self._content
 
     def run(self) -> None:
-        """Fetch the bytes, unless another thread has started."""
+        """Fetch the bytes, unless another thread has already started to."""
         if not self._started.acquire(blocking=False):
             return
         try:
@@ -264,7 +272,7 @@ class FetchThreads:
         return self._queue.empty() and not self._working
 
     def submit(self, fetch: PendingFetch) -> None:
-        """Queue a fetch; it is dropped if nothing references it when a thread takes it."""
+        """Queue a fetch, which is dropped if nothing references it when its turn comes."""
         if not self._started:
             self._started = True
             for _ in range(NUM_THREADS):

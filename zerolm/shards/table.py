@@ -1,9 +1,8 @@
-"""`shards.table`: the entries of all shards in one memory-mapped table, for fast starts. 10 T
-tokens take 75,000 shards, whose manifest takes two seconds and 127 MB to parse.
+"""`shards.table`: the entries of all shards in one memory-mapped table, for fast starts.
 
-Instead, all processes on a node share the table's pages. The manifest still defines the data: a
-table that is damaged or belongs to another manifest is not used. docs/formats.md describes the
-file.
+The manifest of 75,000 shards (10 T tokens) takes two seconds and 127 MB to parse. With a table, all
+processes on a node share its pages instead. The manifest still defines the data: a table that is
+damaged or belongs to another manifest is not used. docs/formats.md describes the file.
 """
 
 import struct
@@ -25,8 +24,8 @@ SUFFIXES = {"file": ".bin", "index": ".idx", "sums": ".sums", "origins": ".org",
 COUNTS = ("num_tokens", "num_documents")
 
 _MAGIC = b"zlmtbl01"
-# Magic; XXH3-64 of everything after these two; XXH3-128 and size of the manifest; number of shards;
-# size of the head; and a bit for each of FILE_KEYS that shards have.
+# Magic; XXH3-64 of everything after these two fields; XXH3-128 and size of the manifest; number of
+# shards; size of the head; and one bit for each key in FILE_KEYS, set if shards have that file.
 _HEADER = struct.Struct("<8sQ16sQQII")
 _CHECKED_FROM = 16
 _BITS = {key: 1 << number for number, key in enumerate(FILE_KEYS)}
@@ -34,7 +33,7 @@ _READ_BYTES = 1 << 20
 
 
 class ShardTable(Sequence[dict[str, Any]]):
-    """A manifest's `shards` entries, created on access from a table's records (S,)."""
+    """A manifest's `shards` entries, created on access from a table's (S,) records."""
 
     def __init__(self, records: np.ndarray):
         self.records = records
@@ -64,7 +63,7 @@ class ShardTable(Sequence[dict[str, Any]]):
 
 
 def column(shards: Sequence[dict[str, Any]], key: str) -> np.ndarray:
-    """Return the value of a numeric key for each shard, (S,) int64."""
+    """Return the values of a numeric key for all shards: (S,) int64."""
     if isinstance(shards, ShardTable):
         return shards.records[key].astype(np.int64)
     return np.array([shard[key] for shard in shards], np.int64)
@@ -79,17 +78,19 @@ def digest_lines(shards: Sequence[dict[str, Any]]) -> str:
 
 
 def all_have(shards: Sequence[dict[str, Any]], key: str) -> bool:
-    """Return whether every shard has a certain file, such as `sums` or `origins`."""
+    """Return whether every shard has the file with this manifest key, such as `sums` or
+    `origins`.
+    """
     if isinstance(shards, ShardTable):
         return key in shards.files
     return all(key in shard for shard in shards)
 
 
 def encode_table(content: bytes) -> bytes | None:
-    """Return the table for a valid manifest file.
+    """Encode the table for a manifest, given the valid content of manifest.json.
 
-    Return None if a table cannot represent the manifest's shards, because of file names from other
-    writers, files that only some shards have, or further keys.
+    Returns None if a table cannot represent the manifest's shards, because they have unusual file
+    names, files that only some of them have, or additional keys.
     """
     manifest = orjson.loads(content)
     shards = manifest.pop("shards")
@@ -118,7 +119,7 @@ def encode_table(content: bytes) -> bytes | None:
 
 
 def read_table(directory: Path) -> tuple[dict[str, Any], ShardTable] | None:
-    """Map a directory's table; return (manifest without shards, shards), or None if there is none.
+    """Map a directory's table; return (manifest without shards, shards), or None without a table.
 
     Raises:
         ShardError: the table is damaged, or was made from another manifest.

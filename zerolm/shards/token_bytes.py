@@ -1,7 +1,8 @@
-"""UTF-8 bytes of text per token id, the denominator of bits per byte.
+"""The number of UTF-8 bytes that each token id represents, the denominator of bits per byte.
 
-The bytes are computed from the shards' tokenizer copy, and tested on texts to report tokenizers
-whose ids do not decode to the original text. Reads no shards. Imports tokenizers lazily.
+The numbers are computed from the shards' tokenizer copy. They are then tested on sample texts, to
+report tokenizers whose ids do not decode to the original text. Reads no shards. Imports tokenizers
+lazily.
 """
 
 import codecs
@@ -30,13 +31,13 @@ PROBES = (
 
 
 class TokenBytes(NamedTuple):
-    """Bytes of text by token id.
+    """Number of text bytes for each token id.
 
     Attributes:
         counts: (V,) int64; 0 for special tokens, which represent no text.
-        first: (V,) int64; counts for the first token in a document, where some tokenizers insert a
-            space that is not in the text.
-        notice: how the bytes differ from the original text's; "" if they do not differ.
+        first: (V,) int64; the same for the first token in a document, where some tokenizers insert
+            a space that is not in the text.
+        notice: how the numbers differ from the size of the original text; "" if they do not.
     """
 
     counts: np.ndarray
@@ -44,32 +45,34 @@ class TokenBytes(NamedTuple):
     notice: str = ""
 
     def rows(self) -> np.ndarray:
-        """Return `counts` and, if different, `first`, as a (1 or 2, V) array."""
+        """Return an array with the row `counts` and, if it differs, the row `first`: (1 or 2,
+        V).
+        """
         is_same = bool((self.counts == self.first).all())
         return np.stack([self.counts] if is_same else [self.counts, self.first])
 
     def of(self, ids: np.ndarray) -> int:
-        """Return the text bytes of a document, given its (N,) ids without the EOS."""
+        """Return the number of text bytes in a document, given its (N,) ids without the EOS."""
         if not len(ids):
             return 0
         return int(self.first[ids[0]] + self.counts[ids[1:]].sum())
 
 
 def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
-    """Return the bytes of each token in a tokenizer directory.
+    """Return the number of text bytes for each token, given a tokenizer directory.
 
     Args:
         directory: the tokenizer copy stored with shards, or an exported model.
-        vocab_size: number of ids; ids unknown to the tokenizer have no bytes.
+        vocab_size: number of ids; ids unknown to the tokenizer count 0 bytes.
 
     Raises:
-        ConfigError: there is no tokenizer, or its tokens have no text of their own.
+        ConfigError: there is no tokenizer, or its tokens do not represent a fixed text.
     """
     if (directory / TIKTOKEN_FILE).is_file():
         encoding = read_tiktoken(directory)
         texts = {rank: token for token, rank in encoding._mergeable_ranks.items()}
         counts = _table({number: len(text) for number, text in texts.items()}, vocab_size)
-        return TokenBytes(counts, counts)  # every byte is a token, and encoding is lossless
+        return TokenBytes(counts, counts)  # every byte is also a token, so encoding is lossless
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(
@@ -107,9 +110,12 @@ def read_token_bytes(directory: Path, vocab_size: int) -> TokenBytes:
 
 
 def exact_bytes(directory: Path, vocab_size: int) -> np.ndarray | None:
-    """Return the bytes of each token, (V,) int64, if they always add up to the size of the text.
+    """Return the number of bytes for each token, (V,) int64, if they always add up to the text
+    size.
 
-    This is certain only for byte-level tokenizers, which neither change nor skip text.
+    Returns None if that is not certain.
+
+    It is certain only for byte-level tokenizers, which neither change nor skip text.
 
     Raises:
         ConfigError: as for `read_token_bytes`.
@@ -137,7 +143,9 @@ def _table(sizes: dict[int, int], vocab_size: int) -> np.ndarray:
 
 
 def _sizes(content: dict[str, Any], vocab: Any, path: Path) -> tuple[dict[int, int], list[int]]:
-    """Return {id: bytes} for the model's vocabulary, and the ids of tokens with a leading space."""
+    """Return {id: number of bytes} for the vocabulary, and the ids of tokens with a leading
+    space.
+    """
     tokens: dict[str, int] = (
         vocab if isinstance(vocab, dict) else {piece: i for i, (piece, _) in enumerate(vocab)}
     )
@@ -170,7 +178,7 @@ def _sizes(content: dict[str, Any], vocab: Any, path: Path) -> tuple[dict[int, i
 
 
 def _kinds(component: Any) -> set[str]:
-    """Return the types of a component in tokenizer.json and of its nested components."""
+    """Return the types of a component in tokenizer.json and of all components nested in it."""
     if not isinstance(component, dict):
         return set()
     parts = [*component.get("decoders", []), *component.get("pretokenizers", [])]
@@ -180,7 +188,9 @@ def _kinds(component: Any) -> set[str]:
 def _notice(
     table: TokenBytes, encode: Callable[[str], np.ndarray], backend: Any, content: dict[str, Any]
 ) -> str:
-    """Compare the table with the probe texts and with their decoded text."""
+    """Return how the table's byte counts differ from those of the probe texts and their decoded
+    ids.
+    """
     counted = original = decoded = 0
     for text in PROBES:
         ids = encode(text)

@@ -20,15 +20,15 @@ from zerolm.config.custom_code import tokenizer_problem
 
 TOKENIZER_FILE = "tokenizer.json"
 TIKTOKEN_FILE, TIKTOKEN_RANKS = "tiktoken.json", "ranks.tiktoken"
-# Texts that some classes encode differently from tokenizer.json; short because they are printed.
+# Texts that some classes do not encode as tokenizer.json defines; short because they are printed.
 EXAMPLES = ("don't", "The 2024", "a  b", "a\n\nb", " e\u0301", "ﬁ", "日本", "A\tB ", "<s>x", "")
 
 
 def without_marks(directory: Path) -> Path:
-    """Return a tokenizer directory without byte order marks, which the libraries reject.
+    """Return a copy of a tokenizer directory without byte order marks, which the libraries reject.
 
-    The result is the directory itself or, until the process ends, a temporary one with links and
-    with copies without marks.
+    If no file has a mark, returns the directory itself. The copy is temporary: it contains links,
+    and copies of files without their marks, until the process exits.
     """
     files = [path for path in directory.iterdir() if path.is_file()]
     marked = [path for path in files if path.suffix == ".json" and _starts_with_mark(path)]
@@ -57,14 +57,13 @@ def _starts_with_mark(path: Path) -> bool:
 
 
 def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None) -> Any:
-    """Load a tokenizer with transformers; code that comes with it is refused, never executed.
-    tokenizer.json defines the tokenizer. transformers rebuilds some classes from the vocabulary
-    alone; only the special tokens of such a class are used.
+    """Load a tokenizer with transformers, without executing any code that comes with it.
 
-
+    The file tokenizer.json defines how text is encoded. transformers rebuilds some tokenizer
+    classes from the vocabulary alone; from such a class only the special tokens are used.
 
     Args:
-        name: a directory, or a Hugging Face hub id.
+        name: a directory or a Hugging Face hub id.
         notices: list to which a notice is added if the class differs from tokenizer.json.
     """
     if local and (problem := tokenizer_problem(Path(name))):
@@ -92,7 +91,7 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
             name, local_files_only=is_local, trust_remote_code=False
         )
     except Exception as error:  # OSError, ValueError, KeyError, ImportError, bare Exception
-        if "trust_remote_code" in str(error):  # a hub id whose files are not stored locally
+        if "trust_remote_code" in str(error):  # a hub id whose files are not in the local cache
             raise ConfigError(
                 f"--tokenizer {name}: needs its own Python code, which is never executed. Choose a "
                 "tokenizer that transformers has a class for, or one with tokenizer.json."
@@ -114,7 +113,9 @@ def load_auto_tokenizer(name: str, local: bool, notices: list[str] | None = None
 
 
 def _class_difference(of_class: Any, tokenizer: Any) -> str:
-    """Return how a class differs from its tokenizer.json; empty if it does not differ."""
+    """Return how a tokenizer class differs from tokenizer.json, as text; empty if it does not
+    differ.
+    """
     if getattr(of_class, "backend_tokenizer", None) is None:
         return "does not read tokenizer.json"
     theirs, ours = (
@@ -149,9 +150,9 @@ def make_portable(directory: Path) -> None:
     """Make every version of transformers load a tokenizer copy as its tokenizer.json defines it.
 
     Version 4 supports neither the class TokenizersBackend nor a list of `extra_special_tokens`, and
-    sets the pre-tokenizer's `add_prefix_space`, by default to false. Without a post-processor, no
-    special tokens are added to text; llama.cpp would add a BOS, whose default id is an ordinary
-    token here.
+    it overrides the pre-tokenizer's `add_prefix_space`, by default with false. If there is no
+    post-processor, no special tokens are added to text; llama.cpp would add a BOS with its default
+    id, which is an ordinary token here.
     """
     path = directory / "tokenizer_config.json"
     if not ((directory / TOKENIZER_FILE).is_file() and path.is_file()):
@@ -197,7 +198,7 @@ def copy_problems(directory: Path, files: Sequence[dict[str, Any]]) -> list[str]
 
 
 def gives_equal_ids(one: Path, other: Path) -> bool:
-    """Return whether two tokenizer directories encode ordinary text to the same ids.
+    """Return whether the tokenizers in two directories encode ordinary text to the same ids.
 
     Special tokens may differ, because they are never encoded from text.
     """

@@ -1,8 +1,8 @@
 """`ShardWriter`: write documents to a shard directory (format: docs/formats.md).
 
 Every file is written under a temporary name, synced and renamed, and the manifest is written last,
-so a killed writer leaves nothing that could be mistaken for data. It leaves `.unfinished`, which
-permits the next writer to remove the other files.
+so a killed writer leaves nothing that could be mistaken for data. It leaves a file `.unfinished`,
+which allows the next writer to remove the other files.
 """
 
 import contextlib
@@ -29,11 +29,12 @@ class ShardWriter:
     everything that it wrote.
 
     Args:
-        directory: created if absent; must be empty, or left by a writer that was killed.
+        directory: created if absent; otherwise it must be empty, or left by a writer that was
+            killed.
         tokenizer: manifest entry of the tokenizer: `name`, `fingerprint`, and `files`, a list of
             objects with `file` (inside tokenizer/), `size_bytes` and `sha256`.
-        shard_tokens: maximum number of tokens in a shard. Documents are never split; a longer
-            document gets its own shard.
+        shard_tokens: maximum number of tokens in a shard. Documents are never split; a document
+            longer than a shard gets a shard of its own.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class ShardWriter:
 
         Args:
             token_ids: (N,) integers; each document ends in the EOS id.
-            document_ends: (D,) ascending document ends in `token_ids`, the last of which is N; by
-                default all ids form one document.
-            origins: (D,) results of `zerolm.shards.origins.pack_origins`, for all documents or
-                none.
+            document_ends: (D,) end of each document in `token_ids`, ascending, with N as the last;
+                by default all ids form one document.
+            origins: (D,) origins packed by `zerolm.shards.origins.pack_origins`. Pass
+                them for all documents or for none.
         """
         tokens = np.asarray(token_ids)
         ends = np.asarray([len(tokens)] if document_ends is None else document_ends, np.int64)
@@ -95,7 +96,7 @@ class ShardWriter:
                 self._open_shard()
             room = self.shard_tokens - self._shard_tokens
             last = int(np.searchsorted(ends, start + room, side="right"))
-            if last <= first:  # the next document does not fit
+            if last <= first:  # the next document does not fit into the shard
                 if self._shard_tokens > 0:
                     self.finish_shard()
                     continue
@@ -127,7 +128,7 @@ class ShardWriter:
         self.num_documents += len(ends)
 
     def finish_shard(self) -> None:
-        """Sync and rename the open shard, if any, so all documents so far are on disk.
+        """Sync and rename the open shard, if any, so all documents added so far are on disk.
 
         With several writers, call this on all of them before the first `close()`, so everything
         that can fail happens before the first manifest is published.
@@ -175,7 +176,7 @@ class ShardWriter:
         return manifest
 
     def abort(self) -> None:
-        """Remove everything that was written, unless the manifest has been published."""
+        """Unless the manifest has been published, remove everything that was written."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # on a full disk, buffered data cannot be written
                 self._file.close()
