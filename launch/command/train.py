@@ -97,9 +97,7 @@ def _run_launcher(command: Sequence[str]) -> int:
     code = launcher.wait()
     # DeepSpeed's launcher may exit with the negated number of the signal that killed a rank.
     ended_by = -code if code < 0 else 256 - code if code > 192 else code - 128
-    if (
-        received and ended_by == signal.SIGTERM
-    ):  # sent by `forward` to processes with nothing to save
+    if received and ended_by == signal.SIGTERM:  # sent by `forward`, as nothing was to be saved
         ended_by = received[0]
     return 128 + ended_by if code < 0 or code > 128 else code
 

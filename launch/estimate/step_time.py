@@ -147,9 +147,8 @@ def step_time(
     if mfu is not None:
         return StepTime(tokens * run.flops_per_token / (peak * mfu), 0.0, 0.0, 0.0, 0.0, 0.0)
     if repeated is None:
-        repeated = float(
-            run.settings.gradient_checkpointing is True
-        )  # selective recomputes no matrix product
+        # Selective checkpointing recomputes no matrix product.
+        repeated = float(run.settings.gradient_checkpointing is True)
     compute = tokens * _flop_seconds(run, peak * hardware.attained, repeated, costs)
     kept = kept_bytes or _kept_bytes(run)
     if run.settings.gradient_checkpointing:

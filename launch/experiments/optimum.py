@@ -12,12 +12,10 @@ from launch.experiments.quantiles import student_quantile
 
 SHARE = 0.90  # coverage of the intervals
 REACH = 2  # number of points to fit on each side of the best point
-HIGHEST = (
-    1.2  # a value is not fitted if its worst seed exceeds the lowest worst seed by this factor
-)
-MISFIT = (
-    6.0  # ratio of the fit's variance to the seeds' variance above which a parabola is rejected
-)
+# A value is not fitted if its worst seed's loss exceeds the lowest such loss by this factor.
+HIGHEST = 1.2
+# A parabola is rejected if the fit's variance exceeds the seeds' variance by this factor.
+MISFIT = 6.0
 NO_LOSSES: Mapping[float, int] = {}
 
 

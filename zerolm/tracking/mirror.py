@@ -114,9 +114,8 @@ class Mirror:
         self.follow()
         if how == CRASHED:
             deadline = time.monotonic() + ORPHAN_SECONDS
-            while (
-                time.monotonic() < deadline
-            ):  # only events, since a restart may truncate the metrics
+            # Follow only events, since a restart may truncate the metrics.
+            while time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
                 self._follow_events()
         self.work.put(("end", 0 if how in ("done", "stopped", "rollback") else 1))
@@ -205,9 +204,7 @@ def mirror(run_dir: Path, name: str, of_process: int) -> None:
         of_process: process ID of the run's first rank.
     """
     for number in processes.STOP_SIGNALS:
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # the run handles these signals, and reports how it ended
+        signal.signal(number, signal.SIG_IGN)  # the run handles signals, and reports how it ended
     with contextlib.suppress(OSError):
         os.nice(19)
     channel = socket.socket(fileno=os.dup(0))

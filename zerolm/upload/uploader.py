@@ -77,10 +77,7 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
                     if _send(run_dir, sending, store):
                         sent.append(sending)
                         _rotate(store, keep)
-                except (
-                    Mismatch,
-                    CheckpointError,
-                ) as error:  # the previous checkpoint may be intact
+                except (Mismatch, CheckpointError) as error:  # an older one may be intact
                     damaged[sending] = str(error)
                     failed(error)
         except StoreError as error:

@@ -114,9 +114,8 @@ def _members() -> dict[Any, list[int]]:
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_initialized():
         return {}
-    with contextlib.suppress(
-        Exception
-    ):  # a private API of torch, and groups may be created meanwhile
+    # This API is private to torch, and groups may be created meanwhile.
+    with contextlib.suppress(Exception):
         world = torch.distributed.distributed_c10d._world
         return {group: sorted(world.pg_group_ranks[group]) for group in list(world.pg_map)}
     return {}
