@@ -1,9 +1,9 @@
-"""The part of launch/setup.sh that runs in a new .venv: chooses a torch build, and installs.
+"""The part of launch/setup.sh that runs in a new .venv: choose a torch build, and install packages.
 
     .venv/bin/python -I launch/install.py [EXTRA ...]
 
-uv installs with pip's settings, in a fifth of pip's time (docs/log.md); pip is the fallback.
-Standard library only, since it runs before anything is installed.
+Installs with uv, which uses pip's settings and takes a fifth of pip's time (docs/log.md); pip is
+the fallback. Standard library only, since this script runs before anything is installed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ CONSTRAINTS = ROOT / ".cache" / "constraints.txt"
 
 ALWAYS = ("fast-tokenizers",)  # for the demo and the README's tokenize command
 BUILD_TOOLS = ("setuptools", "wheel", "ninja", "numpy")  # DeepSpeed's build also imports torch
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's official index
 PROGRESS_SECONDS = 15.0  # between progress lines of a stage
 
 PIP = (sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input")
@@ -57,13 +57,16 @@ def main(extras: Sequence[str]) -> None:
 
 
 def pins() -> dict[str, str]:
-    """Return {name: version} for the constraints that apply to every Python."""
+    """Return {name: version} for the constraints that apply to every Python version."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if "==" in line and ";" not in line)
 
 
 def write_constraints(torch: str) -> None:
-    """Write constraints.txt with this torch version, without packages installed on the machine."""
+    """Write CONSTRAINTS: constraints.txt with the given torch version.
+
+    Packages that the machine provides outside of .venv are omitted.
+    """
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     others = {each.name for each in importlib.metadata.distributions() if outside(each)} | {"torch"}
     others = {re.sub(r"[-_.]+", "-", name).lower() for name in others}
@@ -76,15 +79,15 @@ def installed(name: str) -> importlib.metadata.Distribution | None:
 
 
 def outside(distribution: importlib.metadata.Distribution) -> bool:
-    """Return whether a package comes from the machine, not .venv (--system-site-packages)."""
+    """Return whether a package is installed outside of .venv (with --system-site-packages)."""
     return not str(distribution.locate_file("")).startswith(sys.prefix)
 
 
-# ---- Which build of torch
+# ---- The torch build
 
 
 def choose_torch(installer: "Installer") -> str:
-    """Return the torch version to install, such as ==2.13.0, and print the reason."""
+    """Return the version specifier of the torch build to install, and print the reason."""
     pinned, existing = pins()["torch"], installed("torch")
     change = "ZEROLM_TORCH=VERSION bash launch/setup.sh installs another one"
     if wanted := os.environ.get("ZEROLM_TORCH"):
@@ -110,7 +113,7 @@ def choose_torch(installer: "Installer") -> str:
 
 
 def wants_cpu(existing: importlib.metadata.Distribution) -> bool:
-    """Return whether ZEROLM_TORCH_INDEX may have a CPU build to replace the installed torch."""
+    """Return whether a CPU build from ZEROLM_TORCH_INDEX may replace the installed torch."""
     given = os.environ.get("ZEROLM_TORCH_INDEX")
     return bool(given) and "+" not in existing.version and not has_nvidia_device()
 
@@ -136,8 +139,8 @@ class Installer:
             f"install uv {version}", [*pip, "--retries=0", f"uv=={version}"]
         ):
             uv = [sysconfig.get_path("scripts") + "/uv", "pip", "install", "--python"]
-            # By default Python compiles at the first import, but with this variable at every
-            # import.
+            # Python normally caches bytecode at the first import, but this variable disables the
+            # cache.
             compiled = ["--compile-bytecode"] if os.getenv("PYTHONDONTWRITEBYTECODE") else []
             self.programs.insert(0, [*uv, sys.executable, *self.uv_options, *compiled])
 
@@ -146,27 +149,27 @@ class Installer:
         run_one_of(f"install {title}", [[*each, *pinned] for each in self.programs])
 
     def offers(self, requirement: str) -> bool:
-        """Return whether an index has a package for this Python. Installs nothing."""
+        """Return whether an index offers a requirement for this Python. Installs nothing."""
         command = [*self.programs[0], "--dry-run", "--no-deps", requirement]
         return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def uv_options() -> list[str]:
-    """Return pip's settings as uv options, and set ZEROLM_TORCH_INDEX for both."""
+    """Return pip's settings as uv options; add ZEROLM_TORCH_INDEX to the indexes of uv and pip."""
     listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True).stdout
     settings = {"extra-index-url": ""}
-    for section in ("global", "install", ":env:"):  # later ones take precedence
+    for section in ("global", "install", ":env:"):  # later sections take precedence
         settings |= re.findall(rf"^{section}\.({SAME_FOR_UV})='(.*)'$", listed, re.MULTILINE)
     settings["extra-index-url"] += f" {os.environ.get('ZEROLM_TORCH_INDEX', '')}"
     os.environ["PIP_EXTRA_INDEX_URL"] = settings["extra-index-url"].strip()
-    options = ["--no-config", "--index-strategy=unsafe-best-match"]  # the newest in any index
+    options = ["--no-config", "--index-strategy=unsafe-best-match"]  # newest version in any index
     if settings.pop("no-index", "") in ("1", "true"):
         options += ["--no-index"]
     return options + [f"--{name}={each}" for name in settings for each in settings[name].split()]
 
 
 def build_operator() -> None:
-    """Build DeepSpeed's operator for CPU collectives in the directory where runs look for it."""
+    """Build DeepSpeed's operator for CPU collectives in the directory that runs load it from."""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     if not header.is_file():
         print(
@@ -175,7 +178,7 @@ def build_operator() -> None:
         )
         return
     for lock in Path(sys.prefix, "torch_extensions").rglob("lock"):
-        lock.unlink()  # left by a killed build: later builds would wait for it
+        lock.unlink()  # left by a killed build; later builds would wait for it
     code = (
         "import os\n"
         "from zerolm.common.machine import keep_operators\n"
@@ -189,7 +192,7 @@ def build_operator() -> None:
 
 
 def run_one_of(title: str, commands: Sequence[Sequence[str]]) -> None:
-    """Run the commands until one succeeds; exit if none does."""
+    """Run the commands in order until one succeeds; exit if all fail."""
     if not any(run_stage(title, command) for command in commands):
         print("", *log_lines()[-30:], sep="\n", file=sys.stderr)
         print(f"setup: the command was: {' '.join(commands[-1])}", file=sys.stderr)
@@ -197,7 +200,7 @@ def run_one_of(title: str, commands: Sequence[Sequence[str]]) -> None:
 
 
 def run_stage(title: str, command: Sequence[str]) -> bool:
-    """Run a command with its output in LOG, printing progress; return whether it succeeded."""
+    """Run a command, append its output to LOG, and print progress; return whether it succeeded."""
     print(f"setup: {title} ...", flush=True)
     with LOG.open("ab") as log:
         start, before, code = time.monotonic(), downloaded(), None

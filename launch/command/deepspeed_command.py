@@ -14,7 +14,7 @@ SCRIPT = "pretrain.py"
 
 
 def run_directory(command: Sequence[str]) -> Path:
-    """Return the run directory of a command: from `--run_dir`, or from its `--settings` file."""
+    """Return the run directory that a command sets with `--run_dir` or in its `--settings` file."""
     script = _script_index(command)
     if script is None:
         raise ConfigError(
@@ -31,7 +31,7 @@ def pretrain_flags(arguments: Sequence[str], settings: str | None = None) -> lis
     """Return pretrain.py's flags: the arguments after its name, or all if its name is missing.
 
     Args:
-        settings: a settings file to put before the flags, which override its values.
+        settings: a settings file to add in front of the flags, which override its values.
     """
     script = _script_index(arguments)
     first = [] if settings is None else ["--settings", settings]
@@ -39,7 +39,7 @@ def pretrain_flags(arguments: Sequence[str], settings: str | None = None) -> lis
 
 
 def parse_pretrain_flags(flags: Sequence[str]) -> Settings:
-    """Return the settings that pretrain.py's flags set; a run directory is required.
+    """Return the settings that pretrain.py's flags set, which must include a run directory.
 
     Raises:
         ConfigError: lists every flag and value that pretrain.py's parser would refuse.
@@ -53,7 +53,7 @@ def parse_pretrain_flags(flags: Sequence[str]) -> Settings:
 
 
 def launcher_option(command: Sequence[str], name: str) -> str | None:
-    """Return the value of a launcher option (before the script), or None if it is absent."""
+    """Return the value of a launcher option, or None if the command does not set the option."""
     for index, argument in enumerate(_launcher_arguments(command)):
         if argument.startswith(f"{name}="):
             return argument.partition("=")[2]
@@ -63,7 +63,10 @@ def launcher_option(command: Sequence[str], name: str) -> str | None:
 
 
 def with_launcher_option(command: Sequence[str], name: str, value: str) -> list[str]:
-    """Return the command with a launcher option that it contains set to a new value."""
+    """Return the command with the value of a launcher option replaced.
+
+    A command that does not set the option is returned unchanged.
+    """
     edited = list(command)
     for index, argument in enumerate(_launcher_arguments(command)):
         if argument.startswith(f"{name}="):

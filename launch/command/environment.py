@@ -10,7 +10,7 @@ from zerolm.common.errors import ConfigError
 from zerolm.common.secrets import FILE_NAME
 from zerolm.engine.launcher_options import FORWARDED_PREFIXES, change_of, deepspeed_env_files
 
-# Matches whole parts of a name: neither NCCL_IB_PKEY nor TOKENIZERS_PARALLELISM is a secret.
+# Matches whole words of a name, so neither NCCL_IB_PKEY nor TOKENIZERS_PARALLELISM is a secret.
 SECRET_NAME = re.compile(
     r"(^|_)((API)?KEYS?|TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?)(_|$)", re.IGNORECASE
 )
@@ -22,7 +22,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def forwarded_environment() -> dict[str, str]:
-    """Return the variables that DeepSpeed would set for ranks on other hosts."""
+    """Return the environment variables that DeepSpeed would set for ranks on other hosts."""
     forwarded = {
         name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)
     }
@@ -32,10 +32,10 @@ def forwarded_environment() -> dict[str, str]:
 
 
 def environment_problems(num_hosts: int) -> list[str]:
-    """Return a problem for each variable that ssh would alter or expose.
+    """Return a problem for each environment variable that ssh would alter or expose.
 
-    With one host nothing is forwarded; then only the files are checked, for later use with more
-    hosts.
+    With a single host, nothing is forwarded, so only DeepSpeed's environment files are checked: a
+    later launch on several hosts would forward them.
     """
     sources: dict[str, dict[str, str]] = {}
     problems = []

@@ -1,6 +1,6 @@
 """A run's hosts, as DeepSpeed's launcher reads them from a hostfile.
 
-python -m launch.command.hosts HOSTFILE NUM_NODES [flags]    # prints the problems of a launch
+python -m launch.command.hosts HOSTFILE NUM_NODES [flags]    # prints problems with a launch
 """
 
 import re
@@ -24,7 +24,7 @@ KEEP_ALIVE = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"  # ssh gives u
 
 @dataclass(frozen=True)
 class Host:
-    """One line of a hostfile: a name, and `slots=N`."""
+    """One line of a hostfile: a host name and `slots=N`."""
 
     name: str
     slots: str
@@ -35,9 +35,9 @@ class Host:
 
 
 def read_hostfile(path: Path) -> list[Host]:
-    """Read a hostfile's `name slots=N` lines; refuse any that DeepSpeed or ssh would misread.
+    """Read a hostfile's `name slots=N` lines; refuse any line that DeepSpeed or ssh would misread.
 
-    Open MPI's `max_slots=N` may follow; DeepSpeed ignores it.
+    Lines may end in Open MPI's `max_slots=N`, which DeepSpeed ignores.
     """
     try:
         lines = path.read_text(errors="replace").split("\n")
@@ -67,10 +67,10 @@ def used_hosts(hostfile: str, num_nodes: str | None) -> int:
     """Return the number of hosts on which `deepspeed` starts.
 
     Args:
-        num_nodes: value of the flag; None means all hosts.
+        num_nodes: value of `--num_nodes`; None means all hosts in the hostfile.
 
     Raises:
-        ConfigError: the hostfile is invalid, or lists fewer hosts.
+        ConfigError: `num_nodes` or the hostfile is invalid, or the hostfile lists fewer hosts.
     """
     if num_nodes is not None and not (num_nodes.isdecimal() and int(num_nodes)):
         raise ConfigError(
@@ -88,10 +88,10 @@ def used_hosts(hostfile: str, num_nodes: str | None) -> int:
 def used_slots(
     slots: Mapping[str, int], include: str | None = None, exclude: str | None = None
 ) -> dict[str, int]:
-    """Return {host: slots} for the hosts that `--include` or `--exclude` leaves to `deepspeed`.
+    """Return {host: number of slots} for the hosts that `--include` or `--exclude` selects.
 
     Args:
-        slots: {host: slots} from the hostfile, before --include and --exclude.
+        slots: {host: number of slots} as read from the hostfile.
 
     Raises:
         ConfigError: a flag names a host that does not exist, or excludes every host.
@@ -116,7 +116,9 @@ def used_slots(
 
 
 def mpi_problems(launcher: str, given: Collection[str]) -> list[str]:
-    """Return a problem for each flag that makes DeepSpeed's MPI runners fail with a traceback.
+    """Return a problem for each given flag that an MPI launcher of DeepSpeed does not support.
+
+    Such a flag would make the launcher fail with a traceback.
 
     Args:
         given: names of the flags passed to DeepSpeed's launcher.
@@ -131,7 +133,7 @@ def mpi_problems(launcher: str, given: Collection[str]) -> list[str]:
 
 
 def ssh_problems(arguments: Sequence[str], launcher: str = "pdsh") -> list[str]:
-    """Return problems of variables and script arguments that other hosts would receive altered."""
+    """Return a problem for each variable or script argument that ssh would alter or expose."""
     problems = environment_problems(num_hosts=2)
     if launcher == "pdsh":
         problems += [
@@ -144,7 +146,10 @@ def ssh_problems(arguments: Sequence[str], launcher: str = "pdsh") -> list[str]:
 
 
 def keep_alive(environment: MutableMapping[str, str]) -> None:
-    """Make pdsh's connections time out a minute after a network loss; by default they never do."""
+    """Make pdsh's connections time out a minute after the network fails.
+
+    By default, they never time out.
+    """
     given = environment.get("PDSH_SSH_ARGS_APPEND", "")
     if "ServerAliveInterval" not in given:
         environment["PDSH_SSH_ARGS_APPEND"] = f"{given} {KEEP_ALIVE}".strip()

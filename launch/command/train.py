@@ -38,7 +38,7 @@ CHOOSE_DEVICES = ("num_gpus", "num_nodes", "hostfile", "include", "exclude")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add every flag, for the help; `run` parses the command itself."""
+    """Add every flag to the help; `run` does its own parsing."""
     add_launcher_flags(parser.add_argument_group("DeepSpeed's launcher"), LAUNCHER_FLAGS)
     add_all_settings(parser)
 
@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def add_launcher_flags(
     parser: argparse._ActionsContainer, names: Iterable[str], **defaults: Any
 ) -> None:
-    """Add launcher flags to the parser of this or another command."""
+    """Add flags of DeepSpeed's launcher to a parser; `defaults` are default values by name."""
     for name in names:
         flag = LAUNCHER_FLAGS[name]
         value: dict[str, Any] = {"action": "store_true"}
@@ -68,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
     if settings.check:
         os.execv(sys.executable, [sys.executable, str(SCRIPT), *flags])
     command = deepspeed_command(argv)
-    if _hostfile(launcher):  # the launcher for several hosts stops the ranks itself
+    if _hostfile(launcher):  # the multi-node launcher stops the ranks itself
         keep_alive(os.environ)
         os.execv(sys.executable, command)
     return _run_launcher(command)
@@ -77,8 +77,8 @@ def run(argv: Sequence[str]) -> int:
 def _run_launcher(command: Sequence[str]) -> int:
     """Run the launcher on this host, and return its exit code.
 
-    Signals are forwarded to the ranks, which save and stop. On Ctrl-C the launcher would exit with
-    a traceback and end W&B's service, so it runs in a process group other than the terminal's.
+    Signals are forwarded to the ranks, which save and stop. On Ctrl-C, the launcher would exit with
+    a traceback and kill W&B's service, so it runs outside the terminal's process group.
     """
     launcher = subprocess.Popen(command, preexec_fn=os.setpgrp)
     received: list[int] = []
@@ -95,15 +95,15 @@ def _run_launcher(command: Sequence[str]) -> int:
     for number in processes.stop_signals():
         signal.signal(number, forward)
     code = launcher.wait()
-    # DeepSpeed's launcher may exit with the negative number of the signal that ended a rank.
+    # DeepSpeed's launcher may exit with the negated number of the signal that killed a rank.
     ended_by = -code if code < 0 else 256 - code if code > 192 else code - 128
-    if received and ended_by == signal.SIGTERM:  # sent by `forward`: nothing saved
+    if received and ended_by == signal.SIGTERM:  # sent by `forward`, as nothing was to be saved
         ended_by = received[0]
     return 128 + ended_by if code < 0 or code > 128 else code
 
 
 def deepspeed_command(argv: Sequence[str]) -> list[str]:
-    """Return the command that starts the launcher with the flags of `zerolm train`."""
+    """Return the command that runs DeepSpeed's launcher with the flags given to `zerolm train`."""
     launcher, flags = split_flags(argv)
     if not any(flag.startswith(("--log_level", "--quiet")) for flag in launcher):
         launcher.append("--log_level=error")
@@ -112,7 +112,10 @@ def deepspeed_command(argv: Sequence[str]) -> list[str]:
 
 
 def run_command(arguments: argparse.Namespace) -> list[str]:
-    """Return the command after `--`, with `zerolm train` and `deepspeed` replaced by their argv."""
+    """Return the command that follows `--`.
+
+    `zerolm train` and `deepspeed` are replaced by the Python command that they would run.
+    """
     command = _without_credentials(arguments.run_command or [])
     for place in (1, 3):  # zerolm train, python -m zerolm train
         if command[place : place + 1] == ["train"] and Path(command[place - 1]).name in PROGRAMS:
@@ -123,7 +126,10 @@ def run_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def _without_credentials(argv: Sequence[str]) -> list[str]:
-    """Return the command; refuse it if it contains credentials, which the launcher would print."""
+    """Return the command unchanged; refuse it if it contains credentials.
+
+    The launcher would print them.
+    """
     if problems := [
         f"command line: {word}: contains credentials, which the launcher, job files and process "
         f"listings would expose. Put them in the environment or in the configuration of the "
@@ -136,16 +142,17 @@ def _without_credentials(argv: Sequence[str]) -> list[str]:
 
 
 def _hostfile(launcher: Sequence[str]) -> str:
-    """Return the hostfile of a launch; empty for a launch on this host alone."""
+    """Return the path of the hostfile that a launch uses, or "" if it uses this host alone."""
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     default = DEFAULT_HOSTFILE if Path(DEFAULT_HOSTFILE).is_file() else ""
     return given.get("hostfile", default)
 
 
 def _for_mpirun(launcher: Sequence[str]) -> list[str]:
-    """Return the launcher's flags, with the rendezvous address of Open MPI's ranks added.
+    """Return the launcher's flags, extended for `--launcher openmpi`.
 
-    Binding is turned off: by default, `mpirun` binds a rank and its loader workers to one core.
+    The rendezvous address of the ranks is added, and core binding is turned off: by default,
+    `mpirun` binds a rank and its loader workers to one core.
     """
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     if given.get("launcher", "").lower() != "openmpi":
@@ -162,7 +169,7 @@ def _for_mpirun(launcher: Sequence[str]) -> list[str]:
 
 
 def _host_problems(launcher: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Return problems with a launch on a hostfile's hosts."""
+    """Return the problems with launching on the hosts of the hostfile; none without a hostfile."""
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     hostfile, runner = _hostfile(launcher), given.get("launcher", "pdsh").lower()
     if not hostfile:
@@ -179,7 +186,10 @@ def _host_problems(launcher: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:
-    """Return `--world_size` for `--check`, computed from the flags that select devices."""
+    """Return the `--world_size` flag to add for `--check`, computed from the launcher's flags.
+
+    If it cannot be computed from them, append to `problems` and return no flag.
+    """
     given = dict(flag[2:].partition("=")[::2] for flag in launcher)
     chosen = [name for name in CHOOSE_DEVICES if name in given]
     sizes = [given.get("num_gpus", ""), given.get("num_nodes", "1")]
@@ -194,7 +204,7 @@ def _world_size(launcher: Sequence[str], problems: list[str]) -> list[str]:
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into (launcher flags as `--name=value`, arguments of pretrain.py)."""
+    """Split arguments into (launcher flags as `--name=value`, arguments for pretrain.py)."""
     launcher: list[str] = []
     rest: list[str] = []
     arguments = list(argv)

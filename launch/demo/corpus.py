@@ -2,9 +2,9 @@
 
     python -m launch.demo.corpus OUTPUT
 
-writes two sources without common sentences. OUTPUT/code.jsonl contains the standard library's
-source files without their docstrings, one document per file. OUTPUT/prose.jsonl contains those
-docstrings and the manual topics that `help()` shows.
+writes two sources that have no sentence in common. OUTPUT/code.jsonl contains the standard
+library's source files without their docstrings, one document per file. OUTPUT/prose.jsonl contains
+the docstrings and the manual topics that `help()` shows.
 """
 
 import argparse
@@ -22,9 +22,9 @@ MIN_DOCUMENT_CHARACTERS = 200  # an empty __init__.py teaches nothing
 
 
 def source_files() -> list[Path]:
-    """Return the .py files of the standard library, sorted, without its tests and other packages.
+    """Return the sorted .py files of the standard library, excluding its tests.
 
-    Many installations omit the tests, which make up more than half of the text.
+    The tests make up more than half of its text, and many installations omit them.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     excluded = {"site-packages", "dist-packages", "__pycache__", "pydoc_data", "test", "tests"}
@@ -34,7 +34,7 @@ def source_files() -> list[Path]:
 
 
 def read_source(path: Path) -> str | None:
-    """Return a file's text, decoded with its declared encoding; None if it cannot be decoded."""
+    """Return a file's text, decoded with its declared encoding; None if decoding fails."""
     try:
         with tokenize.open(path) as file:
             return file.read()
@@ -43,13 +43,13 @@ def read_source(path: Path) -> str | None:
 
 
 def split_docstrings(source: str) -> tuple[str, list[str]]:
-    """Return (source without docstrings, the docstrings in file order).
+    """Return (source without docstrings, its docstrings in file order).
 
-    A source that this Python version cannot parse is returned unchanged, without docstrings.
+    If this Python version cannot parse the source, return it unchanged with an empty list.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escape sequences in Python's own tests
+            warnings.simplefilter("ignore")  # about invalid escape sequences
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return source, []
@@ -59,7 +59,7 @@ def split_docstrings(source: str) -> tuple[str, list[str]]:
     for statement in statements:
         first, last = statement.lineno - 1, statement.end_lineno or statement.lineno
         if (lines[first] or "")[: statement.col_offset].strip():
-            continue  # `def f(): "..."` on one line stays
+            continue  # keep `def f(): "..."` on one line
         docstrings.append(ast.literal_eval(statement.value))
         lines[first:last] = [""] + [None] * (last - first - 1)
     return "\n".join(line for line in lines if line is not None), docstrings
@@ -96,7 +96,7 @@ def write_corpus(output: Path) -> None:
 
         def write(source: str, name: str, text: str) -> None:
             if len(text) >= MIN_DOCUMENT_CHARACTERS:
-                text = text.encode("utf-8", "replace").decode("utf-8")  # lone surrogates
+                text = text.encode("utf-8", "replace").decode("utf-8")  # replaces lone surrogates
                 files[source].write(json.dumps({"name": name, "text": text}) + "\n")
                 num_documents[source] += 1
 

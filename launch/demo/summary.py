@@ -11,8 +11,8 @@ from pathlib import Path
 from zerolm.run_dir.files import RunFiles
 
 MIN_FALL_NATS = 2.5
-MAX_GAP_NATS = 0.5  # allowed between validation and training loss
-LAST_STEPS = 10  # averaged: the loss of a single batch is noisy
+MAX_GAP_NATS = 0.5  # largest allowed difference between validation and training loss
+LAST_STEPS = 10  # number of losses to average, since the loss of a single batch is noisy
 
 
 def summary(metrics: Path) -> tuple[str, bool]:

@@ -1,7 +1,7 @@
 """Compare the facts from all hosts, and return a finding for each problem.
 
-A host that differs from the majority is at fault, or from the first host if there is no majority.
-No side effects.
+A host whose value differs from the most frequent one is considered at fault; ties are resolved in
+favor of the first host. No side effects.
 """
 
 from collections import Counter
@@ -14,15 +14,18 @@ from zerolm.common.values import shown_bytes
 from zerolm.preflight.host import shared_memory_problem
 
 PACKAGES = ("python", "torch", "deepspeed", "transformers", "zerolm")
-MAX_SKEW_SECONDS = 5.0  # hosts compute the ages of other hosts' heartbeats and locks
+MAX_SKEW_SECONDS = 5.0  # each host computes the age of other hosts' heartbeats and locks
 MIN_BYTES_PER_SECOND = 20e6
-MIN_SAMPLE_BYTES = 8 << 20  # reading less does not measure a disk's speed
+MIN_SAMPLE_BYTES = 8 << 20  # a smaller sample is too short to measure a disk's speed
 MAX_NAMES = 3
 Facts = Mapping[str, Mapping[str, Any]]  # {host: what its collector returned}
 
 
 def run_checks(facts: Facts, required: Requirements) -> list[Finding]:
-    """Return the findings of every check, in the order of `CHECKS`."""
+    """Run all checks in the order of `CHECKS`, and return their findings.
+
+    A check without problems or notes contributes only its first finding.
+    """
     findings: list[Finding] = []
     for check in CHECKS:
         found = check(facts, required)
@@ -31,7 +34,10 @@ def run_checks(facts: Facts, required: Requirements) -> list[Finding]:
 
 
 def outliers(values: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return (the most frequent value, the hosts with another one); ties go to the first value."""
+    """Return (the most frequent value, the hosts with a different value).
+
+    If several values are equally frequent, the first one is used.
+    """
     counts = Counter(repr(value) for value in values.values())
     largest = counts.most_common(1)[0][1]
     usual = next(value for value in values.values() if counts[repr(value)] == largest)

@@ -1,7 +1,7 @@
-"""The doctor's process on each host: answers requests about its machine, one JSON line per request.
+"""The doctor's process on each host: answers requests about that host, one JSON line per request.
 
-It is started over ssh with the directory, interpreter and environment of a rank. It writes only the
-file that shows whether the hosts share the run directory.
+It is started over ssh with the same directory, interpreter and environment as a rank. The only file
+it writes is the one that shows whether the hosts share the run directory.
 """
 
 import contextlib
@@ -32,18 +32,18 @@ from zerolm.preflight import host
 from zerolm.shards.reader import Source, verify
 from zerolm.shards.table import column
 
-MARK = "@zerolm "  # at the start of each answer: a login shell may print other lines
+MARK = "@zerolm "  # prefix of each answer, since a login shell may print other lines
 CODE_PATTERNS = ("pretrain.py", "zerolm/**/*.py", "launch/**/*.py")
 SAMPLE_BLOCKS, SAMPLE_BLOCK_BYTES = 64, 1 << 20
-BUSY_SHARE = 0.05  # above this share of used memory, another process uses a device
+BUSY_SHARE = 0.05  # a device is busy if more than this share of its memory is in use
 COMMAND_SECONDS = 20.0
 CONNECT_SECONDS = 5.0
 _LISTENERS: list[socket.socket] = []
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer each line of `requests`. An exception becomes an `error` answer."""
-    machine.keep_operators(os.environ)  # as a rank will
+    """Answer the request on each line of `requests`; report an exception as an `error` answer."""
+    machine.keep_operators(os.environ)  # use the same operator directory as the ranks
     for line in requests:
         request = json.loads(line)
         try:
@@ -59,11 +59,13 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
-    """Return the facts that the doctor compares; `problems` lists the errors met while collecting.
+    """Return the facts that the doctor compares.
+
+    Their key `problems` lists the problems found while collecting them.
 
     Args:
         flags: flags of pretrain.py; if empty, only facts that do not depend on a run are collected.
-        deep: read every byte of the shards and check it against their manifests.
+        deep: whether to read all shards completely and verify their checksums.
         port: port on which rank 0 would listen.
     """
     settings, problems = parse_settings(flags)
@@ -90,7 +92,7 @@ def facts(flags: list[str], deep: bool, port: int) -> dict[str, Any]:
 
 def devices(problems: list[str]) -> dict[str, Any]:
     """Return {kind, name, count, busy: one line per device that another process is using}."""
-    import deepspeed.accelerator  # even without GPUs: checks that it can be imported
+    import deepspeed.accelerator  # even without a GPU, to check that the import succeeds
 
     device = local_device({**os.environ, "LOCAL_RANK": "0"}, problems)
     if not device.is_gpu:
@@ -116,8 +118,8 @@ def _busy_devices() -> list[str]:
 def data(settings: Settings, deep: bool) -> dict[str, Any]:
     """Return {problems, sources: {directory: {fingerprint, shards, bytes, seconds}}}.
 
-    `shards` are checksums of a sample, `bytes` its size and `seconds` its read time. The sample is
-    read bypassing the page cache, so the time measures the storage.
+    `shards` are the checksums of a sample of the data, `bytes` is the sample's size, and `seconds`
+    is the time spent reading it. Reads bypass the page cache, so `seconds` measures the storage.
     """
     problems: list[str] = []
     opened = open_sources(settings, problems)
@@ -164,7 +166,11 @@ def read_sample(source: Source) -> tuple[dict[str, str], int, float]:
 
 
 def disk(settings: Settings) -> dict[str, Any]:
-    """Return {problem, free bytes, number of checkpoints to fit}; {} without a run directory."""
+    """Return facts about the disk of the run directory; {} if no run directory is given.
+
+    `problem` says why the directory is not writable, `free` is the free space in bytes, and
+    `checkpoints` is the number of checkpoints that must fit.
+    """
     if settings.run_dir is None:
         return {}
     free, checkpoints = host.checkpoint_room(settings.run_dir, 1, settings.checkpoint_keep)
@@ -176,13 +182,13 @@ def disk(settings: Settings) -> dict[str, Any]:
 
 
 def operators() -> dict[str, Any]:
-    """Return {built: DeepSpeed's compiled operators, missing: tools to compile the others}."""
+    """Return {built: DeepSpeed operators already compiled, missing: missing build tools}."""
     built = {path.stem for path in machine.built_operators(os.environ)} | installed()
     return {"built": sorted(built), "missing": machine.missing_compilers("cpu")}
 
 
 def build_problems(settings: Settings, device_kind: str) -> list[str]:
-    """Return the problems that preflight would find in this host's configs and compilers."""
+    """Return the problems that preflight would find with the configs and compilers on this host."""
     problems = []
     try:
         if settings.model_config is not None:
@@ -203,7 +209,7 @@ def build_problems(settings: Settings, device_kind: str) -> list[str]:
 
 
 def addresses() -> list[str]:
-    """Return the addresses of this host, in the order in which DeepSpeed reads them."""
+    """Return this host's addresses in the order of `hostname -I`; DeepSpeed uses the first."""
     return _output(["hostname", "-I"]).split()
 
 
@@ -235,11 +241,15 @@ def _output(command: list[str]) -> str:
 
 
 # -------------------------------------------------------------------------------------------------
-# Checks in which all hosts take part
+# Checks that involve all hosts
 
 
 def token(run_dir: str, name: str, do: str) -> bool:
-    """Write, look for or remove a file in the run directory or its nearest existing parent."""
+    """Write or remove a file in the run directory, and return whether it exists afterwards.
+
+    If the run directory does not exist, its nearest existing parent is used. Any other value of
+    `do` than "write" and "remove" only checks for the file.
+    """
     path = Path(run_dir).absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -252,7 +262,12 @@ def token(run_dir: str, name: str, do: str) -> bool:
 
 
 def listen(port: int, stop: bool = False) -> int:
-    """Accept connections on a port (0: a free one) until called with `stop`; return the port."""
+    """Listen on a port until the next call, and return the port.
+
+    Args:
+        port: port to listen on; 0 selects a free port.
+        stop: stop listening instead.
+    """
     while _LISTENERS:
         _LISTENERS.pop().close()
     if not stop:
@@ -262,7 +277,7 @@ def listen(port: int, stop: bool = False) -> int:
 
 
 def connect(places: list[tuple[str, int]]) -> list[str]:
-    """Connect to each (address, port); return why each attempt failed, "" if it succeeded."""
+    """Connect to each (address, port); return an error message, or "" for success, for each."""
 
     def problem(place: tuple[str, int]) -> str:
         try:
@@ -278,11 +293,11 @@ def connect(places: list[tuple[str, int]]) -> list[str]:
 def network(
     hosts: list[int], number: int, address: str, port: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Run `network_rank` for each rank of this host; return each rank's result or `error`.
+    """Run `network_rank` for each rank of this host; return each rank's result or {error: message}.
 
     Args:
         hosts: number of ranks on each host.
-        number: of this host.
+        number: index of this host in `hosts`.
         address, port: where rank 0 listens.
         seconds: time limit.
     """

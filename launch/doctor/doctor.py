@@ -1,7 +1,7 @@
 """`zerolm doctor`: check every host before a run starts, and print one table.
 
-All hosts are queried concurrently, each over one ssh connection, with a time limit. Then they check
-together that they share the run directory, and measure the network.
+All hosts are queried concurrently, each over one ssh connection, with a time limit. Then all hosts
+together check that they share the run directory, and measure the network.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from zerolm.engine.launcher_options import DEFAULT_PORT
 from zerolm.parts.parse import add_settings, parse_settings
 from zerolm.watchdog import limits
 
-CLOSE_SECONDS = 5.0  # time for all sessions to end
+CLOSE_SECONDS = 5.0  # time limit for closing all sessions
 DEEP_SECONDS = 12 * 3600.0
 # {part of ssh's error message: fix}; HOST is replaced with the host's name
 SSH_FIXES = {
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table; return 0 if no line is red, else 2."""
     command = run_command(arguments)
     if arguments.collect:
-        from launch.doctor import collector  # slow to import: not for --help
+        from launch.doctor import collector  # slow import, which --help avoids
 
         answers, sys.stdout = sys.stdout, sys.stderr  # imports may print to stdout
         collector.serve(sys.stdin, answers)
@@ -91,11 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 class Doctor:
-    """A check of all hosts.
+    """Checks all hosts and collects the findings.
 
     Args:
-        command: flags of pretrain.py, or a complete `deepspeed ... pretrain.py ...` command. The
-            doctor's own flags take precedence over the command's launcher options.
+        arguments: the doctor's own flags, which take precedence over the command's launcher
+            options.
+        command: pretrain.py's flags, or a complete `deepspeed ... pretrain.py ...` command.
 
     Raises:
         ConfigError: the hostfile cannot be read.
@@ -111,7 +112,7 @@ class Doctor:
             return value
 
         self.flags = pretrain_flags(command, arguments.settings)
-        self.settings, _ = parse_settings(self.flags)  # each host reports the problems
+        self.settings, _ = parse_settings(self.flags)  # each host reports its own problems
         hostfile = option("hostfile") or launcher_option(command, "-H")
         if hostfile is None and Path(DEFAULT_HOSTFILE).is_file():
             hostfile = DEFAULT_HOSTFILE
@@ -160,7 +161,7 @@ class Doctor:
             if not unreachable:
                 found.append(Finding("reachable", ALL, OK, f"{len(facts)} host(s) answer"))
             self.sessions = {name: self.sessions[name] for name in facts}
-            if self.hostfile is None:  # the launcher starts a rank on each GPU
+            if self.hostfile is None:  # the launcher starts one rank per GPU
                 (devices,) = (fact["devices"] for fact in facts.values())
                 number = self.num_gpus or (1 if devices["kind"] == "cpu" else devices["count"])
                 self.slots = used_slots({"localhost": number}, **self.selection)
@@ -185,7 +186,10 @@ class Doctor:
     def _ask_all(
         self, ask: Callable[[str], Any], hosts: Iterable[str] | None = None
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Query all or the given hosts concurrently; return ({host: answer}, {host: problem})."""
+        """Call `ask` for all hosts, or the given ones, concurrently.
+
+        Return ({host: answer}, {host: problem}); each host is in one of them.
+        """
         names = list(self.sessions if hosts is None else hosts)
 
         def answer_or_problem(name: str) -> tuple[Any, str | None]:
@@ -263,12 +267,12 @@ class Doctor:
 
 
 def _name_a_host(finding: Finding) -> Finding:
-    """Return a finding with the name of its first host in the fix."""
+    """Return the finding with HOST in its fix replaced by the name of its first host."""
     return replace(finding, fix=finding.fix.replace("HOST", finding.host.partition(",")[0]))
 
 
 def _close(sessions: Sequence[Session]) -> None:
-    """End all sessions within a few seconds, however many hosts hang."""
+    """Close all sessions within `CLOSE_SECONDS`, even if many hosts hang."""
     for session in sessions:
         session.hang_up()
     deadline = time.monotonic() + CLOSE_SECONDS

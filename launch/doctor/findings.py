@@ -1,4 +1,4 @@
-"""The doctor's table: its lines, and their formatting."""
+"""The rows of the doctor's table and their formatting."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,15 @@ from zerolm.common.values import printable
 
 OK, NOTE, RED = "ok", "note", "RED"
 ALL = "all"
-MAX_WIDTH = 24  # of a column; longer cells may list 64 hosts
+MAX_WIDTH = 24  # of a column; a longer cell, such as a list of 64 hosts, is not padded
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table.
+    """One row of the table.
 
     Attributes:
-        host: the host concerned, or `all`.
+        host: the name of the affected host, or `all`.
         state: OK, NOTE or RED.
     """
 
@@ -27,13 +27,13 @@ class Finding:
 
 
 def from_problem(check: str, host: str, problem: str) -> Finding:
-    """Return a red line for a problem of the form `Fact. How to fix it.`"""
+    """Convert a problem of the form `Fact. How to fix it.` to a red finding."""
     fact, _, fix = problem.rstrip(".").partition(". ")
     return Finding(check, host, RED, fact, fix[:1].lower() + fix[1:])
 
 
 def merge_hosts(findings: Sequence[Finding]) -> list[Finding]:
-    """Merge findings that differ only in the host, such as those about a shared file system."""
+    """Merge findings that differ only in the host, such as problems with a shared file system."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         key = (finding.check, finding.state, finding.fact, finding.fix)
@@ -45,7 +45,7 @@ def merge_hosts(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def table(findings: Sequence[Finding], color: bool) -> str:
-    """Return the findings as aligned lines; in a terminal, red ones are colored."""
+    """Return the findings as aligned lines; `color` prints RED findings in red."""
     columns = ("check", "host", "state")
     cells_of = [[getattr(finding, name) for finding in findings] for name in columns]
     widths = [min(MAX_WIDTH, max(map(len, cells))) for cells in cells_of]
@@ -54,6 +54,6 @@ def table(findings: Sequence[Finding], color: bool) -> str:
         cells = (finding.check, finding.host, finding.state)
         head = "".join(f"{cell:<{width}}  " for cell, width in zip(cells, widths, strict=True))
         line = f"{head}{finding.fact}" + (f".  Fix: {finding.fix}." if finding.fix else "")
-        line = printable(line)  # the facts of a host come from its files
+        line = printable(line)  # a host's facts may contain text from its files
         lines.append(f"\033[31m{line}\033[0m" if color and finding.state == RED else line)
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """A session with the doctor's collector on one host, over one ssh connection.
 
-The collector's environment is sent over its standard input, so no value is visible on a command
-line on either host.
+The collector reads its environment from standard input, so no value is visible on a command line on
+either host.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from launch.doctor.collector import MARK
 from launch.supervise.hosts import remote_command
 from zerolm.common.shipped import code_command, module_command
 
-# Reads the first line byte by byte, so the program that replaces this one gets all the rest.
+# Reads the first line byte by byte, to leave all other input to the program that replaces this one.
 BOOTSTRAP = (
     "import json, os; line = b''\n"
     "while not line.endswith(b'\\n'): line += os.read(0, 1) or sys.exit('no standard input')\n"
@@ -31,11 +31,11 @@ BOOTSTRAP = (
 
 
 class HostError(Exception):
-    """A host did not answer, or answered with an error. The message is one line."""
+    """A host did not answer, or answered with an error. The message is a single line."""
 
 
 class Session:
-    """An open session, to be closed by `close`. Must not be shared between threads."""
+    """An open session; call `close` to end it. Must not be shared between threads."""
 
     def __init__(self, host: Host, ssh_port: str | None, environment: Mapping[str, str]):
         self.host = host
@@ -72,7 +72,7 @@ class Session:
                 return answer["answer"]
 
     def clock_offset(self, seconds: float) -> tuple[float, float]:
-        """Return (seconds that the host's clock is ahead of this one's, uncertainty)."""
+        """Return (seconds by which the host's clock is ahead of this host's, uncertainty)."""
         best = (0.0, float("inf"))
         for _ in range(3):
             before = time.time()
@@ -104,7 +104,7 @@ class Session:
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
         except OSError:
-            pass  # the collector has ended; the next `ask` reports how
+            pass  # the collector has exited; the next `ask` reports its exit code
 
     def _read(self) -> None:
         assert self.process.stdout is not None

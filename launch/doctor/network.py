@@ -1,7 +1,7 @@
-"""The doctor's network check: the run's port, each host's speed, and the speed training can expect.
+"""The doctor's network check: the run's port, each host's speed, and the expected training speed.
 
-First each host's fastest exchange with any other host is compared with the others' fastest, so a
-single bad host is named and its partners are not; then the pairs of hosts are compared.
+First, each host's fastest exchange is compared with the fastest exchanges of the other hosts, so
+that a single bad host is reported and its partners are not. Then pairs of hosts are compared.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,12 @@ from zerolm.common.values import shown_bytes
 from zerolm.plan.hardware import recognize
 
 SECONDS = 90.0
-GRACE_SECONDS = 30.0  # added for imports and the end of processes
-SLOW_SHARE = 0.6  # share of the others' bandwidth: one of two adapters is missing
-SLOW_SHARE_OF_CPUS = 0.25  # lower: exchanges may wait for a core
-SLOW_LATENCY, MIN_LATENCY = 5.0, 1e-3  # factor over the others' latency; never slow below this
-MIN_LATENCY_OF_CPUS = 0.02  # higher: exchanges wait for the scheduler
+GRACE_SECONDS = 30.0  # additional time for imports and process exit
+SLOW_SHARE = 0.6  # share of the others' bandwidth; detects that one of two adapters is missing
+SLOW_SHARE_OF_CPUS = 0.25  # lower, because exchanges may wait for a core
+# A host is slow above this multiple of the others' latency, but never below MIN_LATENCY.
+SLOW_LATENCY, MIN_LATENCY = 5.0, 1e-3
+MIN_LATENCY_OF_CPUS = 0.02  # higher, because exchanges wait for the scheduler
 MIN_BYTES_PER_SECOND = 60e6  # per host: half of 1 Gbit/s
 MIN_EXPECTED_SHARE = 0.5  # share of the bandwidth that `plan` assumes
 SHOWN_PAIRS, SHOWN_SIZES = 3, 2
@@ -45,11 +46,11 @@ def check(
     """Let the hosts rendezvous as the ranks of a run will, and measure the network between them.
 
     Args:
-        facts: {host: what its collector returned}.
+        facts: {host: facts returned by its collector}.
         ranks: {host: number of ranks}.
-        place: has the run's port if that is free, else any free port.
-        ask_all: sends a request to some hosts; takes (name of the request, {host: arguments}) and
-            returns ({host: answer}, {host: problem}).
+        place: where rank 0 listens; its port is the run's port if free, else any free port.
+        ask_all: a function that takes (name of a request, {host: arguments}), sends the request to
+            these hosts, and returns ({host: answer}, {host: problem}).
     """
     names = list(facts)
     if found := _port(names, place, ask_all):
@@ -80,12 +81,12 @@ def measured(
     kind: str,
     device: str,
 ) -> list[Finding]:
-    """Return the findings from measurements that all succeeded.
+    """Return the findings for a network check in which all measurements succeeded.
 
     Args:
-        results: {host: the result of `network_rank.measure` on each of its ranks}.
+        results: {host: [result of `network_rank.measure` for each of its ranks]}.
         ranks: {host: number of ranks}.
-        kind, device: kind and name of the devices.
+        kind, device: the devices' kind (such as `cpu`) and name.
     """
     world = sum(ranks.values())
     if world == 1:
@@ -99,7 +100,7 @@ def measured(
     return found
 
 
-# ---- Meeting
+# ---- Rendezvous
 
 
 def _port(names: Sequence[str], place: Place, ask_all: AskAll) -> list[Finding]:
@@ -128,7 +129,7 @@ def _port(names: Sequence[str], place: Place, ask_all: AskAll) -> list[Finding]:
 
 
 def _unreachable(facts: Mapping[str, Any], ask_all: AskAll) -> list[Finding]:
-    """Return a finding for each host that cannot reach the others at system-chosen ports."""
+    """Return a finding for each host that cannot connect to other hosts on ephemeral ports."""
     ports, _ = ask_all("listen", {name: {"port": 0} for name in facts})
     addresses = {name: next(iter(fact["addresses"]), name) for name, fact in facts.items()}
     targets = {
@@ -163,7 +164,7 @@ def _failed(problems: Mapping[str, str], place: Place) -> list[Finding]:
 
 
 def _collective(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Return a collective's sizes, times and bus bandwidths (as defined by nccl-tests)."""
+    """Return text that lists a collective's sizes, times and bus bandwidths (as in nccl-tests)."""
     every = [result[name] for of_ranks in results.values() for result in of_ranks]
     world, times = len(every), 2 if name == "all_reduce" else 1
     shown = []
@@ -177,7 +178,7 @@ def _collective(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -
 def _pairs(
     results: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return {(host, other host): (seconds one way, bytes per second of a device)}."""
+    """Return {(host, other host): (one-way latency in seconds, bytes per second per device)}."""
     names = list(results)
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for name, of_ranks in results.items():
@@ -234,7 +235,7 @@ def _hosts(
 def _speed(
     rates: Mapping[str, float], latency: float, ranks: Mapping[str, int], kind: str, device: str
 ) -> Finding:
-    """Return the finding about the network as a whole, in the unit of `plan --inter_node`."""
+    """Return a finding for the slowest host's bandwidth, in the unit of `plan --inter_node`."""
     slowest = min(rates, key=lambda name: rates[name])
     rate, of_host = rates[slowest], rates[slowest] * ranks[slowest]
     text = f"{shown_bytes(rate)}/s per device between hosts, {_shown_seconds(latency)} for a few "

@@ -1,4 +1,4 @@
-"""One rank of the doctor's network measurement: collectives over all ranks, exchanges of pairs.
+"""One rank of the doctor's network check: time collectives over all ranks and pairwise exchanges.
 
 python -m launch.doctor.network_rank --rank 0 --local_rank 0 --hosts 8,8 --address a --port 29500
 """
@@ -13,11 +13,11 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-SIZES = (1 << 20, 16 << 20, 256 << 20)  # bytes of a collective
-COLLECTIVE_SECONDS = 10.0  # sizes whose rounds would take longer in all are left out
+SIZES = (1 << 20, 16 << 20, 256 << 20)  # bytes per collective
+COLLECTIVE_SECONDS = 10.0  # a size is skipped if all its rounds together would take longer
 ROUNDS = 3
 EXCHANGE_SIZES = (1 << 20, 16 << 20)
-EXCHANGE_SECONDS = 0.5  # the larger size is left out if the smaller takes longer
+EXCHANGE_SECONDS = 0.5  # the larger size is skipped if the smaller takes longer
 PINGS = 10
 MAX_PARTNERS = 8
 
@@ -49,11 +49,11 @@ def measure(
         seconds: time limit for each collective.
 
     Returns:
-        `rank`; `correct`: whether a sum of known integers over all ranks was correct;
-        `all_reduce`, `all_gather`: [(bytes, median seconds)], by size; `pairs`: [(number of the
-        other host, seconds one way for a few bytes, bytes per second each way)] for this rank's
-        exchanges with the same local rank on other hosts, while all ranks on both hosts do the
-        same.
+        A dict with these keys. `rank`: this rank. `correct`: whether the sum of known integers over
+        all ranks was correct. `all_reduce`, `all_gather`: [(bytes, median seconds)], by size.
+        `pairs`: [(index of the other host, one-way latency in seconds, bytes per second each way)]
+        for this rank's exchanges with the same local rank on other hosts. All ranks on both hosts
+        exchange data at the same time.
     """
     import torch
     from torch import distributed
@@ -115,7 +115,7 @@ class _Network:
         return found
 
     def _exchange(self, peer: int) -> tuple[float, float]:
-        """Return (seconds one way, bytes per second each way) to another rank."""
+        """Return (one-way latency in seconds, bytes per second each way) for another rank."""
         few = partial(self._both_ways, self._values(1), peer)
         pings = sorted(self._timed(few) for _ in range(1 + PINGS))
         for size in EXCHANGE_SIZES:
@@ -159,9 +159,10 @@ class _Network:
 
 
 def partner_rounds(num_hosts: int) -> Iterator[list[int]]:
-    """Yield rounds of disjoint pairs: each host's partner, itself if it has none in this round.
+    """Yield the index of each host's partner in each round, so that partners form disjoint pairs.
 
-    The first `MAX_PARTNERS` rounds of a round-robin tournament (circle method).
+    A host without a partner in a round is paired with itself. These are the first `MAX_PARTNERS`
+    rounds of a round-robin tournament, scheduled by the circle method.
     """
     places = num_hosts + num_hosts % 2
     for turn in range(min(places - 1, MAX_PARTNERS)):

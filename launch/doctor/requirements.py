@@ -1,4 +1,4 @@
-"""What a run requires of its hosts: ranks, room for checkpoints, and DeepSpeed's operators."""
+"""A run's requirements for its hosts: ranks, space for checkpoints, and DeepSpeed operators."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from zerolm.config.settings import Settings
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a run requires of its hosts.
+    """A run's requirements for its hosts.
 
     Attributes:
-        slots: {host: number of ranks on it}.
+        slots: {host: number of ranks}.
         checkpoint_bytes: size of one checkpoint; None if unknown.
-        operators: returns the names of the DeepSpeed operators that the profile uses on a device
-            kind (`cuda`, `cpu`).
-        deep: whether every byte of the shards was checked.
+        operators: returns the names of the DeepSpeed operators that the profile needs on a given
+            device kind (`cuda` or `cpu`).
+        deep: whether all shards were read completely and verified.
     """
 
     slots: Mapping[str, int]
@@ -26,8 +26,8 @@ class Requirements:
 
 
 def checkpoint_bytes(settings: Settings) -> int | None:
-    """Return the size of one checkpoint in bytes; None if the run's configs do not determine it."""
-    config = settings.model_config or settings.init_from  # a hub name has no size
+    """Return the bytes of one checkpoint; None if they cannot be computed from the configs."""
+    config = settings.model_config or settings.init_from  # Model.load refuses hub names
     if config is None or settings.deepspeed_config is None:
         return None
     from zerolm.ds_config.profile import Profile
@@ -43,7 +43,7 @@ def checkpoint_bytes(settings: Settings) -> int | None:
 
 
 def required_operators(settings: Settings, device_kind: str) -> list[str]:
-    """Return the names of DeepSpeed's operators that the profile compiles on first use."""
+    """Return the names of the DeepSpeed operators that a run compiles on first use."""
     from zerolm.ds_config.host import needed_kernels
     from zerolm.ds_config.profile import Profile
 

@@ -1,7 +1,7 @@
-"""Estimate the time of a step's collectives: their bytes over the links, and their latency.
+"""Estimate the time of a step's collectives from the bytes sent over each link and their latency.
 
-Models the calls of DeepSpeed 0.19.8, with zerolm's reduction at stages 1 and 2. `step_time`
-computes how much of this time the step waits for.
+Models the collectives of DeepSpeed 0.19.8, with zerolm's gradient reduction at stages 1 and 2.
+`step_time` computes which part of this time is not overlapped.
 """
 
 import math
@@ -15,7 +15,7 @@ from zerolm.engine.reduction_choice import HOP_SECONDS
 from zerolm.model.architecture import num_parameters
 from zerolm.plan import memory
 
-# Large all-gathers reach about this share of the links (nccl-tests on DGX A100 and H100).
+# Large all-gathers reach about this share of the link bandwidth (nccl-tests, DGX A100 and H100).
 COLLECTIVE_EFFICIENCY = 0.8
 # Latency of one step in NCCL's ring all-gathers and reduce-scatters, within a host and between
 # hosts. Source: hwLatencies and ncclTopoTuneModel in NCCL's src/graph/tuning.cc, protocol Simple.
@@ -48,11 +48,11 @@ class Collectives:
 
 @dataclass(frozen=True)
 class Calls:
-    """Numbers of collectives in another trainer's step, used instead of DeepSpeed's.
+    """How many collectives another trainer's step runs; replaces DeepSpeed's counts.
 
     Attributes:
-        rings: all-gathers and reduce-scatters over all ranks, per micro-batch.
-        chains: broadcasts and reductions to one rank, at the end of a step.
+        rings: number of all-gathers and reduce-scatters over all ranks per micro-batch.
+        chains: number of broadcasts and reductions to one rank at the end of a step.
     """
 
     rings: int
@@ -60,7 +60,7 @@ class Calls:
 
 
 def collectives(run: PlannedRun, calls: Calls | None = None) -> Collectives:
-    """Return the seconds that a step spends in ZeRO's collectives and in those within a replica.
+    """Return the time that a step spends in ZeRO's collectives and in collectives within a replica.
 
     Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 7: a reduce-scatter and an
     all-gather each move all values once; ZeRO-3 gathers the weights in both passes.
@@ -88,14 +88,18 @@ def collectives(run: PlannedRun, calls: Calls | None = None) -> Collectives:
 
 
 def ring_seconds(run: PlannedRun, ranks: int | None = None) -> float:
-    """Return the latency of an all-gather or reduce-scatter over all or `ranks` neighbours."""
+    """Return the latency of an all-gather or reduce-scatter.
+
+    Args:
+        ranks: number of neighbouring ranks that take part; None means all.
+    """
     ranks = ranks or run.shapes_of_rank[1]
     hosts = -(-ranks * run.layout.tensor // run.devices_per_node)
     return (ranks - hosts) * LOCAL_STEP_SECONDS + (hosts - 1) * NETWORK_STEP_SECONDS
 
 
 def chain_seconds(run: PlannedRun) -> float:
-    """Return the latency of a broadcast or reduction to one rank, which passes all ranks in turn.
+    """Return the latency of a broadcast or a reduction to one rank, which traverses all ranks.
 
     HOP_SECONDS agrees with InternEvo's broadcasts on 128 to 1,024 A100s
     (benchmarks/results/published_runs.md).
@@ -106,9 +110,9 @@ def chain_seconds(run: PlannedRun) -> float:
 
 
 def copies_seconds(run: PlannedRun) -> float:
-    """Return the seconds per step to sum a shard's gradient over the groups of `--shard_within`.
+    """Return the seconds per step to sum each shard's gradient over the `--shard_within` groups.
 
-    All shards are summed concurrently, and those on one host share its links.
+    All shards are summed concurrently, and the shards on one host share its links.
     """
     copies, shards = run.layout.copies, run.layout.shards
     if copies == 1:
@@ -126,10 +130,12 @@ def copies_seconds(run: PlannedRun) -> float:
 
 
 def bus_bandwidth(run: PlannedRun, ranks: int | None = None) -> float:
-    """Return the bytes per second of a collective over all or `ranks` neighbours.
+    """Return the bandwidth of a collective in bytes per second, which the slowest link limits.
 
-    The slowest link is the limit. Between hosts, each byte enters a host once, and all of its links
-    share the traffic.
+    Between hosts, each byte enters a host once, and all links of the host share the traffic.
+
+    Args:
+        ranks: number of neighbouring ranks that take part; None means all.
     """
     hardware, ranks = run.hardware, ranks or run.devices
     local = min(ranks, run.devices_per_node)
@@ -185,11 +191,11 @@ def quantization_bytes(run: PlannedRun) -> float:
 
 
 def _gather_seconds(run: PlannedRun, calls: Calls | None) -> float:
-    """Return the seconds per step for gathering weights, in each pass of each micro-batch.
+    """Return the seconds per step for gathering weights in each pass of each micro-batch.
 
-    With hpZ only the first forward pass of a step gathers over all ranks; later passes gather
-    within a group, which then has all weights. `zero_quantized_weights` sends 8 bits in both cases
-    (`all_gather_coalesced` in partition_parameters.py).
+    With hpZ, only the first forward pass of a step gathers over all ranks; later passes gather
+    within a group, which holds a copy of all weights by then. `zero_quantized_weights` sends 8 bits
+    per weight in both cases (`all_gather_coalesced` in partition_parameters.py).
     """
     shapes, ranks = run.shapes_of_rank
     value = QUANTIZED_WEIGHT_BYTES if _quantizes(run.profile, "weights") else None
@@ -207,10 +213,10 @@ def _gather_seconds(run: PlannedRun, calls: Calls | None) -> float:
 
 
 def _gathers_of_a_pass(run: PlannedRun) -> int:
-    """Return the number of all-gathers per pass in DeepSpeed, as counted on two ranks.
+    """Return the number of all-gathers that DeepSpeed runs per pass, as counted on two ranks.
 
-    A block that is gathered as a whole needs one, or two if the prefetch bucket is smaller.
-    Otherwise each matrix is gathered separately.
+    A block that is gathered as a whole needs one all-gather, or two if it exceeds the prefetch
+    bucket. Otherwise each matrix is gathered separately.
     """
     block = run.model.block_sizes
     if gathers_blocks(
@@ -229,10 +235,10 @@ def _gathers_of_a_pass(run: PlannedRun) -> int:
 def _scatter_seconds(run: PlannedRun, calls: Calls | None) -> float:
     """Return the seconds to reduce the gradients of a micro-batch.
 
-    `zero_quantized_gradients` sends 4 bits twice: first within a host, then between hosts, where
-    each device sends its share of the host's sums (`all_to_all_quant_reduce` in
-    coalesced_collectives.py). Tensors with one dimension, or with a size not divisible by 2 x
-    ranks, are sent unquantized.
+    `zero_quantized_gradients` sends each gradient twice in 4 bits: first within a host, then
+    between hosts, where each device sends its share of the host's sums (`all_to_all_quant_reduce`
+    in coalesced_collectives.py). Tensors that have one dimension or whose size is not divisible by
+    2 x ranks are not quantized.
     """
     shapes, ranks = run.shapes_of_rank
     quantized: list[int] = []
@@ -261,7 +267,7 @@ def _quantizes(profile: Profile, what: str) -> bool:
 
 
 def all_reduces(run: PlannedRun) -> bool:
-    """Return whether all ranks receive the summed gradients, rather than only their owners."""
+    """Return whether every rank receives all summed gradients, not only those that it owns."""
     profile = run.profile
     if profile.all_reduces or profile.uses_bf16_optimizer:
         return profile.all_reduces
@@ -269,7 +275,7 @@ def all_reduces(run: PlannedRun) -> bool:
 
 
 def _pieces_pay(run: PlannedRun) -> bool:
-    """Return whether each owner's part of a bucket is reduced in a separate call."""
+    """Return whether a bucket is reduced by separate collectives, one for each owner's part."""
     key = run.profile.zero.get(reduction_choice.KEY)
     values, ranks = num_parameters(run.shapes_of_rank[0]), run.shapes_of_rank[1]
     if key is False:
@@ -285,10 +291,10 @@ def _piece_calls(run: PlannedRun) -> int:
 
 
 def _reduction_seconds(run: PlannedRun, each: float) -> tuple[float, bool]:
-    """Return the seconds to reduce all gradients, and whether stage 1 can overlap them.
+    """Return the seconds to reduce all gradients, and whether stage 1 can overlap the reduction.
 
     Args:
-        each: seconds to send one byte per value.
+        each: seconds to send one byte of every value.
     """
     profile = run.profile
     sent = profile.communication_bytes * each
@@ -296,5 +302,5 @@ def _reduction_seconds(run: PlannedRun, each: float) -> tuple[float, bool]:
         return 2 * sent, False
     if _pieces_pay(run):
         seconds = sent + _piece_calls(run) * chain_seconds(run)
-        return seconds, profile.uses_bf16_optimizer  # only the last micro-batch's
+        return seconds, profile.uses_bf16_optimizer  # overlaps with the last micro-batch only
     return sent + NUM_GROUPS * ring_seconds(run), False

@@ -1,7 +1,8 @@
 """The `launch plan` command: calls the module that handles each flag.
 
-`plan_run` resolves the run, and `estimate` computes its figures. `--search` compares profiles, and
-`--budget` compares model sizes. Heavy imports are inside functions to keep `--help` fast.
+`plan_run` resolves the run, and `estimate` computes the figures of its plan. `--search` compares
+profiles, and `--budget` compares model sizes. Heavy imports are inside functions to keep `--help`
+fast.
 """
 
 import argparse
@@ -27,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _budget(arguments)
     if not (arguments.model_config or arguments.init_from or arguments.branch):
         raise ConfigError("command line: --model_config: missing. Name a config.json.")
-    logging.disable(logging.WARNING)  # DeepSpeed warns that it finds no accelerator
+    logging.disable(logging.WARNING)  # hides DeepSpeed's warning that there is no accelerator
     try:
         return _search(arguments) if arguments.search else _plan(arguments)
     finally:
@@ -60,7 +61,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _print_notices(arguments: argparse.Namespace) -> None:
-    """Print a notice for each config file that is missing here and was read from zerolm."""
+    """Print a notice for each config file that was read from the files shipped with zerolm."""
     from zerolm.common.shipped import shipped_notice
 
     for name in (arguments.model_config, arguments.deepspeed_config or DEFAULT_DS_CONFIG):
@@ -69,7 +70,7 @@ def _print_notices(arguments: argparse.Namespace) -> None:
 
 
 def _planned_run(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Return the resolved run, with its profile and settings before resolution."""
+    """Return the resolved run, and the profile and settings from before they were resolved."""
     from launch.estimate.planned_run import plan_run
     from zerolm.ds_config.precision import with_precision
     from zerolm.ds_config.profile import Profile
@@ -96,9 +97,10 @@ def _planned_run(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
-    """Return the settings, the model, and the tokens that a trunk trained before the branch.
+    """Return the settings, the model, and the number of tokens trained before the branch point.
 
-    Reads the configs of other runs and pretrained models, but no weights.
+    This number is 0 without `--branch`. Reads the configs of other runs and of pretrained models,
+    but no weights.
     """
     from dataclasses import replace
 
@@ -131,7 +133,7 @@ def _settings_and_model(arguments: argparse.Namespace) -> tuple[Any, Any, int]:
 
 
 def per_node(arguments: argparse.Namespace) -> int:
-    """Return the devices per node."""
+    """Return the number of devices per node."""
     devices, local = arguments.devices, min(arguments.devices, arguments.devices_per_node)
     if devices % local:
         raise ConfigError(
@@ -162,7 +164,7 @@ def assumptions(arguments: argparse.Namespace) -> "Assumptions":
 
 
 def _measured_restart(run_dir: str) -> float:
-    """Return the median seconds of a run's recoveries, excluding repeated steps."""
+    """Return the median duration of a run's recoveries in seconds, excluding repeated steps."""
     from statistics import median
 
     from zerolm.plan.lost_time import measured

@@ -1,6 +1,6 @@
 """Compute the figures of a plan: memory per device, time, price, data rate and checkpoints.
 
-Takes a resolved `PlannedRun`; `text` and `to_json` print the result. Reads no file.
+Takes a resolved `PlannedRun`; `text` and `to_json` format the result. Reads no files.
 """
 
 from dataclasses import asdict, dataclass
@@ -15,15 +15,18 @@ from zerolm.model.flops import head_flops_per_token, recomputed_flops_per_token
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
-# Published memory use divided by the bytes of the tensors that a plan counts: median, minimum and
-# maximum in benchmarks/published_runs.
+# Published memory use divided by the bytes of the tensors that a plan counts: the median and
+# (minimum, maximum) of benchmarks/published_runs.
 RESERVED_RATIO, RESERVED_RATIOS = 1.31, (1.21, 1.41)
 UINT16_TOKENS = 1 << 16  # larger vocabularies need four bytes per token (docs/formats.md)
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Cluster properties that do not depend on the device type; `assumed` in hardware.json."""
+    """Cluster properties that do not depend on the device type.
+
+    The defaults are under `assumed` in hardware.json.
+    """
 
     failures_per_device_hour: float
     restart_seconds: float
@@ -32,7 +35,10 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Peak bytes on one device by component; `host` counts host memory. Fields are JSON keys."""
+    """Peak memory of one device in bytes, by component. Fields are JSON keys.
+
+    `host` and `host_capacity` refer to the device's share of host memory.
+    """
 
     weights: int
     gradients: int
@@ -56,12 +62,15 @@ class DeviceMemory:
 
     @property
     def reserved(self) -> int:
-        """Bytes that the device will report as used, including blocks cached by the allocator."""
+        """Bytes that the device is expected to report as used, including the allocator's cache."""
         return round(RESERVED_RATIO * self.used)
 
     @property
     def fits(self) -> bool:
-        """Whether live tensors fit: the allocator frees its cached blocks before it fails."""
+        """Whether the live tensors and the margin fit.
+
+        Cached blocks do not count, since the allocator frees them before it fails.
+        """
         return self.used + self.margin <= self.capacity and self.host <= self.host_capacity
 
 
@@ -71,12 +80,14 @@ class Estimate:
 
     Attributes:
         hardware_flops_per_token: FLOPs per token, including recomputation.
-        activations: peak bytes for a micro-batch, with and without gradient checkpointing.
-        mfu: model FLOP/s utilization, without recomputation.
-        days: days of training; `calendar_days` adds interruptions and checkpoints.
-        checkpoint_seconds: time until a checkpoint is completely written.
-        stall_seconds: time that training waits for a checkpoint.
-        interval_steps: steps between checkpoints that minimize the expected lost time.
+        activations: peak activation bytes of a micro-batch, with and without gradient
+            checkpointing.
+        mfu: model FLOP/s utilization, which excludes recomputation.
+        days: days of training without interruptions.
+        calendar_days: days of training including interruptions and checkpoints.
+        checkpoint_seconds: time to write a checkpoint completely.
+        stall_seconds: time that training waits for each checkpoint.
+        interval_steps: number of steps between checkpoints that minimizes the expected lost time.
     """
 
     run: PlannedRun
@@ -162,7 +173,7 @@ def estimate(run: PlannedRun, assumed: Assumptions, mfu: float | None = None) ->
 
 
 def device_memory(run: PlannedRun) -> DeviceMemory:
-    """Return the peak bytes on one device and in its share of host memory."""
+    """Return the peak memory use of one device and of its share of host memory."""
     model, hardware, settings = run.model, run.hardware, run.settings
     kept = settings.kept_bytes()
     states = memory.model_states(model.shapes, run.profile, run.devices, kept_bytes=kept)
@@ -188,7 +199,7 @@ def device_memory(run: PlannedRun) -> DeviceMemory:
 
 
 def activations_of_rank(run: PlannedRun) -> Activations:
-    """Return the activations for a sequence on one device, which may hold only a shard of it."""
+    """Return the activation memory of a sequence, or of one device's shard of the sequence."""
     return memory.activations_of(
         config_of_rank(run.model.config, run.layout),
         run.rank_tokens,
@@ -200,7 +211,7 @@ def activations_of_rank(run: PlannedRun) -> Activations:
 
 
 def to_json(found: Estimate) -> dict[str, Any]:
-    """Return the figures as printed by `--json` and compared with the golden table."""
+    """Return the figures that `--json` prints and the tests compare with a golden table."""
     run = found.run
     settings = run.settings
     return {

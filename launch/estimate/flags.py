@@ -108,7 +108,7 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
 
 
 def hardware_of(arguments: argparse.Namespace) -> "Hardware":
-    """Return the device type; set `arguments.devices` if it was not given."""
+    """Return the hardware that the flags describe; set `arguments.devices` if it is None."""
     import dataclasses
 
     from zerolm.plan import hardware
@@ -126,7 +126,7 @@ def hardware_of(arguments: argparse.Namespace) -> "Hardware":
 
 
 def budget_of(arguments: argparse.Namespace) -> tuple[float, str]:
-    """Return the FLOPs that --budget allows, and how they were derived."""
+    """Return the FLOPs that --budget allows, and text that says how they were derived."""
     from launch.estimate import scaling
 
     hardware = hardware_of(arguments)

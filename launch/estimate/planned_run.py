@@ -1,7 +1,7 @@
-"""`PlannedRun`: a model, a DeepSpeed JSON, settings and devices, resolved as pretrain.py does.
+"""`PlannedRun`: a model, a DeepSpeed JSON, settings and devices, resolved as in pretrain.py.
 
-Reports all problems together. Rules and defaults come from zerolm. Must not check the data or this
-machine: a plan needs neither.
+All problems are reported together. Rules and defaults come from zerolm. Must not check the data or
+this machine, since a plan needs neither.
 """
 
 from collections.abc import Mapping
@@ -36,8 +36,8 @@ class PlannedRun:
         head_flops: the output head's part of `flops_per_token`.
         routed_flops: the routed experts' part of `flops_per_token`.
         fp8_share: share of the layers' matrix products computed in fp8.
-        feature_flops: FLOPs per token for features, in addition to the model's.
-        begun_tokens: tokens that the trunk has trained on before a branch.
+        feature_flops: additional FLOPs per token for optional features.
+        begun_tokens: number of tokens that the trunk was trained on before the branch point.
     """
 
     model: Model
@@ -56,7 +56,7 @@ class PlannedRun:
 
     @property
     def tokens(self) -> int:
-        """Tokens to train on, counted from the branch point in a branch."""
+        """Number of tokens to train on; a branch counts them from its branch point."""
         return self.settings.total_tokens - self.begun_tokens
 
     @property
@@ -65,12 +65,12 @@ class PlannedRun:
 
     @property
     def shapes_of_rank(self) -> tuple[Mapping[str, tuple[int, ...]], int]:
-        """Parameter shapes on one device, and the number of devices that ZeRO partitions over."""
+        """Parameter shapes on one device, and the number of devices that ZeRO shards them over."""
         return shapes_of_rank(self.model.shapes, self.layout)
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens per sequence that one device processes."""
+        """Number of tokens of each sequence that one device processes."""
         return self.settings.seq_len // self.layout.sequence
 
     @property
@@ -95,10 +95,10 @@ def plan_run(
     """Resolve a run for a number of devices.
 
     Args:
-        settings: if `micro_batch_size` is None, the largest one that fits is chosen.
+        settings: if `micro_batch_size` is None, the largest micro-batch that fits is chosen.
 
     Raises:
-        ConfigError: every problem, one per line.
+        ConfigError: lists every problem.
     """
     found = Findings(rule_problems(profile, on_gpu=not hardware.is_cpu, world_size=devices))
     profile = with_shard_groups(profile, settings, devices, found.problems)

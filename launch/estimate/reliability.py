@@ -13,9 +13,10 @@ class Interruptions:
     Attributes:
         mean_seconds: mean time between interruptions.
         expected: expected number of interruptions.
-        interval_seconds: time between checkpoints that minimizes the expected loss.
+        interval_seconds: time between checkpoints that minimizes the expected lost time.
         lost: shares of time lost.
-        hourly: shares lost with one fault per hour and checkpoints every `hourly_seconds`.
+        hourly: shares of time lost with one fault per hour and a checkpoint every
+            `hourly_seconds`.
     """
 
     mean_seconds: float
@@ -38,8 +39,10 @@ def interruptions(
 
     Args:
         stall_seconds: time that training waits for a checkpoint.
-        write_seconds: time to write a checkpoint in the background, which is the shortest interval.
-        restart_seconds: time from an interruption until training resumes, without repeated work.
+        write_seconds: time to write a checkpoint in the background; the interval between
+            checkpoints is never shorter.
+        restart_seconds: time from an interruption until training resumes, not including repeated
+            steps.
 
     Source: Daly 2006, A higher order estimate of the optimum checkpoint interval for restart
     dumps, equation 37; its first term is Young 1974.
@@ -56,7 +59,7 @@ def interruptions(
 
 
 def daly_interval(stall_seconds: float, mean_seconds: float) -> float:
-    """Return the seconds between checkpoints that minimize the expected loss of time."""
+    """Return the checkpoint interval in seconds that minimizes the expected lost time."""
     if stall_seconds >= 2 * mean_seconds:
         return mean_seconds
     young = math.sqrt(2 * stall_seconds * mean_seconds)

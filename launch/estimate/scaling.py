@@ -1,4 +1,4 @@
-"""Choose model size and tokens for a compute budget with published scaling laws."""
+"""Use published scaling laws to choose a model size and token count for a compute budget."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,9 @@ class LossFit:
         return self.entropy + self.model / parameters**self.alpha + self.data / tokens**self.beta
 
     def optimum(self, flops: float) -> tuple[float, float]:
-        """Return the parameters and tokens with minimal loss, at 6 FLOPs per parameter and token.
+        """Return the parameters and tokens that minimize the loss for a budget.
+
+        Assumes 6 FLOPs per parameter and token.
 
         Source: Hoffmann et al. 2022 (arXiv 2203.15556), equation 4.
         """
@@ -48,7 +50,7 @@ class Choice:
     """A model size and a token count for one budget. Fields are JSON keys.
 
     Attributes:
-        loss: loss predicted by Besiroglu et al.'s fit.
+        loss: loss predicted by the fit of Besiroglu et al.
         penalty: difference from the loss at the optimal size.
         wasted: share of the budget that the optimal size would save at the same loss.
     """
@@ -64,7 +66,7 @@ class Choice:
 def flops_of(
     text: str, hardware: Hardware, devices: int, mfu: float | None = None
 ) -> tuple[float, str]:
-    """Convert a budget to FLOPs, and describe how.
+    """Return a budget in FLOPs, and text that describes how they were derived.
 
     Args:
         text: FLOPs (`1e22`), money (`$50000`), or time on all devices (`14d`, `36h`).
@@ -98,7 +100,10 @@ def flops_of(
 
 
 def choices(flops: float) -> list[Choice]:
-    """Return sizes and tokens for a budget: by rule of thumb, from both fits, and overtrained."""
+    """Return model sizes and token counts for a budget.
+
+    They follow the rule of thumb, both fits, and several degrees of overtraining.
+    """
     parameters, tokens = BESIROGLU.optimum(flops)
     rule = (flops / 6 / TOKENS_PER_PARAMETER) ** 0.5
     sizes = [
@@ -117,7 +122,7 @@ def choices(flops: float) -> list[Choice]:
 
 
 def flops_for(loss: float) -> float:
-    """Return the minimum FLOPs to reach a loss with Besiroglu et al.'s fit, found by bisection."""
+    """Return the minimum FLOPs to reach a loss, found by bisection on Besiroglu et al.'s fit."""
     low, high = 1.0, 40.0
     for _ in range(200):
         middle = (low + high) / 2

@@ -27,10 +27,10 @@ from zerolm.plan.resolve import resolve_settings
 
 CPU = {"device": "cpu", "pin_memory": True}
 OFFLOADS = {1: ("none", "optimizer"), 2: ("none", "optimizer"), 3: ("none", "optimizer", "both")}
-TIME_RESOLUTION = 0.02  # relative; below the accuracy of the time estimate
+TIME_RESOLUTION = 0.02  # relative; finer than the accuracy of the time estimate
 QUANTIZED = "quantized"
 CHANGES_CURVE = "ZeRO++ sends weights in 8 bits and gradients in 4, which changes the loss curve."
-WAITING_SHARE, WORTH_NAMING = 0.15, 0.05  # of a step
+WAITING_SHARE, WORTH_NAMING = 0.15, 0.05  # shares of the step time
 NOT_TRIED = (
     "Stage 0 is not tried: pretrain.py refuses it, and stage 1 has the same results in less "
     "memory. Tensor, pipeline and sequence parallelism are not tried."
@@ -42,12 +42,12 @@ RECOMPUTE_LABELS = {False: "no", SELECTIVE: SELECTIVE, True: "yes"}
 
 @dataclass(frozen=True)
 class Candidate:
-    """One profile with its fastest micro-batch.
+    """A profile with the micro-batch that makes it fastest.
 
     Attributes:
-        profile: a profile with "auto" values and the candidate's name.
-        found: the estimate; None if the profile was refused before it was computed.
-        rejected: why the profile cannot be used; None if it can.
+        profile: the profile, with unresolved "auto" values; its name is the candidate's name.
+        found: the estimate; None if the profile was refused before an estimate was computed.
+        rejected: why the profile cannot be used; None if it is usable.
     """
 
     profile: Profile
@@ -71,8 +71,8 @@ def search(
     """Return all candidates for the same batch: usable ones first, ordered by step time.
 
     Args:
-        settings: settings without a DeepSpeed JSON. An explicit micro-batch or gradient
-            checkpointing is kept; otherwise all values are tried.
+        settings: settings without a DeepSpeed JSON. A given micro-batch size or
+            `gradient_checkpointing` is kept; otherwise all values are tried.
     """
     if settings.deepspeed_config:
         raise ConfigError(
@@ -83,7 +83,7 @@ def search(
         settings,
         model,
         Profile.parse({}),
-        Findings([]),  # the candidates report them
+        Findings([]),  # ignored: the candidates report the same problems
         world_size=devices,
         memory_bytes=None,
         round_batch=True,
@@ -115,12 +115,13 @@ def faster(
 ) -> list[Candidate]:
     """Return faster alternatives, fastest first, for a stage-3 run that waits for its collectives.
 
-    Tries the run's own profile, stages 1 and 2, hpZ, and tensor parallelism within a host, each
-    with the same batch and recomputation and any micro-batch. Empty if the run does not wait.
+    Tries the run's own profile, stages 1 and 2, hpZ, and tensor parallelism within a host. The
+    batch and recomputation stay the same, but any micro-batch may be used. Returns [] for other
+    runs.
 
     Args:
-        profile, settings: the run's, before they were resolved.
-        found: estimate of the run.
+        profile, settings: the run's profile and settings before they were resolved.
+        found: estimate for the run.
     """
     run, step = found.run, found.step
     if run.profile.zero_stage < 3 or step.exposed < WAITING_SHARE * step.seconds:
@@ -148,7 +149,10 @@ def faster(
 
 
 def _rank(one: Candidate) -> tuple[bool, float, int, int]:
-    """Rank by time; if times are equal within `TIME_RESOLUTION`, the lower stage comes first."""
+    """Return a sort key: usable candidates first, then step time, recomputation and stage.
+
+    Step times are rounded to `TIME_RESOLUTION`. Rejected candidates come last.
+    """
     if one.rejected is not None or one.found is None:
         return True, 0.0, RECOMPUTE_LEVELS.index(one.checkpointing), 0
     stage = one.found.run.profile.zero_stage
@@ -157,10 +161,10 @@ def _rank(one: Candidate) -> tuple[bool, float, int, int]:
 
 
 def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
-    """Return the shipped profile for a stage and offload, in a precision that the device supports.
+    """Return the shipped profile for a stage, with an offload and a precision that is supported.
 
     Args:
-        offload: `none`, `optimizer`, or `both` optimizer and weights.
+        offload: `none`, `optimizer`, or `both` (the optimizer and the weights).
     """
     changes = {}
     if offload != "none":
@@ -171,9 +175,9 @@ def profile_of(stage: int, offload: str, hardware: Hardware) -> Profile:
 
 
 def zeropp_profiles(hardware: Hardware, devices: int, devices_per_node: int) -> list[Profile]:
-    """Return profiles that send less between hosts: hpZ and zeropp.json, with groups per host.
+    """Return profiles that send less data between hosts: ZeRO-3 with hpZ, and zeropp.json.
 
-    None on a single host.
+    Each host is one hpZ group. Returns [] for a single host.
     """
     if hardware.is_cpu or not 1 < devices_per_node < devices:
         return []
@@ -185,7 +189,10 @@ def zeropp_profiles(hardware: Hardware, devices: int, devices_per_node: int) -> 
 
 
 def _changed(shipped: str, name: str, hardware: Hardware, changes: Mapping[str, Any]) -> Profile:
-    """Return a shipped profile with changed values in its `zero_optimization` block."""
+    """Return a shipped profile with some values of its `zero_optimization` block changed.
+
+    The precision is changed too if the hardware does not support bf16.
+    """
     ds = Profile.read(DS_CONFIGS / f"{shipped}.json").json
     ds["zero_optimization"].update(changes)
     if hardware.is_cpu and hardware.device.lacks_bf16:
@@ -208,7 +215,10 @@ def _best(
     place: tuple[Hardware, int, int],
     assumed: Assumptions,
 ) -> Candidate:
-    """Return the profile with the fastest micro-batch that fits, or the reason that none does."""
+    """Return a candidate for the profile with its fastest micro-batch that fits in memory.
+
+    If none fits, the candidate is rejected with the reason.
+    """
     assert settings.batch_tokens and settings.seq_len
     per_rank = settings.batch_tokens // settings.seq_len // place[1]
     sizes = [settings.micro_batch_size] if settings.micro_batch_size else None
@@ -228,7 +238,7 @@ def _best(
         smallest = smallest or found
         if not found.memory.fits:
             break
-        # At equal times the smaller micro-batch wins, since it leaves more memory free.
+        # A larger micro-batch must be faster, since a smaller one leaves more memory free.
         if best is None or found.step.seconds < 0.995 * best.step.seconds:
             best = found
     assert smallest is not None
@@ -237,7 +247,7 @@ def _best(
 
 
 def rejection_reason(found: Estimate) -> str:
-    """Return a message that says which memory is too small, and what uses most of it."""
+    """Return a message that says which memory is too small and which component uses most of it."""
     memory = found.memory
     micro = found.run.settings.micro_batch_size
     reasons = []
@@ -264,7 +274,7 @@ def rejection_reason(found: Estimate) -> str:
 
 
 def as_text(candidates: list[Candidate]) -> str:
-    """Return the ranked table, and the rejected profiles with their reasons."""
+    """Return the table of ranked profiles, followed by the rejected profiles with their reasons."""
     head = f"{'profile':<42} {'recompute':>9} {'micro':>5} {'memory':>9} {'step s':>8} {'MFU':>6} "
     lines = [head + f"{'tokens/s':>11} {'days':>8}  bound by"]
     rejected = []
@@ -287,7 +297,7 @@ def as_text(candidates: list[Candidate]) -> str:
 
 
 def instead(found: Estimate, others: list[Candidate]) -> str:
-    """Return a line that names the alternatives found by `faster`."""
+    """Return a note that lists the alternatives found by `faster`."""
     share = found.step.exposed / found.step.seconds
     options = [
         f"{one.profile.name}, micro-batch {one.found.run.settings.micro_batch_size}: "
@@ -302,7 +312,7 @@ def instead(found: Estimate, others: list[Candidate]) -> str:
 
 
 def usage(best: Candidate, path: Path) -> str:
-    """Write the profile, and return a line with pretrain.py's flags for it."""
+    """Return a line with the pretrain.py flags to use the profile that was written to `path`."""
     assert best.found is not None
     settings = best.found.run.settings
     flags = f"--deepspeed_config {path} --micro_batch_size {settings.micro_batch_size} "

@@ -1,8 +1,8 @@
 """Estimate the time of an optimizer step: compute, exposed collectives, and offload.
 
-`COSTS` and each device's `attained` in hardware.json are fitted.
-benchmarks/results/published_runs.md, which `python -m benchmarks.published_runs` writes, lists the
-errors.
+`COSTS` and each device's `attained` in hardware.json are fitted to published benchmarks.
+`python -m benchmarks.published_runs` writes the errors of the estimates to
+benchmarks/results/published_runs.md.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ from zerolm.model.flops import TRAINING_TO_FORWARD
 from zerolm.plan import memory
 from zerolm.plan.rank_share import config_of_rank
 
-PUBLISHED_RUNS = (1.9, 2.6)  # reported / predicted hours of published runs, quartiles
-# Overlapped communication still costs this share of its time: its kernels compete for the device.
+PUBLISHED_RUNS = (1.9, 2.6)  # quartiles of reported / predicted hours of published runs
+# Overlapped communication still costs this share of its time, as its kernels slow down compute.
 CONTENTION = 0.1
 BACKWARD_SHARE = 2 / 3  # of a micro-batch's time
-ADAM_BYTES = 28  # memory traffic per value: weight, two moments, gradient read; three written
+ADAM_BYTES = 28  # per value: reads weight, two moments and gradient; writes all but the gradient
 FP32_STATE_BYTES = 12  # master weight and two moments; a step reads and writes each
 
 
 class Moved(NamedTuple):
-    """Bytes read and written by DeepSpeed 0.19.8, with fp32 sums and states.
+    """Bytes that DeepSpeed 0.19.8 reads and writes in device memory, with fp32 sums and states.
 
-    Counted by tests/zerolm/plan/test_moved_bytes.py, without collectives at stages 1 and 2.
+    tests/zerolm/plan/test_moved_bytes.py counts them, excluding collectives at stages 1 and 2.
 
     Attributes:
         all_values: bytes per value of the model.
@@ -40,7 +40,7 @@ class Moved(NamedTuple):
         return self.all_values * values + self.shard * shard
 
 
-# By ZeRO stage: for a micro-batch's gradients and for a step; `ALONE` is for a single rank.
+# By ZeRO stage, for a micro-batch's gradients and for a step. `ALONE` is for a single rank.
 GRADIENT_BYTES = {1: Moved(10, 0), 2: Moved(14, 25), 3: Moved(45, 0)}
 STEP_BYTES = {1: Moved(4, 58), 2: Moved(0, 74), 3: Moved(0, 66)}
 ALONE_GRADIENT_BYTES = GRADIENT_BYTES | {2: Moved(19, 0)}
@@ -54,16 +54,16 @@ class Costs:
 
     Attributes:
         recomputation: time of a recomputed FLOP relative to the mean FLOP.
-        attention: time of a counted attention FLOP (half of them are masked), relative to the mean
-            FLOP.
-        fp8: share of the fp8 peak that is reached, relative to that share for bf16.
-        compiled_passes, eager_passes: number of times that a step moves each activation byte to or
-            from device memory.
-        fp8_passes: the same number for scaling and casting to fp8.
-        experts: time of a routed-expert FLOP relative to the mean FLOP. Not fitted: this value
-            lowers MFU from 0.46 to 0.35 as `torch._grouped_mm` did (karpathy/nanochat, dev/LOG.md,
-            2026-02-19: two of eight experts and a shared one, with as many FLOPs as the dense
-            model).
+        attention: time of an attention FLOP relative to the mean FLOP; masked FLOPs, which are
+            half of them, count.
+        fp8: attained share of the fp8 peak, relative to the attained share of the bf16 peak.
+        compiled_passes, eager_passes: number of times that a step reads or writes each activation
+            byte in device memory, with and without torch.compile.
+        fp8_passes: additional passes for scaling and casting to fp8.
+        experts: time of a routed-expert FLOP relative to the mean FLOP. This value is not fitted.
+            It lowers MFU from 0.46 to 0.35, as `torch._grouped_mm` did in karpathy/nanochat
+            (dev/LOG.md, 2026-02-19): two of eight experts plus a shared expert, with as many FLOPs
+            as the dense model.
     """
 
     recomputation: float = 0.69
@@ -76,10 +76,10 @@ class Costs:
 
 
 COSTS = Costs()
-# Absolute errors on dense-model benchmarks left out of the fit: all, and those with many devices.
+# Absolute relative errors on held-out benchmarks of dense models: all, and with many devices.
 MEDIAN_ERROR, MAX_ERROR = 0.039, 0.36
 MANY_DEVICES, MEDIAN_MANY, MAX_MANY = 128, 0.029, 0.084
-LARGEST_BENCHMARKS = {1: 1024, 3: 512}  # devices, by stage, without tensor parallelism
+LARGEST_BENCHMARKS = {1: 1024, 3: 512}  # {stage: devices}, without tensor parallelism
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ class StepTime:
         compute: matmuls, including recomputation.
         elementwise: norms, activation functions and other operations limited by device memory
             bandwidth.
-        communication: all collectives, without overlap.
-        exposed: the part of `communication` that the step waits for.
-        offload: transfers between device and host, and the optimizer on the host.
-        optimizer: the optimizer on the device, and summing the gradients of each micro-batch.
+        communication: all collectives, if none were overlapped.
+        exposed: the part of `communication` that is not overlapped.
+        offload: transfers between device and host, and optimizer updates on the host.
+        optimizer: optimizer updates on the device, and accumulation of micro-batch gradients.
     """
 
     compute: float
@@ -109,7 +109,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """The component that takes the most time."""
+        """Name of the component that takes the most time."""
         components = {
             "compute": self.compute,
             "device memory bandwidth": self.elementwise,
@@ -132,12 +132,13 @@ def step_time(
     """Return the estimated time of a step.
 
     Args:
-        mfu: measured or assumed model FLOP/s utilization, without recomputation; replaces the
-            estimate.
-        kept_bytes: bytes of activations that the layers keep per token; None traces the model.
-        repeated: share of the layers' matrix products that the backward pass repeats; None means
+        mfu: measured or assumed model FLOP/s utilization, which excludes recomputation; replaces
+            the estimate.
+        kept_bytes: activation bytes per token that the layers keep for the backward pass; None
+            traces the model.
+        repeated: share of the layers' matrix products that the backward pass recomputes; None means
             all or none, depending on `--gradient_checkpointing`.
-        calls: another trainer's collectives; None uses DeepSpeed's.
+        calls: another trainer's numbers of collectives; None uses DeepSpeed's.
     """
     hardware = run.hardware
     peak = hardware.peak(run.profile.compute_precision)
@@ -146,7 +147,8 @@ def step_time(
     if mfu is not None:
         return StepTime(tokens * run.flops_per_token / (peak * mfu), 0.0, 0.0, 0.0, 0.0, 0.0)
     if repeated is None:
-        repeated = float(run.settings.gradient_checkpointing is True)  # selective: no product
+        # Selective checkpointing recomputes no matrix product.
+        repeated = float(run.settings.gradient_checkpointing is True)
     compute = tokens * _flop_seconds(run, peak * hardware.attained, repeated, costs)
     kept = kept_bytes or _kept_bytes(run)
     if run.settings.gradient_checkpointing:
@@ -170,7 +172,11 @@ def step_time(
 
 
 def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -> float:
-    """Return the seconds per token for matrix products, at `rate` FLOP/s in the run's precision."""
+    """Return the seconds per token for matrix products.
+
+    Args:
+        rate: attained FLOP/s in the run's precision.
+    """
     layers = run.flops_per_token - run.attention_flops - run.head_flops
     if run.fp8_share:
         assert run.hardware.fp8 and run.hardware.bf16
@@ -188,7 +194,7 @@ def _flop_seconds(run: PlannedRun, rate: float, repeated: float, costs: Costs) -
 
 
 def _update_bytes(run: PlannedRun, values: int, shard: float) -> float:
-    """Return the bytes that a rank moves per step to sum gradients and update weights."""
+    """Return the memory traffic per step and rank of summing gradients and updating weights."""
     profile, stage = run.profile, max(1, run.profile.zero_stage)
     saved = FP32_STATE_BYTES - profile.master_bytes - 2 * profile.moment_bytes
     gradients, step = GRADIENT_BYTES[stage], STEP_BYTES[stage]
@@ -215,7 +221,7 @@ def _kept_bytes(run: PlannedRun) -> float:
 def _offload_seconds(run: PlannedRun, shard: float) -> float:
     """Return the seconds per step to transfer a rank's shard and update it on the host.
 
-    Source: Ren et al. 2021 (arXiv 2101.06840), section 4, for the transfers.
+    The transfers follow Ren et al. 2021 (arXiv 2101.06840), section 4.
     """
     hardware = run.hardware
     if run.profile.optimizer_offload == "none":

@@ -155,7 +155,7 @@ def _uncertainty(mfu: float | None, run: PlannedRun) -> str:
 
 
 def _not_compared(run: PlannedRun) -> list[str]:
-    """Return the properties of a run that few or no published benchmarks cover."""
+    """Return a message for each property of a run that few or no published benchmarks cover."""
     found, stage = [], run.profile.zero_stage
     largest = LARGEST_BENCHMARKS.get(stage)
     if largest is None and run.devices > 1:

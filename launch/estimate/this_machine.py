@@ -1,6 +1,6 @@
 """`plan --hardware cpu`: measure this machine's rates in a few seconds, to plan a run on it.
 
-The ranks share the measured rates. torch is imported only where it is needed.
+The ranks share the measured rates. torch is imported only when it is needed.
 """
 
 import time
@@ -17,7 +17,7 @@ NETWORK = 1.25e8  # bytes per second between hosts: 1 Gbit/s, not measured
 
 
 def measure(ranks: int) -> Hardware:
-    """Time matrix products and copies on this machine, and return the rates per rank."""
+    """Time matrix products and memory copies on this machine, and return the rates per rank."""
     import psutil
     import torch
 
@@ -54,7 +54,7 @@ def measure(ranks: int) -> Hardware:
 
 
 def _copy_bandwidth() -> float:
-    """Return the bytes per second that a memory copy reads and writes."""
+    """Return the bytes per second that a memory copy reads and writes in total."""
     import torch
 
     source = torch.ones(COPIED_BYTES, dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Which runs' final losses can be compared: those on the same data, sequences and mask.
+"""Determine whether the final losses of runs can be compared: same data, sequences and mask.
 
-Data is compared by its fingerprint, from run.json or else from the shards if they can be read from
-here; failing that, by its path.
+Validation data is compared by the fingerprints in run.json, else by the fingerprints of the shards,
+else, if these are unreadable, by the paths.
 """
 
 import json
@@ -24,7 +24,11 @@ VOCABULARY, VALIDATION, TRAINING = "vocab_size", "validation data", "training da
 
 
 def meanings(runs: Mapping[str, RunHistory], metrics: Mapping[str, str]) -> dict[str, Meaning]:
-    """Return {run: {property: value}} for the properties that must match to compare losses."""
+    """Return {run: {property: value}} with the properties that must match to compare losses.
+
+    Args:
+        metrics: {run: name of its final loss}.
+    """
     evaluated = [run for name, run in runs.items() if not metrics[name].startswith("train/")]
     has_fingerprints = all(_fingerprints(run) is not None for run in evaluated)
     return {name: _meaning(run, metrics[name], has_fingerprints) for name, run in runs.items()}
@@ -42,7 +46,7 @@ def _meaning(run: RunHistory, metric: str, has_fingerprints: bool) -> Meaning:
 
 
 def _fingerprints(run: RunHistory) -> list[str] | None:
-    """Return the fingerprints of a run's validation data; None if any is unknown."""
+    """Return the fingerprints of a run's validation data; None if any fingerprint is unknown."""
     if "val_fingerprints" in run.record:
         return list(run.record["val_fingerprints"])
     found = [_fingerprint(path) for path in _paths(run)]
@@ -50,7 +54,10 @@ def _fingerprints(run: RunHistory) -> list[str] | None:
 
 
 def _paths(run: RunHistory) -> list[str]:
-    """Return the paths of a run's validation data, absolute if run.json has its directory."""
+    """Return the paths of a run's validation data, relative to the run's working directory.
+
+    They are absolute if run.json contains that directory.
+    """
     top = run.record.get("working_directory") or ""
     return [
         path.rstrip("/") if is_url(path) else os.path.normpath(os.path.join(top, path))  # noqa: PTH118
@@ -60,7 +67,7 @@ def _paths(run: RunHistory) -> list[str]:
 
 @cache
 def _fingerprint(path: str) -> str | None:
-    """Return the fingerprint of shards; None if they are remote or unreadable."""
+    """Return the fingerprint of the shards at a path; None if they are remote or unreadable."""
     if is_url(path):
         return None
     try:
@@ -70,7 +77,10 @@ def _fingerprint(path: str) -> str | None:
 
 
 def differences(found: Mapping[str, Meaning]) -> dict[str, str]:
-    """Return {property: its values and the runs with each} for the properties that differ."""
+    """Return {property: text} for the properties that differ between runs.
+
+    The text lists each value of the property with the runs that have this value.
+    """
     differ = {}
     for what in dict.fromkeys(what for each in found.values() for what in each):
         names: dict[str | None, list[str]] = {}
@@ -88,7 +98,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def law_differences(runs: Sequence[RunHistory]) -> list[str]:
-    """Return the differences that change the law, although the losses can be compared."""
+    """Return the properties that differ between runs and affect their scaling law.
+
+    Losses can still be compared across these differences.
+    """
     return [
         what
         for what, value_of in _OF_THE_LAW.items()

@@ -1,4 +1,4 @@
-"""Plot a sweep: final losses over the swept setting, with the parabolas and optima."""
+"""Plot a sweep: the final losses over the swept setting, with fitted parabolas and optima."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,10 @@ from launch.experiments.results import Result, curves
 def draw(
     results: Sequence[Result], axis: str | None, found: Mapping[str, Optimum], output_png: Path
 ) -> Path:
-    """Plot the losses of finished runs over a setting, or in one column per combination."""
+    """Plot the losses of finished runs over the setting `axis`, and save the plot.
+
+    If `axis` is None, plot one column per combination of values.
+    """
     figure = Figure(figsize=(8, 4.5), dpi=100, layout="constrained")
     axes = figure.add_subplot()
     groups = curves(results, axis)
@@ -47,7 +50,7 @@ def _draw_curve(
     best: Optimum | None,
     colour: str,
 ) -> None:
-    """Plot each seed's loss, the means, and the parabola with its minimum."""
+    """Plot each seed's loss, the mean losses, and the parabola with its minimum."""
     for value, several in losses.items():
         axes.plot([value] * len(several), several, "o", color=colour, alpha=0.4, markersize=4)
     means = [float(np.mean(several)) for several in losses.values()]

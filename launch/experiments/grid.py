@@ -1,7 +1,7 @@
-"""The grid of a sweep: an axis per `--set NAME=V1,V2`, and a named point per combination.
+"""The grid of a sweep: one axis per `--set NAME=V1,V2`, and one named point per combination.
 
-A point's name is also the name of its run directory. It depends only on the values, not on how they
-are written or ordered. Must not read or start runs.
+A point's name is also the name of its run directory. The name depends only on the values, not on
+their notation or order. Must not read or start runs.
 """
 
 import re
@@ -26,8 +26,8 @@ class Point:
     """One combination of values.
 
     Attributes:
-        labels: {setting: its value as written in the name}.
-        flags: the corresponding flags of pretrain.py.
+        labels: {setting: its value as it appears in the point's name}.
+        flags: the pretrain.py flags that set these values.
     """
 
     labels: dict[str, str]
@@ -39,7 +39,10 @@ class Point:
 
 
 def read_axes(given: Sequence[str], problems: list[str]) -> dict[str, dict[str, str]]:
-    """Return {setting: {label: value as written}} for the given `NAME=V1,V2`, sorted by name."""
+    """Return {setting: {label: value as given}} for `NAME=V1,V2` arguments, sorted by name.
+
+    Append a problem for each argument that is invalid.
+    """
     axes: dict[str, dict[str, str]] = {}
     for text in given:
         written, equals, values = text.partition("=")
@@ -79,7 +82,7 @@ def _labelled(name: str, values: Sequence[str], problems: list[str]) -> dict[str
 
 
 def _label(name: str, value: str) -> str:
-    """Return a value as part of a directory name; equal numbers give equal names."""
+    """Return a value in the form used in directory names; equal numbers have equal labels."""
     converted = convert(name, value)
     if isinstance(converted, float):
         label = f"{converted:g}" if float(f"{converted:g}") == converted else repr(converted)

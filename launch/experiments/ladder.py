@@ -1,7 +1,7 @@
-"""The runs that a prediction is fitted to: their sizes, tokens and final losses.
+"""The runs that a scaling law is fitted to: their sizes, tokens and final losses.
 
-Only the final losses of finished runs with a decayed learning rate follow one law: an intermediate
-loss is higher than the final loss of a run with that number of tokens.
+Only the final losses of finished runs with a decayed learning rate follow the same law: an
+intermediate loss is higher than the final loss of a run with that number of tokens.
 """
 
 import json
@@ -25,14 +25,19 @@ from zerolm.run_dir.events import DONE
 from zerolm.run_dir.files import RunFiles
 
 TOTAL, NON_EMBEDDING = KINDS = ("total", "non_embedding")  # --parameters
-# DeepSpeed's schedulers that end at a low rate.
+# DeepSpeed schedulers that end at a low learning rate.
 DECAYS = ("WarmupDecayLR", "WarmupCosineLR", "OneCycle")
-MIN_POINTS, MIN_VALUES = 6, 3  # for five coefficients; distinct sizes and numbers of tokens
+# Minimum number of runs, to fit five coefficients; of distinct sizes, and of distinct token counts.
+MIN_POINTS, MIN_VALUES = 6, 3
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A finished run. Fields are JSON keys; `sizes` maps each counting method to a size."""
+    """A finished run. Fields are JSON keys.
+
+    Attributes:
+        sizes: {way of counting parameters, from `KINDS`: number of parameters}.
+    """
 
     name: str
     sizes: dict[str, int]
@@ -46,7 +51,7 @@ class Rung:
 
 
 def sizes_of(model: Model) -> dict[str, int]:
-    """Return the active parameters per token: all, and without embeddings and output head."""
+    """Return the number of active parameters per token, with and without embeddings and head."""
     embeddings = sum(
         math.prod(shape)
         for name, shape in model.shapes.items()
@@ -65,7 +70,7 @@ def _sizes(config_json: str) -> dict[str, int]:
 
 
 def read_rung(run: RunHistory, name: str = "") -> Rung | str:
-    """Return a run as a point for the law, or the reason why it cannot be one."""
+    """Return a run as a rung to fit, or the reason why the run cannot be used."""
     found = _rung(run, name)
     return f"{found} ({run.problems[0]})" if isinstance(found, str) and run.problems else found
 
@@ -99,7 +104,7 @@ def _rung(run: RunHistory, name: str) -> Rung | str:
 
 
 def _undecayed(run: RunHistory) -> str:
-    """Return why a run's learning rate has not decayed by its end; "" if it has."""
+    """Return a message if a run's learning rate has not decayed by the end, else ""."""
     scheduler = (run.record.get("ds_config") or {}).get("scheduler")
     peak, minimum = run.settings.get("learning_rate"), run.settings.get("min_learning_rate")
     rates = run.curves.columns.get("train/learning_rate")
@@ -118,9 +123,9 @@ def _undecayed(run: RunHistory) -> str:
 
 
 def expand(paths: Sequence[Path]) -> list[Path]:
-    """Return the run directories at the paths, some of which may be sweep directories.
+    """Return run directories, with each sweep directory replaced by the run directories in it.
 
-    A directory that is given twice, even under different names, is returned once.
+    A directory that is given more than once, even under different names, is returned once.
     """
     found = []
     for path in paths:
@@ -136,10 +141,10 @@ def read_ladder(
     """Return (the runs to fit, {excluded run: reason}, notices).
 
     Args:
-        target: a finished run that is not fitted, but whose loss is compared with the fit.
+        target: a finished run that is not fitted; its loss will be compared with the fit.
 
     Raises:
-        ConfigError: the runs cannot be read, cannot be compared, or are too few.
+        ConfigError: the runs cannot be read or compared, or there are too few runs.
     """
     problems: list[str] = []
     rungs, left_out, runs = list[Rung](), dict[str, str](), dict[str, RunHistory]()
@@ -187,7 +192,7 @@ def read_ladder(
 def _incomparable(
     rungs: Sequence[Rung], runs: Mapping[str, RunHistory], target: Path | None
 ) -> list[str]:
-    """Return why the losses cannot be compared; [] if they can."""
+    """Return a problem for each property that prevents comparing the losses."""
     metrics, compared = {rung.name: rung.metric for rung in rungs}, dict(runs)
     if target is not None and not isinstance(found := read_rung(read_run(target)), str):
         metrics[str(target)], compared[str(target)] = found.metric, read_run(target)

@@ -1,6 +1,6 @@
 """A scaling law L(N, D) = E + A / N^alpha + B / D^beta, fitted to the final losses of runs.
 
-Pure arithmetic on sizes, tokens and losses; numpy only. Must not read runs.
+Pure arithmetic on sizes, tokens and losses, with numpy only. Must not read runs.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ import numpy as np
 from launch.estimate.scaling import LossFit
 from launch.experiments.quantiles import student_quantile
 
-HUBER = 1e-3  # residual of a log loss where it turns linear (Hoffmann et al. 2022, appendix D.3)
-ITERATIONS, PATIENCE = 300, 30  # limit; iterations without an improvement before stopping
+HUBER = 1e-3  # log-loss residual above which the error is linear (Hoffmann et al. 2022, app. D.3)
+ITERATIONS, PATIENCE = 300, 30  # maximum iterations; stop after this many without improvement
 COEFFICIENTS = 5
-EXPONENTS = (0.02, 2.0)  # range of published laws; beyond, the runs do not determine the term
-LEAST_SHARE = 0.01  # minimum share of E in the lowest loss
-LEAST_SLOPE = 0.005  # minimum of log loss over log size at a fixed token ratio; Cerebras-GPT: 0.1
-SAME_RATIO = 0.99  # correlation of the logarithms of sizes and tokens
+EXPONENTS = (0.02, 2.0)  # plausible range: for exponents outside, the runs do not determine a term
+LEAST_SHARE = 0.01  # minimum plausible E, as a share of the lowest loss
+LEAST_SLOPE = 0.005  # minimum plausible exponent at a fixed token ratio; Cerebras-GPT's is 0.1
+SAME_RATIO = 0.99  # correlation of log size and log tokens above which the ratio counts as fixed
 SHARE = 0.80  # coverage of the intervals
-# Starting values: alpha, beta, and the share of E in the lowest loss.
+# Starting values for alpha, beta, and E as a share of the lowest loss.
 STARTS = list(product((0.1, 0.3, 0.5, 0.8), (0.1, 0.3, 0.5, 0.8), (0.1, 0.4, 0.7, 0.95)))
-FEW = 7  # every 7th start, in addition to a law that is already close
+FEW = 7  # use only every 7th start if a law that is already close is among the starts
 
 
 class Observed(NamedTuple):
-    """The final loss of a model with this size after this many tokens."""
+    """The final loss of a model of a given size, trained on a given number of tokens."""
 
     parameters: float
     tokens: float
@@ -39,7 +39,7 @@ class Prediction:
     """A predicted loss. Fields are JSON keys.
 
     Attributes:
-        low, high: 80% interval, from fits that leave out one point each.
+        low, high: 80% interval, computed from fits that each leave out one point.
     """
 
     loss: float
@@ -48,14 +48,14 @@ class Prediction:
 
 
 def fit(points: Sequence[Observed], name: str = "fit") -> LossFit:
-    """Return the law that minimizes the Huber loss of the log losses, from many starts.
+    """Return the law that minimizes the Huber loss between predicted and observed log losses.
 
-    Runs Levenberg-Marquardt with Huber weights on the logarithms of E, A, B, alpha and beta, for
-    all starts at once. Sizes and tokens are divided by their geometric means, so A and B are losses
-    of about the same magnitude as E.
+    Runs Levenberg-Marquardt with Huber weights on the logarithms of E, A, B, alpha and beta, from
+    many starting points at once. Sizes and tokens are divided by their geometric means, so A and B
+    have about the same magnitude as E.
 
     Source: Hoffmann et al. 2022 (arXiv 2203.15556), section 3.3, which uses L-BFGS. Besiroglu et
-    al. 2024 (arXiv 2404.10102) found that it had stopped before the minimum.
+    al. 2024 (arXiv 2404.10102) found that this L-BFGS run had stopped before the minimum.
     """
     losses = np.array(points)[:, 2]
     starts = np.array([_start(losses, *start) for start in STARTS])
@@ -63,7 +63,11 @@ def fit(points: Sequence[Observed], name: str = "fit") -> LossFit:
 
 
 def fit_without(points: Sequence[Observed], law: LossFit) -> list[LossFit]:
-    """Return, for each point, the law fitted to the others; `law`, fitted to all, is a start."""
+    """Return, for each point, the law fitted to all other points.
+
+    Args:
+        law: the law fitted to all points, used as one of the starting points.
+    """
     losses = np.array(points)[:, 2]
     sizes_1, tokens_1 = np.log(np.array(points)[:, :2]).mean(0)
     a, b = law.model / np.exp(law.alpha * sizes_1), law.data / np.exp(law.beta * tokens_1)
@@ -75,7 +79,12 @@ def fit_without(points: Sequence[Observed], law: LossFit) -> list[LossFit]:
 def _laws(
     points: Sequence[Observed], starts: np.ndarray, kept: np.ndarray, name: str
 ) -> list[LossFit]:
-    """Return the best law from (S, 5) starts for each row of (G, N) point weights."""
+    """Fit one law per row of `kept`, and return the best fit from all starts for each row.
+
+    Args:
+        starts: starting coefficients, of shape (S, 5).
+        kept: weights of the points in each of the G fits, of shape (G, N).
+    """
     sizes, tokens, losses = np.array(points, dtype=np.float64).T
     sizes_1, tokens_1 = np.log(sizes).mean(), np.log(tokens).mean()
     x, y, target = np.log(sizes) - sizes_1, np.log(tokens) - tokens_1, np.log(losses)
@@ -122,7 +131,10 @@ def _start(losses: np.ndarray, alpha: float, beta: float, share: float) -> list[
 def _errors(
     params: np.ndarray, x: np.ndarray, y: np.ndarray, target: np.ndarray, kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the Huber losses (S,), the residuals (S, N) and their slopes (S, N, 5)."""
+    """Return Huber losses, residuals, and the derivatives of the residuals by the coefficients.
+
+    Their shapes are (S,), (S, N) and (S, N, 5), for S sets of coefficients and N points.
+    """
     e, a, b, alpha, beta = np.exp(np.clip(params, -60, 60)).T[..., None]
     with np.errstate(over="ignore", invalid="ignore"):
         model, data = a * np.exp(-alpha * x), b * np.exp(-beta * y)
@@ -140,7 +152,7 @@ def _errors(
 
 @dataclass(frozen=True)
 class Fitted:
-    """A law fitted to all points, and for each point a law fitted without it."""
+    """A law fitted to all points and, for each point, a law fitted to all other points."""
 
     law: LossFit
     points: list[Observed]
@@ -153,22 +165,22 @@ class Fitted:
         return cls(law, points, fit_without(points, law))
 
     def errors(self) -> list[float]:
-        """Return, for each point, the error of a prediction from a fit without it."""
+        """Return, for each point, the prediction error of the law fitted to all other points."""
         pairs = zip(self.without, self.points, strict=True)
         return [law.loss(point.parameters, point.tokens) - point.loss for law, point in pairs]
 
     @property
     def one_ratio(self) -> bool:
-        """Whether all points have about the same tokens per parameter.
+        """Whether all points have about the same number of tokens per parameter.
 
-        If so, the contributions of size and tokens cannot be separated, and the loss at another
-        ratio is unknown: three coefficients remain, E + C / N^alpha.
+        If so, the contributions of size and tokens cannot be separated, and the loss at other
+        ratios is unknown: only the three coefficients of E + C / N^alpha are determined.
         """
         sizes, tokens, _ = np.log(np.array(self.points, dtype=np.float64)).T
         return bool(np.corrcoef(sizes, tokens)[0, 1] > SAME_RATIO)
 
     def beyond(self, parameters: float, tokens: float) -> dict[str, float]:
-        """Return the factors by which a model is outside the points' range, 1 if inside."""
+        """Return the factors by which a model lies outside the range of the points; 1 if inside."""
         sizes, numbers, _ = np.array(self.points, dtype=np.float64).T
         ranges = {
             "compute": (sizes * numbers, parameters * tokens),
@@ -182,10 +194,11 @@ class Fitted:
         }
 
     def implausible(self) -> list[str]:
-        """Return the values that no law of language models has, such as `alpha = 0`.
+        """Return the fitted values that are implausible for language models, such as `alpha = 0`.
 
-        If all points have one ratio of tokens to parameters, E, alpha and beta cannot be determined
-        separately. Then only the fall of the loss is judged, by the exponent of a power law.
+        If all points have the same ratio of tokens to parameters, E, alpha and beta cannot be
+        determined separately. In that case only the decrease of the loss is checked, using the
+        exponent of a power law.
         """
         law, least = self.law, min(point.loss for point in self.points)
         if self.one_ratio:
@@ -203,11 +216,12 @@ class Fitted:
         ]
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
-        """Return a model's loss with an 80% interval.
+        """Return the predicted loss of a model, with an 80% interval.
 
-        The variance is the sum of the law's jackknife variance, which grows with the distance from
-        the runs, and a single run's variance, estimated from the errors of left-out points.
-        Student's t accounts for the small number of points. Both terms assume that the law holds.
+        The variance is the sum of two terms, both of which assume that the law holds. The jackknife
+        variance of the law grows with the distance from the runs. The variance of a single run is
+        estimated from the errors of left-out points. Student's t accounts for the small number of
+        points.
 
         Source: Efron and Stein 1981, "The jackknife estimate of variance", equation 1.2.
         """

@@ -1,6 +1,6 @@
-"""The best value of a swept setting, with its uncertainty, from a parabola over its logarithm.
+"""Find the best value of a swept setting and its uncertainty.
 
-Pure arithmetic on losses; numpy only.
+Fits a parabola to the loss over the value's logarithm. Pure arithmetic on losses, with numpy only.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,11 @@ import numpy as np
 from launch.experiments.quantiles import student_quantile
 
 SHARE = 0.90  # coverage of the intervals
-REACH = 2  # points on either side of the best one that the parabola is fitted to
-HIGHEST = 1.2  # factor over the lowest worst-seed loss above which a value is not fitted
-MISFIT = 6.0  # a parabola does not fit above this ratio of the fit's variance to the seeds'
+REACH = 2  # number of points to fit on each side of the best point
+# A value is not fitted if its worst seed's loss exceeds the lowest such loss by this factor.
+HIGHEST = 1.2
+# A parabola is rejected if the fit's variance exceeds the seeds' variance by this factor.
+MISFIT = 6.0
 NO_LOSSES: Mapping[float, int] = {}
 
 
@@ -22,21 +24,23 @@ class Optimum:
     """The best value of a setting. Fields are JSON keys.
 
     Attributes:
-        value, loss: minimum of the parabola; the best point if there is no parabola.
-        measured, measured_loss: the best point, and its mean loss.
-        interval: interval for `value`, which contains `measured`; None with one seed, at an edge,
-            or without a parabola.
-        open_ended: noise hides one or both ends of the interval; they are set to the ends of the
-            grid or to the nearest values that could not be fitted.
-        parabola: coefficients of loss over log(value), highest power first; None without one.
-        at_edge: the best point is the first or last that could be fitted, so better values may be
-            outside the fitted range.
-        fitted: first and last value that the parabola is fitted to; None without one.
+        value, loss: minimum of the parabola, or the best point if there is no such minimum.
+        measured, measured_loss: the best measured value, and its mean loss.
+        interval: confidence interval for `value`, which contains `measured`; None with a single
+            seed or without a parabola.
+        open_ended: whether noise hides one or both ends of the interval. Such an end is set to the
+            end of the grid or to the nearest value that could not be fitted.
+        parabola: coefficients of loss over log(value), highest power first; None if no parabola
+            was fitted.
+        at_edge: whether the best point is the first or last that could be fitted, so better values
+            may be outside the fitted range.
+        fitted: the first and last of the fitted values; None if no parabola was fitted.
         points, seeds: number of fitted values, and minimum number of losses per value.
-        high: values near the best one with a loss too high to be fitted.
+        high: values near the best value whose loss is too high to be fitted.
         incomplete: {value: number of its runs that gave up, failed, or ended without a finite
             loss}.
-        missing: intervals next to the best value where values should be added; None is an open end.
+        missing: intervals next to the best value in which values should be added; None marks an
+            open end.
     """
 
     value: float
@@ -58,10 +62,14 @@ class Optimum:
 def find_optimum(
     losses: Mapping[float, Sequence[float]], gave_up: Mapping[float, int] = NO_LOSSES
 ) -> Optimum | None:
-    """Return the optimum for {value: its losses, one per seed}; values are positive.
+    """Return the optimum of a setting, or None if no value can be compared.
 
-    A value with runs that gave up or failed (`gave_up`: {value: number}) is neither fitted nor the
-    best, since its other seeds' losses leave out those runs. Returns None if no value is left.
+    A value with failed runs is neither fitted nor chosen, since the losses of its other seeds would
+    be misleading.
+
+    Args:
+        losses: {value: its losses, one per seed}; all values are positive.
+        gave_up: {value: number of its runs that gave up or failed}.
     """
     incomplete = {value: number for value, number in gave_up.items() if number}
     values = sorted({*losses, *incomplete})
@@ -108,10 +116,10 @@ class _Fit:
     """A parabola for the loss over log(value) - centre, with the covariance of its coefficients.
 
     Attributes:
-        values: values that the parabola is fitted to.
-        excess: variance of the means around the parabola divided by that of the seeds; 0 if either
-            is unknown.
-        freedom: degrees of freedom of the variance.
+        values: the fitted values of the setting.
+        excess: variance of the mean losses around the parabola divided by the variance between
+            seeds; 0 if either is unknown.
+        freedom: degrees of freedom of the estimated variance.
     """
 
     values: Sequence[float]
@@ -123,7 +131,7 @@ class _Fit:
 
     @property
     def minimum(self) -> float:
-        """The value at the minimum; 0 or infinity if there is none."""
+        """The value at the minimum; 0 or infinity if the parabola has no minimum."""
         a, b, _ = self.coefficients
         if a > 0:
             return float(np.exp(self.centre - b / (2 * a)))
@@ -139,10 +147,10 @@ class _Fit:
         return a, b - 2 * a * self.centre, c - b * self.centre + a * self.centre**2
 
     def interval(self) -> tuple[float, float]:
-        """Return the range in which the slope may be zero; (0, inf) if the curve may be flat.
+        """Return the confidence interval of the minimum; (0, inf) if the curve may be flat.
 
-        Source: Fieller 1954, "Some problems in interval estimation": exact for normal noise,
-        whereas two or three seeds are too few for a bootstrap.
+        Source: Fieller 1954, "Some problems in interval estimation". The interval is exact for
+        normal noise, whereas two or three seeds are too few for a bootstrap.
         """
         a, b, _ = self.coefficients
         (aa, ab, _), (_, bb, _), _ = self.covariance
@@ -157,11 +165,14 @@ class _Fit:
 
 
 def _fitting(near: list[float], best: float, losses: Mapping[float, Sequence[float]]) -> _Fit:
-    """Return a parabola fitted to values near the best one, which is not at an end.
+    """Return a parabola fitted to values near the best value.
 
-    As long as the minimum is not between the best value's neighbours, or the means deviate from the
-    parabola by more than the seeds' noise explains, the end with the higher loss is dropped. The
-    best value and its two neighbours always remain.
+    As long as the minimum is not between the best value's neighbours, or the mean losses deviate
+    from the parabola by more than the noise between seeds explains, the outermost value with the
+    higher loss is dropped. The best value and its two neighbours always remain.
+
+    Args:
+        near: at least three values in ascending order; the best one is not at an end.
     """
     while True:
         fit, place = _fit(near, losses), near.index(best)
@@ -174,9 +185,13 @@ def _fitting(near: list[float], best: float, losses: Mapping[float, Sequence[flo
 
 
 def _fit(values: Sequence[float], losses: Mapping[float, Sequence[float]]) -> _Fit:
-    """Fit a parabola to the mean losses; their variance combines the seeds' and the fit's."""
+    """Fit a parabola to the mean losses.
+
+    The variance is pooled from the deviations of the means from the parabola and of the seeds from
+    their means.
+    """
     logs = np.log(values)
-    centre = float(logs.mean())  # centered: far from zero the fit would lose precision
+    centre = float(logs.mean())  # subtracted, since the fit loses precision far from zero
     numbers = np.array([len(losses[value]) for value in values])
     means = np.array([np.mean(losses[value]) for value in values])
     design = np.vander(logs - centre, 3)

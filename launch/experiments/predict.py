@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from launch.experiments.law import Fitted
 
 DEFAULT_EXTRAPOLATION = 10.0
-OTHER_RATIO = 1.5  # factor in tokens per parameter above which a model counts as another shape
+OTHER_RATIO = 1.5  # factor outside the runs' tokens per parameter above which a ratio is new
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +110,10 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _target(arguments: argparse.Namespace) -> dict[str, Any] | None:
-    """Return the size and tokens to predict, with the loss measured by --check_against."""
+    """Return the model sizes and token count to predict a loss for; None if none are given.
+
+    With --check_against, they are the values of that run, and its measured loss is included.
+    """
     from launch.experiments import ladder
     from zerolm.model.model import Model
     from zerolm.report.run_history import read_run
@@ -140,7 +143,7 @@ def _target(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _other_vocabulary(target: Mapping[str, Any], vocab_size: int | None) -> list[str]:
-    """Return a problem if the model's losses cannot be compared with those of the runs."""
+    """Return a problem if the model's vocabulary differs in size from that of the runs."""
     own = target.get("vocab_size")
     if None in (own, vocab_size) or own == vocab_size:
         return []
@@ -163,7 +166,10 @@ def _too_far(name: str, beyond: Mapping[str, float], limit: float) -> list[str]:
 
 
 def _optimum(fitted: "Fitted", flops: float, derivation: str) -> dict[str, Any]:
-    """Return the size and tokens with the lowest loss, and their range when leaving out a run."""
+    """Return the model size and token count with the lowest predicted loss for a budget.
+
+    `parameters_range` is the range of optimal sizes when each run is left out in turn.
+    """
     parameters, tokens = fitted.law.optimum(flops)
     sizes = [law.optimum(flops)[0] for law in fitted.without]
     largest = max(6 * each.parameters * each.tokens for each in fitted.points)
@@ -175,7 +181,7 @@ def _optimum(fitted: "Fitted", flops: float, derivation: str) -> dict[str, Any]:
 
 
 def as_text(record: dict[str, Any], fitted: "Fitted", rungs: "Sequence[Rung]") -> str:
-    """Return the table of runs, the law, and its predictions."""
+    """Format the table of runs, the fitted law, and its predictions."""
     kind, law = record["parameters"], fitted.law
     width = max(len(rung.name) for rung in rungs)
     head = f"{'run':<{width}}  {'parameters':>10}  {'tokens':>8}  {'loss':>8}  {'fit':>8}"

@@ -4,9 +4,13 @@ import math
 
 
 def student_quantile(share: float, freedom: int) -> float:
-    """Return the quantile of Student's t for a share above one half.
+    """Return a quantile of Student's t-distribution.
 
-    Bisects the distribution function, which has a closed form for whole degrees of freedom.
+    Bisects the distribution function, which has a closed form for integer degrees of freedom.
+
+    Args:
+        share: probability of the quantile, above one half.
+        freedom: degrees of freedom.
 
     Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4.
     """
@@ -20,7 +24,7 @@ def student_quantile(share: float, freedom: int) -> float:
 
 
 def _student(value: float, freedom: int) -> float:
-    """Return the share of Student's t below a non-negative value."""
+    """Return the distribution function of Student's t at a non-negative value."""
     angle = math.atan(value / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
     term, total = 1.0, 0.0

@@ -16,7 +16,7 @@ from zerolm.run_dir.events import DONE, FAILED, GAVE_UP
 from zerolm.run_dir.files import RunFiles
 
 SEED, LEARNING_RATE = "seed", "learning_rate"
-# More tokens are always better, and losses over different sequences cannot be compared.
+# More tokens are always better, and losses on different sequences cannot be compared.
 WITHOUT_OPTIMUM = (SEED, "total_tokens", "val_data", *comparable.SETTINGS)
 
 
@@ -25,8 +25,8 @@ class Result:
     """The result of a point. Fields are JSON keys.
 
     Attributes:
-        state: state as shown by `zerolm status`; `new` before the first start.
-        loss, metric: None and empty unless the run is done.
+        state: the run's state as shown by `zerolm status`; `new` before its first start.
+        loss, metric: final loss and its name; None and "" unless the run is done.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Result:
 
 
 def final_loss(run: RunHistory) -> tuple[float, str] | None:
-    """Return a run's final loss and its name: the validation loss if there is one.
+    """Return (a run's final loss, its name), using the validation loss if the run was evaluated.
 
-    None if there are no losses, the last one is not finite, or the last step was not evaluated
-    (evaluations that crash are skipped).
+    Return None if there are no losses, the last loss is not finite, or the last step was not
+    evaluated, since an evaluation that crashes is skipped.
     """
     column = run.curves.columns.get("eval/loss")
     if column and column[0]:
@@ -64,9 +64,10 @@ def result_of(point: Point, run_dir: Path) -> Result:
 
 
 def curve_axis(results: Sequence[Result]) -> str | None:
-    """Return the setting to optimize: the learning rate, else a setting with positive numbers.
+    """Return the setting to optimize, or None if there is none.
 
-    None if no such setting has several values.
+    This is the learning rate or, if that was not swept, the first setting with several values, all
+    of them positive numbers.
     """
     axes = [axis for axis in results[0].values if axis not in WITHOUT_OPTIMUM]
     for axis in sorted(axes, key=lambda axis: axis != LEARNING_RATE):
@@ -84,9 +85,9 @@ def _number(label: str) -> float:
 
 
 def curves(results: Sequence[Result], axis: str | None) -> dict[str, dict[float, list[float]]]:
-    """Return {combination of the other settings: {value: its seeds' losses}} for done runs.
+    """Return {combination of the other settings: {value of `axis`: losses of all seeds}}.
 
-    Without an axis the value is 0.
+    Only finished runs are included. If `axis` is None, the value is 0.
     """
     found: dict[str, dict[float, list[float]]] = {}
     for result in results:
@@ -106,9 +107,9 @@ def _value(result: Result, axis: str | None) -> float:
 
 
 def optima(results: Sequence[Result], axis: str | None) -> dict[str, Optimum]:
-    """Return {combination of the other settings: optimum of `axis`}; {} without an axis.
+    """Return {combination of the other settings: optimum of `axis`}; {} if `axis` is None.
 
-    Counts the runs of each value that gave up, failed or ended without a finite loss.
+    For each value, runs that gave up, failed, or ended without a finite loss are counted.
     """
     if axis is None:
         return {}
@@ -124,7 +125,7 @@ def optima(results: Sequence[Result], axis: str | None) -> dict[str, Optimum]:
 
 
 def require_one_metric(results: Sequence[Result]) -> None:
-    """Refuse losses that cannot be compared."""
+    """Raise ConfigError if only some of the runs have a validation loss."""
     kinds = {result.metric.partition(",")[0] for result in results if result.metric}
     if len(kinds) > 1:
         raise ConfigError(
@@ -134,7 +135,7 @@ def require_one_metric(results: Sequence[Result]) -> None:
 
 
 def as_text(results: Sequence[Result], axis: str | None, found: Mapping[str, Optimum]) -> str:
-    """Return the table of a sweep, best first, and its optima."""
+    """Format the table of a sweep, sorted by loss, and its optima."""
     width = max(len(result.name) for result in results)
     metrics = sorted({result.metric for result in results if result.metric})
     lines = [f"{'point':<{width}}  {'tokens':>8}  {'loss':>9}  state"]
@@ -159,7 +160,7 @@ def as_text(results: Sequence[Result], axis: str | None, found: Mapping[str, Opt
 
 
 def describe(axis: str, optimum: Optimum) -> str:
-    """Describe the optimum in a sentence, with its uncertainty or why none is known."""
+    """Return text that describes an optimum, with its uncertainty or why that is unknown."""
     text = f"best {axis} {optimum.value:.3g}, loss {optimum.loss:.5f}"
     if optimum.parabola is None:
         fewer = "; fewer than three values, so no parabola was fitted"

@@ -30,7 +30,7 @@ from zerolm.engine.launcher_options import LAUNCHER_FLAGS
 from zerolm.parts.parse import parse_settings
 from zerolm.run_dir.events import DONE, GAVE_UP
 
-LOG = "console.log"  # in each run directory: the output of `zerolm train`
+LOG = "console.log"  # file in each run directory with the output of `zerolm train`
 PLACES = ("hostfile", "num_nodes", "include", "exclude", "node_rank")  # launcher flags
 POLL_SECONDS = 0.2
 
@@ -73,8 +73,10 @@ class Sweep:
     """The runs of a sweep.
 
     Attributes:
-        flags: pretrain.py's flags shared by all points.
-        tokens: {name of a point: number of tokens in its complete run}.
+        launcher: {launcher flag: value}.
+        flags: pretrain.py flags shared by all points.
+        devices: IDs of the visible devices; empty on a CPU.
+        tokens: {name of a point: number of tokens that its complete run trains on}.
     """
 
     run_dir: Path
@@ -120,8 +122,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Sweep, bool]:
     """Return the sweep described by the command line, and whether to only check it.
 
     Raises:
-        ConfigError: lists every problem that can be found without reading files other than
-            --settings.
+        ConfigError: lists every problem that can be found by reading only the --settings file.
     """
     problems: list[str] = []
     given, models = list(arguments.axes), arguments.model_config
@@ -165,7 +166,7 @@ def _check(sweep: Sweep, jobs: int) -> None:
     """Check every point as `zerolm train` does, before anything is written.
 
     Raises:
-        ConfigError: lists every problem; a problem of only some points names these points.
+        ConfigError: lists every problem; one that does not affect all points names those affected.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -196,7 +197,13 @@ def _check(sweep: Sweep, jobs: int) -> None:
 
 @dataclass
 class _Job:
-    """A started run, the slot of its devices, and the number of signals forwarded to it."""
+    """A started run.
+
+    Attributes:
+        slot: index that determines the run's devices and port.
+        since: start time, measured with `time.monotonic`.
+        forwarded: number of signals forwarded to the run.
+    """
 
     point: Point
     process: subprocess.Popen[bytes]
@@ -206,7 +213,7 @@ class _Job:
 
 
 def _start(sweep: Sweep, jobs: int, master_port: int) -> int:
-    """Run all points that are not done; return the sweep's exit code."""
+    """Run all points that are not done, and return the exit code of the sweep."""
     from launch.experiments.results import result_of
 
     waiting, failed, total = list(sweep.points), list[str](), len(sweep.points)
@@ -256,7 +263,7 @@ def _start(sweep: Sweep, jobs: int, master_port: int) -> int:
 
 
 def _launch(sweep: Sweep, point: Point, slot: int, jobs: int, master_port: int) -> _Job:
-    """Start `zerolm train` for a point; it saves and stops if the sweep is killed."""
+    """Start `zerolm train` for a point; the run saves and stops if the sweep is killed."""
     options, environment = dict(sweep.launcher), dict(os.environ)
     ranks = int(options["num_gpus"])
     if sweep.devices:  # the launcher uses all visible devices unless a flag limits them
@@ -286,11 +293,11 @@ def _log(point: Point, message: str) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Table and picture
+# Table and plot
 
 
 def _show(sweep: Sweep) -> None:
-    """Print the table and the optima; write them to sweep.json and sweep.png."""
+    """Print the results and optima; also write them to sweep.json and plot them in sweep.png."""
     from launch.experiments import draw, results
     from zerolm.common.files import write_json
 

@@ -1,8 +1,8 @@
 """`zerolm node`: start a run's ranks on this node under Slurm, Kubernetes or SkyPilot.
 
 The scheduler starts this command once on each node and sets the node's rank. DeepSpeed's launcher
-kills the ranks on a signal. Therefore this process (or the supervisor, if any) forwards signals to
-the ranks, which save and stop.
+would kill the ranks on a signal. Instead, this process (or the supervisor, if any) forwards signals
+to the ranks, which save and stop.
 """
 
 import argparse
@@ -50,14 +50,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_size_flags(parser: argparse._ActionsContainer, default: int | None = None) -> None:
-    """Add the flags that a job file passes to this command; they are required without a default."""
+    """Add the flags for the number of nodes and devices; they are required if `default` is None."""
     add = partial(parser.add_argument, type=count, required=default is None, default=default)
     add("--nodes", metavar="N", help="number of nodes in the run")
     add("--devices_per_node", metavar="D", help="number of ranks on each node")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run this node's ranks until they end; return the run's exit code."""
+    """Run this node's ranks until they exit; return the run's exit code."""
     flags = pretrain_flags(run_command(arguments))
     run_dir = Path(parse_pretrain_flags(flags).run_dir or "")
     rank = node_rank(arguments.node_rank, arguments.nodes, os.environ)
@@ -79,7 +79,7 @@ def node_rank(given: int | None, nodes: int, environment: Mapping[str, str]) -> 
     """Return this node's rank, from the flag or else from the scheduler's variable.
 
     Raises:
-        ConfigError: neither is set, or the rank is not below the number of nodes.
+        ConfigError: neither is set, or the rank is not a number below `nodes`.
     """
     candidates = {name: environment[name] for name in RANK_VARIABLES if name in environment}
     if given is not None:

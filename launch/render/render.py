@@ -1,7 +1,7 @@
 """`zerolm render`: write a job file for a scheduler, after checking the run's flags.
 
-The file contains the names of secrets, never their values, which the scheduler supplies. This
-machine is not checked; `pretrain.py --check` and `zerolm doctor` do that.
+The file contains the names of secrets but never their values, which the scheduler supplies. This
+machine is not checked; `pretrain.py --check` and `zerolm doctor` check machines.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job_flags(parser: argparse._ActionsContainer) -> None:
-    """Add the flags for a job file that do not depend on the command in the job."""
+    """Add the job file flags that do not depend on the command that the job runs."""
     parser.add_argument("--name", help="job name (default: last part of --run_dir)")
     parser.add_argument(
         "--time", type=duration, default=86400.0, metavar="DURATION",
@@ -96,7 +96,7 @@ def write_job(text: str, path: str, flag: str) -> None:
 
 
 def job_from(arguments: argparse.Namespace, command: Sequence[str]) -> Job:
-    """Return the job that the file describes."""
+    """Return the job described by the flags and the command."""
     flags = pretrain_flags(command, arguments.settings)
     problems: list[str] = []
     run_dir = "run"

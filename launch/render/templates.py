@@ -1,7 +1,7 @@
 """Render a `Job` as an sbatch script.
 
-The script starts `zerolm node` on every node with the same pretrain.py flags, and requeues a run
-that ends with exit code 75. No side effects.
+The script starts `zerolm node` on every node with the same pretrain.py flags, and requeues the job
+if the run exits with code 75. No side effects.
 """
 
 import math
@@ -18,11 +18,11 @@ class Job:
     """The contents of a job file.
 
     Attributes:
-        nodes, devices: number of nodes, and number of ranks on each.
-        directory: path of this project, the same on each node.
-        python: interpreter: a path relative to `directory`, or a program name.
-        secrets: variables whose values the scheduler supplies.
-        save_seconds: time to save and stop before the time limit.
+        nodes, devices: number of nodes, and number of ranks per node.
+        directory: path of this project, which is the same on all nodes.
+        python: the interpreter, as a path relative to `directory` or a program name.
+        secrets: names of variables whose values the scheduler supplies.
+        save_seconds: time to save and stop before the job's time limit.
         slurm: additional `#SBATCH` options.
         points: additional flags for each run in an array job.
         at_once: maximum number of concurrent runs in an array job; None means no limit.
@@ -44,7 +44,7 @@ class Job:
     at_once: int | None = None
 
     def node_shell_command(self) -> str:
-        """Return each node's shell command, which expects the address of node 0 in `$master`."""
+        """Return the shell command for each node; it expects the address of node 0 in `$master`."""
         node = [self.python, run_module_on_nodes(self.directory), "launch", "node"]
         node += ["--nodes", str(self.nodes)]
         node += ["--devices_per_node", str(self.devices)]
@@ -57,14 +57,14 @@ class Job:
 
 
 def slurm_script(job: Job) -> str:
-    """Return an sbatch script: the supervisor on the first node, one task on each node.
+    """Return an sbatch script that runs the supervisor on the first node and a task on each node.
 
-    `exec` makes the supervisor the process that receives `--signal`. It forwards the signal to the
-    ranks on its node, and all ranks save together. With `--requeue` the supervisor requeues the
-    job.
+    `exec` makes the supervisor the process that receives the signal set with `--signal`. The
+    supervisor forwards this signal to the ranks on its node, and all ranks save together. With
+    `--requeue`, it also requeues the job.
     """
-    minutes = math.ceil(job.time_seconds / 60)  # 0 would mean no limit to Slurm
-    # By default Slurm allocates one core per task, and the memory of one core.
+    minutes = math.ceil(job.time_seconds / 60)  # Slurm interprets 0 as no limit
+    # By default, Slurm allocates only one core per task, and memory for one core.
     own = ("--exclusive", "--cpus-per-", "-c", "--mem")
     shares_nodes = any(option.startswith(own) for option in job.slurm)
     lines = [
@@ -110,7 +110,11 @@ def slurm_script(job: Job) -> str:
 
 
 def run_module_on_nodes(directory: str) -> str:
-    """Return the path of `run_module.py` on the nodes: in the project, or as installed here."""
+    """Return the path of `run_module.py` on the nodes.
+
+    It is relative to the project's directory, or absolute if that directory exists here but does
+    not contain the file.
+    """
     path = RUN_MODULE.relative_to(ROOT)
     is_elsewhere = Path(directory).is_dir() and not (directory / path).exists()
     return str(RUN_MODULE if is_elsewhere else path)

@@ -1,8 +1,8 @@
-"""One launch of a run, as a child process: start it, watch its ranks, stop it, and clean up.
+"""One launch of a run as a child process: start it, watch its ranks, stop it, and clean up.
 
-Signals go to the ranks, which save and stop; DeepSpeed's launcher would kill them instead. Every
-process of a launch carries a mark in its environment, by which this module finds it. No process is
-ever signalled by name.
+Signals are sent to the ranks, which save and stop; DeepSpeed's launcher would kill them instead.
+Every process of a launch has a mark in its environment, by which this module finds the process. No
+process is ever signalled by name.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ from zerolm.watchdog.progress import Heartbeat, read_heartbeat
 from zerolm.watchdog.silence import CEASED_BEATS, Ages
 
 POLL_SECONDS = 0.2
-ORPHAN_SECONDS = 30.0  # time for processes left behind by a launch to end without being killed
-MEET_SECONDS = 20.0  # time for all launchers to end after a rank has ended before connecting
-RANKS_GONE_SECONDS = 60.0  # time for the launcher to notice that its ranks have ended
-LAUNCHER_SECONDS = 1.5  # the same time if the cause is known: the launcher polls every second
-STOPPED_SECONDS = 30.0  # limit if all ranks on this host are stopped (SIGSTOP) and cannot report it
-SILENT_SECONDS = 60.0  # added to a rank's own limit before its silence counts as a hang
-SUSPENDED_SECONDS = 6.0  # a check this late means that this process was suspended as well
-REASON_SECONDS = 30.0  # time for ranks that outlive their launcher to log the reason and end
+ORPHAN_SECONDS = 30.0  # time for processes left behind by a launch to exit before being killed
+MEET_SECONDS = 20.0  # time for all launchers to exit after a rank has exited before connecting
+RANKS_GONE_SECONDS = 60.0  # time for the launcher to notice that its ranks have exited
+LAUNCHER_SECONDS = 1.5  # the same if the cause is known; the launcher polls every second
+STOPPED_SECONDS = 30.0  # how long all ranks on this host may be stopped (SIGSTOP)
+SILENT_SECONDS = 60.0  # added to a rank's own time limit before its silence counts as a hang
+SUSPENDED_SECONDS = 6.0  # a longer gap between checks means that this process was suspended as well
+REASON_SECONDS = 30.0  # time for ranks that outlive their launcher to log the reason and exit
 WHY_EVENTS = {*FINAL_EVENTS, *LOST_EVENTS, "corrupted"}
 KILL_SECONDS = 5.0
 STACKS_SECONDS = 2.0  # time for ranks to write their stacks
@@ -58,8 +58,9 @@ class Attempt:
     """A running launch.
 
     Args:
-        mark: value of ZEROLM_SUPERVISOR in the environment of its processes; unique to the launch.
-        start_seconds: time limit for the first heartbeat of a rank.
+        mark: value of ZEROLM_SUPERVISOR in the environment of the launch's processes; unique to the
+            launch.
+        start_seconds: time limit for the first heartbeat of any rank.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Attempt:
         self.kill_reason: str | None = None
         self._oom_kills = machine.oom_kills()
         self._ended_early: tuple[str, float] | None = None  # (reason, time)
-        self._written: dict[int, tuple[int, float]] = {}  # heartbeats: (mtime, seen since)
+        self._written: dict[int, tuple[int, float]] = {}  # {rank: (heartbeat mtime, first seen)}
         self._beats: list[Heartbeat] = []
         self._beats_read_at = 0.0
         self._launcher_ended = 0.0  # measured with `time.time`
@@ -94,7 +95,7 @@ class Attempt:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so Ctrl-C reaches only this process, which forwards it
-            preexec_fn=end_with_parent,  # which makes the ranks save and stop
+            preexec_fn=end_with_parent,  # without a launcher, the ranks save and stop
         )
         self._reader = threading.Thread(target=self._copy_output, daemon=True)
         self._reader.start()
@@ -102,7 +103,7 @@ class Attempt:
     # ---- While it runs
 
     def running(self) -> bool:
-        """Return whether the launch is running, after killing it if it is stuck."""
+        """Return whether the launch is still running; kill it first if it is stuck."""
         if self.process.poll() is not None:
             self._launcher_ended = self._launcher_ended or time.time()
             return False
@@ -123,13 +124,13 @@ class Attempt:
         return self.process.poll() is None
 
     def heartbeats(self) -> list[Heartbeat]:
-        """Return the last heartbeat of each rank in this launch."""
+        """Return the newest heartbeat of each rank in this launch."""
         mark = self.mark.partition("=")[2]
         return [
             beat
             for beat in progress.read_heartbeats(self.files.run_dir).values()
-            # DeepSpeed does not forward the mark to other hosts; ranks there are recognized by a
-            # new token.
+            # DeepSpeed does not forward the mark to other hosts, so ranks on other hosts are
+            # recognized by a new token.
             if beat["supervisor"] == mark
             or (beat["supervisor"] is None and beat["token"] not in {None, *self.earlier_tokens})
         ]
@@ -137,7 +138,7 @@ class Attempt:
     def request_stop(self, number: int) -> bool:
         """Forward a signal to the ranks on this host; all ranks then save and stop together.
 
-        Returns False if no rank has anything to save yet.
+        Return False if no rank has anything to save yet.
         """
         beats = self.heartbeats()
         local = [beat for beat in beats if beat["machine"] == self.machine]
@@ -145,7 +146,7 @@ class Attempt:
         if any(sent):
             return True
         tokens = {beat["token"] for beat in beats if beat["token"] and beat["state"] == "running"}
-        for token in tokens:  # no rank on this host: rank 0 polls for this file
+        for token in tokens:  # if no rank runs on this host, use a file, for which rank 0 polls
             path = self.files.stop_request(token)
             with contextlib.suppress(OSError):
                 path.write_text(signal.Signals(number).name + "\n")
@@ -154,10 +155,10 @@ class Attempt:
     def kill(self) -> list[int]:
         """Kill all of this launch's processes on this host immediately; return their IDs."""
         killed: set[int] = set()
-        for beat in self.heartbeats():  # a rank started over ssh lacks the mark
+        for beat in self.heartbeats():  # ranks started over ssh do not have the mark
             rank = processes.inspect_process(beat["pid"])
             if rank and not self._is_over(beat) and beat["machine"] == self.machine:
-                processes.signal_process(rank, signal.SIGKILL)  # which makes its launcher end
+                processes.signal_process(rank, signal.SIGKILL)  # its launcher then exits
                 killed.add(rank.pid)
         deadline = time.monotonic() + KILL_SECONDS  # a process may be stuck in the kernel
         while (alive := processes.marked_pids(self.mark)) and time.monotonic() < deadline:
@@ -170,7 +171,7 @@ class Attempt:
         return sorted(killed)
 
     def finish(self) -> Outcome:
-        """Wait for orphaned processes, kill those that do not end, and return the outcome."""
+        """Wait for orphaned processes, kill those that do not exit, and return the outcome."""
         self._launcher_ended = self._launcher_ended or time.time()
         killed = self._wait_for_orphans()
         self._reader.join(timeout=2.0)
@@ -187,15 +188,15 @@ class Attempt:
             if killed_ranks and (kills := machine.oom_kills() - self._oom_kills):
                 note = machine.oom_note(kills)
                 outcome.reasons += [note] * (note not in " ".join(outcome.reasons))
-        except Exception as error:  # a bug in the supervisor: fall back to the launcher's code
+        except Exception as error:  # a bug in the supervisor: use only the launcher's exit code
             outcome = classify(code, [], [], output, self.kill_reason, killed)
             outcome.reasons.append(f"cannot read how the launch ended: {error!r}")
         return outcome
 
-    # ---- Launches that can make no progress, which DeepSpeed's launcher does not notice
+    # ---- Stuck launches, which DeepSpeed's launcher does not detect
 
     def _stuck_reason(self, now: float) -> str | None:
-        """Return why this launch cannot make progress, or None if it can."""
+        """Return why this launch cannot make progress, or None if it is not stuck."""
         if now - self._beats_read_at > len(self._beats) / HEARTBEATS_PER_SECOND:
             self._beats, self._beats_read_at = self.heartbeats(), now
         beats = self._beats
@@ -229,10 +230,10 @@ class Attempt:
         return None
 
     def _end_idle_launchers(self, now: float) -> None:
-        """Kill the launchers if all ranks have ended and logged the reason.
+        """Kill the launchers if all ranks have exited and the reason is logged.
 
-        DeepSpeed's launcher would wait up to 30 s for every process that a rank has started. A
-        tracker's process, for example, can send its last rows while the run restarts.
+        DeepSpeed's launcher would wait up to 30 s for every process started by a rank. There is no
+        need to: a tracker's process, for example, can send its last rows while the run restarts.
         """
         gone = self._gone_since is not None and now - self._gone_since > LAUNCHER_SECONDS
         if not gone or any(beat["machine"] != self.machine for beat in self._beats):
@@ -245,7 +246,10 @@ class Attempt:
             self.process.send_signal(signal.SIGKILL)
 
     def _is_silent(self, beat: Heartbeat, now: float) -> bool:
-        """Return whether a heartbeat has been unchanged for long, by the monotonic clock."""
+        """Return whether a heartbeat has not changed for longer than allowed.
+
+        The time is measured with the monotonic clock.
+        """
         rank = beat["rank"]
         try:
             mtime = self.files.heartbeat(rank).stat().st_mtime_ns
@@ -260,7 +264,10 @@ class Attempt:
     def _with_stacks(
         self, ranks: Sequence[tuple[Heartbeat, processes.Process]], reason: str
     ) -> str:
-        """Make the ranks write their stacks; return the reason with the ranks and a stack file."""
+        """Make the ranks write their stacks.
+
+        Return the reason extended by a list of the ranks and the path of a stack file.
+        """
         for _, process in ranks:
             if processes.handles_signal(process.pid, signal.SIGQUIT):
                 processes.signal_marked(process.pid, signal.SIGQUIT, self.mark)
@@ -287,17 +294,20 @@ class Attempt:
                 sys.stdout.buffer.flush()
 
     def _new_events(self) -> list[dict[str, Any]]:
-        """Return the events that the run has logged during this launch."""
+        """Return the events that the run logged during this launch."""
         return list(jsonl.read_rows(self.files.events, EventRow, start_bytes=self.events_start))
 
     def _wait_for_orphans(self) -> list[int]:
-        """Wait until this launch has no process left on this host; kill and return late ones."""
+        """Wait until this launch has no processes left on this host.
+
+        Kill processes that take longer than `ORPHAN_SECONDS`, and return their IDs.
+        """
         deadline = time.monotonic() + ORPHAN_SECONDS
         beats = [beat for beat in self.heartbeats() if beat["machine"] == self.machine]
         launchers, ranks = ({beat[key] for beat in beats} for key in ("launcher_pid", "pid"))
         while alive := processes.marked_pids(self.mark):
-            # If only `deepspeed` itself has ended, the ranks are saving and their launcher is
-            # waiting.
+            # If only `deepspeed` itself has exited, the ranks are saving and their launcher is
+            # waiting for them.
             if not launchers.isdisjoint(alive) and not ranks.isdisjoint(alive):
                 deadline = time.monotonic() + ORPHAN_SECONDS
             elif time.monotonic() > deadline:
@@ -306,7 +316,10 @@ class Attempt:
         return []
 
     def _wait_for_reason(self) -> None:
-        """Wait while ranks on any host outlive their launcher and have not logged why they end."""
+        """Wait until a rank has logged the reason for its exit, or no rank is left on any host.
+
+        Ranks may outlive their launcher by up to `REASON_SECONDS`.
+        """
         deadline = time.monotonic() + REASON_SECONDS
         ages = Ages(lambda rank: read_heartbeat(self.files.heartbeat(rank)), self.files.heartbeat)
         while time.monotonic() < deadline:
@@ -319,9 +332,9 @@ class Attempt:
             time.sleep(POLL_SECONDS)
 
     def left_on_other_hosts(self) -> dict[str, str]:
-        """Return {host: shell command that kills remaining ranks, such as stopped ones}.
+        """Return {host: shell command that kills ranks left on that host, such as stopped ones}.
 
-        A process is killed only if its boot and start time match.
+        The command kills a process only if its host's boot ID and its start time match.
         """
         commands: dict[str, str] = {}
         for beat in self.heartbeats():
@@ -337,7 +350,7 @@ class Attempt:
         return commands
 
     def _is_over(self, beat: Heartbeat) -> bool:
-        """Return whether a rank on this host no longer has a process."""
+        """Return whether a rank's process has exited; always False for ranks on other hosts."""
         if beat["machine"] != self.machine:
             return False
         process = processes.inspect_process(beat["pid"])
@@ -345,7 +358,7 @@ class Attempt:
 
 
 def left_behind(run_dir: Path) -> list[int]:
-    """Return this host's processes of the launches recorded in a run's heartbeats."""
+    """Return the IDs of processes on this host that belong to a launch in a run's heartbeats."""
     marks = {beat["supervisor"] for beat in progress.read_heartbeats(run_dir).values()}
     launches = [f"{processes.SUPERVISOR}={mark}" for mark in marks if mark is not None]
     return [pid for launch in launches for pid in processes.marked_pids(launch)]
@@ -361,5 +374,5 @@ def _is_writable(directory: Path) -> bool:
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """Make the kernel signal this process when its parent ends."""
+    """Make the kernel send a signal to this process when its parent exits."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)

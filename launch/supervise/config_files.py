@@ -1,6 +1,6 @@
-"""The JSON files named in a command, kept so that each restart reads what the first start read.
+"""Keep the JSON files named in a command, so each restart reads the content of the first start.
 
-A run takes hours, during which its files may be edited for the next run or deleted.
+During the hours that a run takes, its files may be deleted or edited for the next run.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ NAMES = ("settings", "deepspeed_config", "model_config")
 
 
 class ConfigFiles:
-    """The contents of a command's settings, DeepSpeed and model JSON, read on creation.
+    """The contents of a command's settings, DeepSpeed and model JSON files, read on creation.
 
-    Unreadable files are left to pretrain.py, which refuses them. The run's own run.json is not kept
-    either, since each start writes it.
+    Unreadable files are ignored, since pretrain.py refuses them. The run's own run.json is not kept
+    either, since each start rewrites it.
     """
 
     def __init__(self, command: Sequence[str], run_dir: Path, log: Callable[[str], None]):
@@ -47,7 +47,7 @@ class ConfigFiles:
             copy = self.files.kept_config(name)
             copy.parent.mkdir(exist_ok=True)
             write_atomically(copy, self._kept[name])
-            pinned += [f"--{name}", str(copy)]  # the last value of a flag counts
+            pinned += [f"--{name}", str(copy)]  # the last value of a flag takes effect
             if name not in self._replaced:
                 self.log(
                     f"{self._paths[name]} has changed or cannot be read: this run continues with "
@@ -59,7 +59,7 @@ class ConfigFiles:
 
 
 def _file_of(path: str) -> Path:
-    """Return the file that pretrain.py reads for the path of a file or model directory."""
+    """Return the file that pretrain.py reads if given the path of a file or model directory."""
     file = find_config(path)
     return file / "config.json" if file.is_dir() else file
 

@@ -1,4 +1,4 @@
-"""The first parts of a recovery: until a failure was noticed, and until the launch had ended."""
+"""The first two parts of a recovery: time to notice a failure, and time for the launch to end."""
 
 import contextlib
 from collections.abc import Iterable
@@ -13,12 +13,13 @@ def downtime(
 ) -> dict[str, Any]:
     """Return the keys to add to the event `attempt_failed`; {} if no rank had connected.
 
-    Ranks that wait for a dead rank make no progress, so the failure began when a rank last made
-    progress. It was noticed when a rank published its verdict, or else when the launcher ended.
+    Ranks that wait for a dead rank make no progress, so the failure began when any rank last made
+    progress. The failure was noticed when a rank published its verdict, or else when the launcher
+    exited.
 
     Args:
-        heartbeats: the launch's last heartbeat of each rank.
-        launcher_ended, ended: when the launcher and then the last process were seen to have ended,
+        heartbeats: the last heartbeat of each rank in the launch.
+        launcher_ended, ended: when the exits of the launcher and of the last process were observed,
             measured with `time.time`, like file times.
     """
     progressed, noticed = [], launcher_ended
@@ -31,7 +32,7 @@ def downtime(
             noticed = min(noticed, verdict)
     if not progressed:
         return {}
-    # A stopped rank runs again for a moment to write its stacks.
+    # Later progress does not count: a stopped rank runs again for a moment to write its stacks.
     began = max((at for at in progressed if at <= noticed), default=noticed)
     parts = {"noticed": noticed - began, "ended": ended - noticed}
     shown = {name: round(max(0.0, seconds), 2) for name, seconds in parts.items()}

@@ -1,6 +1,6 @@
-"""Checks each host in a hostfile over ssh, and leaves out the hosts that fail.
+"""Check each host in a hostfile over ssh, and leave out hosts that fail the check.
 
-DeepSpeed starts on the first `--num_nodes` hosts of a hostfile; further hosts are spares.
+DeepSpeed starts ranks on the first `--num_nodes` hosts of a hostfile; the other hosts are spares.
 """
 
 import os
@@ -44,7 +44,7 @@ class HostCheck(NamedTuple):
 
 
 class TooFewHostsError(ConfigError):
-    """Too few hosts pass their check for the run to start; this may change later."""
+    """Too few hosts pass the check to start the run; starting may succeed later."""
 
 
 def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
@@ -54,16 +54,16 @@ def write_hostfile(path: Path, hosts: Sequence[Host]) -> None:
 def default_check() -> str:
     """Return a shell command that fails on a host where torch or deepspeed cannot be imported.
 
-    It uses the directory and interpreter of this process, as DeepSpeed will.
+    The command uses the directory and interpreter of this process, as DeepSpeed will.
     """
     directory = shlex.quote(str(Path.cwd()))
     return f"cd {directory} && {shlex.join(code_command('import torch, deepspeed'))}"
 
 
 def remote_command(host: Host, command: str, ssh_port: str | None = None) -> list[str]:
-    """Return the argv that runs a shell command on a host: over ssh, unless it is this host.
+    """Return the argv that runs a shell command on a host, using ssh for other hosts than this one.
 
-    ssh gets the extra options that pdsh would pass, and never prompts.
+    ssh receives the extra options that pdsh would pass, and never prompts.
     """
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return ["sh", "-c", command]
@@ -78,7 +78,7 @@ def host_problem(
 ) -> str | None:
     """Run a check on a host; return why it failed, or None if it passed.
 
-    A check that times out is tried again, since its imports are cached by then.
+    A check that times out is repeated once, since the files that it imports are cached by then.
 
     Args:
         first: shell commands to run before the check.
@@ -110,7 +110,7 @@ def check_hosts(
     ssh_port: str | None = None,
     first: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Host], dict[str, str]]:
-    """Check hosts concurrently; return (hosts that passed, in order; {name: problem} of others).
+    """Check hosts concurrently; return ([hosts that passed], {name of any other host: problem}).
 
     Args:
         first: {short host name: shell commands to run before its check}.
@@ -135,17 +135,19 @@ def without_failing_hosts(
     unwanted: Mapping[str, str] = MappingProxyType({}),
     left: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """Return the command with a hostfile that lists only hosts that pass a check (see `Policy`).
+    """Check the hosts of a command, and replace its hostfile by one without the hosts that failed.
 
-    A command without a hostfile is returned unchanged.
+    Return the new command. A command without a hostfile is returned unchanged.
 
     Args:
+        min_hosts: minimum number of hosts; None means the number that the command requests.
         unwanted: {host: why it should be left out if there are spares}.
-        left: {short host name: shell commands that end processes left there by an attempt}.
+        left: {short host name: shell commands that kill processes left there by an attempt}.
 
     Raises:
-        TooFewHostsError: fewer hosts pass than the minimum.
-        ConfigError: the hostfile cannot be read, or variables would not reach the ranks.
+        TooFewHostsError: fewer hosts than the minimum pass the check.
+        ConfigError: the hostfile cannot be read, or the command or environment cannot be used with
+            several hosts.
     """
     hostfile = launcher_option(command, "--hostfile") or launcher_option(command, "-H")
     if hostfile is None:

@@ -1,7 +1,7 @@
 """Classify how a launch ended, from its events, heartbeats, output and exit code. No side effects.
 
-The launcher's exit code alone is not trusted: `deepspeed` exits with 0 when its node launcher is
-killed. The events that the run itself logged during this launch take precedence.
+The launcher's exit code alone is not reliable: `deepspeed` exits with 0 when its node launcher is
+killed. The events that the run itself logged during the launch take precedence.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from zerolm.watchdog.progress import Heartbeat
 
 RUNNER_GONE = "deepspeed has ended"  # reason for a stop, as logged by zerolm/watchdog/watchdog.py
 FINAL_EVENTS = {"done": EXIT_DONE, "stopped": EXIT_STOPPED, "gave_up": EXIT_GAVE_UP}
-LOST_EVENTS = ("rank_lost", "hang", "launcher_lost")  # the watchdog's
+LOST_EVENTS = ("rank_lost", "hang", "launcher_lost")  # logged by the watchdog
 # With several hosts, pdsh prefixes each line with the host's name.
 RETURN_CODE = re.compile(r"(?:^(?P<host>\S+): )?.*exits with return code = (?P<code>-?\d+)")
 TASK_ENDED = re.compile(r"srun: error: (?P<host>\S+): tasks? [\d,-]+: (?P<how>.+)")
 SIGNALS = {signal.strsignal(number): number.name for number in signal.Signals}
-SYMPTOMS = ("SIGABRT", "SIGTERM", "exit code 1")  # ends of ranks that have lost a peer
+SYMPTOMS = ("SIGABRT", "SIGTERM", "exit code 1")  # how ranks end that have lost a peer
 ERROR_LINE = re.compile(r"(Error\b|Exception\b|refused|watchdog:|FAULT |pretrain\.py: |[Kk]illed)")
 MAX_ERROR_LINES = 8
 
@@ -69,11 +69,11 @@ class Outcome:
 
     Attributes:
         exit_code: one of zerolm's exit codes, which may differ from the launcher's.
-        step: optimizer step in progress; None if no step had started.
-        sequences: (first, count) of the step's sequence numbers, if known.
-        reasons: what happened, one line each.
-        values_changed: refused because a value in the command, or in a file that it names, differs
-            from the run's original value.
+        step: optimizer step that was in progress; None if no step had started.
+        sequences: (number of the step's first sequence, number of sequences), if known.
+        reasons: what happened, one line per reason.
+        values_changed: whether the launch was refused because a value in the command, or in a file
+            that it names, differs from the run's original value.
         corrupt_hosts: hosts that computed or stored wrong values.
         slow_hosts: hosts that were slower than the others when the launch ended.
         error_lines: the last lines of the launch's output that look like errors.
@@ -92,7 +92,7 @@ class Outcome:
 
     @property
     def place(self) -> str:
-        """`in step 7`, or `before its first step`."""
+        """Where the launch ended, such as `in step 7` or `before its first step`."""
         return "before its first step" if self.step is None else f"in step {self.step}"
 
 
@@ -105,19 +105,19 @@ def classify(
     killed: Sequence[int],
     last_logged: int | None = None,
 ) -> Outcome:
-    """Return how a launch ended.
+    """Classify how a launch ended.
 
     Args:
         returncode: the launcher's return code, as reported by `subprocess`.
         events, heartbeats: events and heartbeats of this launch only.
         output: last lines of the launcher's output.
-        kill_reason: why the supervisor killed the launch; None if it did not.
-        killed: IDs of processes that had to be killed after the launcher had ended.
-        last_logged: step of the newest metrics.
+        kill_reason: why the supervisor killed the launch; None if it did not kill it.
+        killed: IDs of processes that had to be killed after the launcher had exited.
+        last_logged: last step in the run's metrics; None if there are no metrics.
     """
     steps = [beat["step"] for beat in heartbeats if beat["step"]]
     if steps and last_logged is not None and last_logged > max(steps):
-        steps.append(last_logged + 1)  # a heartbeat may be seconds old
+        steps.append(last_logged + 1)  # heartbeats may be seconds old
     output = list(output)
     outcome = Outcome(_exit_code(returncode, events, output), max(steps, default=None))
     if outcome.exit_code in (EXIT_DONE, EXIT_STOPPED) and not killed:
@@ -142,7 +142,7 @@ def classify(
         outcome.sequences = next(filter(None, known), None)
     if outcome.exit_code == EXIT_REFUSED:
         outcome.reasons += _refusal(output)
-        # A changed world size does not count: hosts may come back.
+        # A changed world size does not count, since hosts may return.
         changed = [line for line in output if OLD_VALUE in line and ": world_size: " not in line]
         outcome.values_changed = bool(changed)
     saved = any(event.get("reason") == RUNNER_GONE for event in events)
@@ -159,8 +159,8 @@ def classify(
 
 def _exit_code(returncode: int, events: Sequence[dict[str, Any]], output: Sequence[str]) -> int:
     if any(event.get("reason") == RUNNER_GONE for event in events):
-        # The ranks saved and stopped because `deepspeed` ended: did it end on request, or was it
-        # killed?
+        # The ranks saved and stopped because `deepspeed` ended, either on request or because it was
+        # killed.
         for number in (signal.SIGTERM, signal.SIGHUP):
             if returncode in (-number, 128 + number):
                 return EXIT_STOPPED
@@ -177,7 +177,7 @@ def _exit_code(returncode: int, events: Sequence[dict[str, Any]], output: Sequen
 
 
 def _codes(output: Iterable[str]) -> dict[str | None, str]:
-    """Return {host: how its first rank ended}, as reported by launchers; None is this host."""
+    """Return {host: how a rank on it ended}, as reported by the launchers; None means this host."""
     codes: dict[str | None, str] = {}
     for line in output:
         if match := RETURN_CODE.match(line):
@@ -190,23 +190,27 @@ def _codes(output: Iterable[str]) -> dict[str | None, str]:
 
 
 def _ended_with(codes: Mapping[str | None, str]) -> str:
-    """Return how each host's ranks ended, as a message; mere loss of a peer comes last."""
+    """Return a message about how a rank ended on each host; mere symptoms are listed last."""
     hosts = sorted(codes, key=lambda host: codes[host] in SYMPTOMS)
     clauses = [f"{f'on {host} ' if host else ''}ended with {codes[host]}" for host in hosts]
     return f"a rank {', another '.join(clauses)}"
 
 
 def _refusal(output: Sequence[str]) -> list[str]:
-    """Return the first problem of a refusal with the line before it; [] if none was printed."""
+    """Return the first problem of the last refusal in the output, as a list of one reason.
+
+    It includes the line `pretrain.py: refused`, which precedes the problem. Return [] if the output
+    contains no refusal.
+    """
     first = (n for n, line in enumerate(output) if line.startswith("pretrain.py: refused"))
     return [" ".join(output[n : n + 2]) for n in first][-1:]
 
 
 def _add_event(outcome: Outcome, event: dict[str, Any], codes: Mapping[str | None, str]) -> None:
-    """Add the reasons from a watchdog event.
+    """Add the reasons in a watchdog event to the outcome.
 
     Args:
-        codes: {host: how one of its ranks ended}, as reported by the launchers; None is this host.
+        codes: {host: how a rank on it ended}, from `_codes`.
     """
     if event["event"] == "launcher_lost":
         outcome.reasons.append(f"the node launcher on {event.get('host')} has ended")
@@ -234,7 +238,7 @@ def _short(host: str) -> str:
 
 
 def shown_code(code: int) -> str:
-    """Format a process's return code, as in `SIGKILL` or `exit code 1`."""
+    """Format a process's return code, such as `SIGKILL` or `exit code 1`."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return signal.Signals(-code).name

@@ -1,4 +1,4 @@
-"""Decides when to restart a failed run, after which pause, and when to stop with a diagnosis."""
+"""Decide whether to restart a failed run, after what pause, or to stop with a diagnosis."""
 
 import contextlib
 import random
@@ -18,17 +18,19 @@ class Policy:
     """How the supervisor responds to failures.
 
     Attributes:
-        max_restarts: limit on consecutive restarts without a newer checkpoint or in-memory copy.
-        same_step_limit: limit on failures in the same step, before the run's first step, or from
-            changed values.
-        backoff, max_backoff: initial and longest pause in seconds, doubled for each restart without
-            progress.
-        deadline: seconds after the supervisor's start at which it asks the run to stop.
+        max_restarts: maximum number of consecutive restarts without a newer checkpoint or in-memory
+            copy.
+        same_step_limit: maximum number of failures in the same step, failures before the run's
+            first step, or refusals because of changed values.
+        backoff, max_backoff: initial and maximum pause in seconds; the pause doubles with each
+            restart without progress.
+        deadline: seconds after its start at which the supervisor requests the run to stop.
         min_hosts: minimum number of hosts to start on; None means the number that the command
             requests.
-        leave_out_slow_hosts: if there are spares, start without hosts that the run found slow.
-        host_check: shell command that fails on unusable hosts; None means the default.
-        host_check_timeout: time limit for each of the check's two tries, in seconds.
+        leave_out_slow_hosts: if there are spares, start without hosts that the run reported as
+            slow.
+        host_check: shell command that fails on unusable hosts; None means `default_check`.
+        host_check_timeout: time limit in seconds for each of the check's two attempts.
         requeue: requeue the Slurm job if the run stopped before it was done.
     """
 
@@ -45,15 +47,15 @@ class Policy:
 
 
 class Restarts:
-    """A run's failures so far, and the number of restarts since it last saved."""
+    """The failures of a run so far, and the number of restarts since the run last saved."""
 
     def __init__(self, policy: Policy, run_dir: Path):
         self.policy, self.run_dir = policy, run_dir
         self.count = 0
         self.has_trained = False  # a launch by this supervisor has begun a step
-        self.progressed = False  # since the last failure
-        self._failures: Counter[int | None] = Counter()  # by step
-        self._refusals = 0  # consecutive, for changed values
+        self.progressed = False  # whether the run saved between the last two failures
+        self._failures: Counter[int | None] = Counter()  # {step: number of failures}
+        self._refusals = 0  # number of consecutive refusals because of changed values
         self._pauses = 0
         self._newest = -1
         self._saved_at_failure = self._saved()
@@ -66,7 +68,7 @@ class Restarts:
             self._saved_at_failure, self.count, self._pauses = saved, 0, 0
             self._failures.clear()
         self._failures[outcome.step] += 1
-        # If a start fails after others have worked, a file server or host may be briefly
+        # If a start fails after earlier ones succeeded, a file server or host may be temporarily
         # unavailable.
         self.has_trained = self.has_trained or outcome.step is not None
         repeats = outcome.step is not None or not self.has_trained
@@ -87,7 +89,10 @@ class Restarts:
         return None
 
     def pause_seconds(self) -> float:
-        """Return the back-off: 0 after progress, else doubled each time, with 25% jitter."""
+        """Return the pause before the next restart.
+
+        The pause is 0 after progress; otherwise it doubles each time, with 25% jitter.
+        """
         if self.progressed:
             return 0.0
         seconds = self.policy.backoff * 2.0 ** min(self._pauses, 30)
@@ -95,12 +100,12 @@ class Restarts:
         return min(seconds, self.policy.max_backoff) * random.uniform(0.75, 1.25)
 
     def shown_checkpoint(self) -> str:
-        """Return a sentence about the newest checkpoint."""
+        """Return a clause that names the step of the newest checkpoint."""
         step = self._newest_checkpoint()
         return f"the newest checkpoint is from step {step}" if step else "there is no checkpoint"
 
     def _saved(self) -> int:
-        """Return the step of the newest checkpoint, or of a newer copy in host memory."""
+        """Return the step of the newest checkpoint or copy in host memory, 0 if there is none."""
         copied = 0
         with contextlib.suppress(OSError):
             copied = memory.newest_step(self.run_dir)
@@ -108,7 +113,7 @@ class Restarts:
 
     def _newest_checkpoint(self) -> int:
         """Return the step of the newest published checkpoint, 0 if there is none."""
-        with contextlib.suppress(OSError):  # a file system that is briefly unavailable
+        with contextlib.suppress(OSError):  # the file system may be temporarily unavailable
             published = published_checkpoints(RunFiles(self.run_dir).checkpoints)
             self._newest = checkpoint_step(published[-1].name) if published else 0
         return max(self._newest, 0)

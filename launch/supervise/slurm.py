@@ -1,8 +1,8 @@
 """Requeue the Slurm job of a stopped run if needed.
 
 Slurm itself requeues a job that is preempted, loses a node, or is requeued by a user. A cancelled
-job must stay cancelled. In all these cases Slurm ends the job's processes with SIGTERM, so only the
-job's state tells them apart. Tested with Slurm 22.05.
+job must stay cancelled. In all these cases, Slurm terminates the job's processes with SIGTERM, so
+only the job's state distinguishes the cases. Tested with Slurm 22.05.
 """
 
 import os
@@ -22,9 +22,9 @@ class Job:
     """A job as reported by Slurm's controller.
 
     Attributes:
-        state: RUNNING; COMPLETING as soon as Slurm ends the job for any reason.
+        state: RUNNING, or COMPLETING once Slurm starts to terminate the job for any reason.
         reason: TimeLimit once the job has reached its time limit.
-        restarts: number of requeues, including the one that is ending the job now.
+        restarts: number of requeues, including a requeue that is terminating the job now.
     """
 
     state: str
@@ -33,10 +33,10 @@ class Job:
 
 
 def requeue(log: Callable[[str], None]) -> bool:
-    """Requeue the job of this process, unless Slurm has done so or the job is cancelled.
+    """Requeue the job of this process, unless Slurm has requeued it or it was cancelled.
 
     Returns:
-        Whether the job will run again; False outside a job.
+        Whether the job will run again; False if this process does not run in a job.
     """
     number = job_number(os.environ)
     if number is None:
@@ -58,16 +58,21 @@ def requeue(log: Callable[[str], None]) -> bool:
 
 
 def job_number(environment: Mapping[str, str]) -> str | None:
-    """Return an ID that refers only to the job of this process.
+    """Return an ID that identifies only the job of this process; None outside of a job.
 
-    An array's last task has the array's own job ID, for which Slurm would requeue all tasks.
+    The last task of an array has the same job ID as the array, and Slurm would requeue all tasks if
+    given this ID.
     """
     array, task = (environment.get(f"SLURM_ARRAY_{part}_ID") for part in ("JOB", "TASK"))
     return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID")
 
 
 def _ask(number: str) -> Job:
-    """Raises: SlurmError."""
+    """Query Slurm for a job.
+
+    Raises:
+        SlurmError: the query failed, or its output cannot be parsed.
+    """
     columns = "--Format=State:20,RestartCnt:12,Reason:60"
     shown = _call("squeue", "--noheader", "--states=all", f"--jobs={number}", columns)
     try:
@@ -81,7 +86,7 @@ def _call(*command: str) -> str:
     """Run a Slurm command and return its output.
 
     Raises:
-        SlurmError: it failed.
+        SlurmError: the command failed or timed out.
     """
     try:
         ended = subprocess.run(

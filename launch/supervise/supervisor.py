@@ -1,9 +1,9 @@
 """Start a run, and restart it after failures until it is done.
 
-pretrain.py resumes automatically, so a restart repeats the same command. Before each restart the
+pretrain.py resumes automatically, so a restart repeats the same command. Before each restart, the
 supervisor checks what an operator would check: whether the run always fails in the same step,
-whether it makes any progress, and whether its hosts work. A stop request is forwarded to the ranks,
-and no restart follows.
+whether it makes any progress, and whether its hosts work. After a stop request, which is forwarded
+to the ranks, the run is not restarted.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ from zerolm.run_dir.records import find_run_json
 from zerolm.tracking import report_process
 from zerolm.watchdog import limits
 
-IN_USE = "another run is writing to it now"  # part of the refusal in zerolm/train/run_directory.py
+IN_USE = "another run is writing to it now"  # part of a message in zerolm/train/run_directory.py
 EARLIER_RUN_SECONDS = 1800.0  # time for ranks left behind by a killed supervisor to save
 FINAL = {
     EXIT_DONE: "done",
@@ -74,10 +74,10 @@ class Supervisor:
         self.identity = secrets.token_hex(8)
         self.attempts = 0
         self.unwanted_hosts: dict[str, str] = {}  # {host: why}
-        self.left: dict[str, str] = {}  # {host: commands to end leftover processes}
+        self.left: dict[str, str] = {}  # {host: shell command that kills leftover processes}
         self.signals: list[int] = []
         self.stop_reason: str | None = None
-        self.html_report: Child | None = None  # writes the HTML report after the last failure
+        self.html_report: Child | None = None  # process that writes the HTML report after a failure
         self.signals_before_report = 0
         self.started = time.monotonic()
         self.keeps_failing = False
@@ -128,9 +128,9 @@ class Supervisor:
                     self.left,
                 )
                 attempt = self._start(command)
-            except OSError as error:  # cannot fork, no space for the hostfile
+            except OSError as error:  # such as no space for the hostfile, or a failed fork
                 outcome = Outcome(EXIT_BUG, reasons=[f"cannot start the run: {error}"])
-            except ConfigError as error:  # such as too few hosts that pass their check
+            except ConfigError as error:  # such as too few hosts that pass the check
                 if policy.requeue or not self.restarts.has_trained:
                     raise
                 outcome = Outcome(EXIT_REFUSED, reasons=error.problems)
@@ -166,10 +166,10 @@ class Supervisor:
         self.unwanted_hosts |= corrupt
 
     def _is_refused_for_now(self, outcome: Outcome) -> bool:
-        """Return whether a refused restart may succeed later, since the same command worked before.
+        """Return whether a refused restart may succeed later, as when the command worked before.
 
-        A file server or host may be unreachable for a few minutes, or ranks of the last launch may
-        still be running.
+        A file server or host may be unreachable for a few minutes, or ranks from the last launch
+        may still be running.
         """
         return outcome.exit_code == EXIT_REFUSED and (
             self.restarts.has_trained
@@ -179,7 +179,10 @@ class Supervisor:
     # ---- One launch
 
     def _wait_for_an_earlier_run(self) -> None:
-        """Wait for ranks left by a killed supervisor: until they have saved, a start is refused."""
+        """Wait for the processes of a killed supervisor's launches to exit.
+
+        A new launch would be refused until their ranks have saved.
+        """
         deadline, logged = time.monotonic() + EARLIER_RUN_SECONDS, False
         while (left := left_behind(self.run_dir)) and time.monotonic() < deadline:
             if not logged:
@@ -254,7 +257,7 @@ class Supervisor:
         self.signals_before_report = len(self.signals)
 
     def _end_report(self, seconds: float) -> None:
-        """Wait at most `seconds`, or until a signal, for the HTML report of a failure."""
+        """Wait for the HTML report until `seconds` have passed or a signal arrives, then end it."""
         if self.html_report is not None:
             deadline = time.monotonic() + seconds
             self.html_report.wait(deadline, lambda: len(self.signals) > self.signals_before_report)
@@ -268,9 +271,9 @@ class Supervisor:
             print(masked(f"supervise: {message}"), file=sys.stderr, flush=True)
 
     def _guarded(self, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a bookkeeping function; on an exception, log it and return None.
+        """Call a bookkeeping function; if it raises an exception, log that and return None.
 
-        A bookkeeping error must not end a run that could continue.
+        A bookkeeping error must not stop a run that could continue.
         """
         try:
             return call(*arguments)
@@ -295,7 +298,10 @@ class Supervisor:
 
 
 def shortened_files(run_dir: Path) -> list[str]:
-    """Return a line for each shard that has lost bytes; reading the missing part causes SIGBUS."""
+    """Return a problem for each shard of a run that is shorter than it should be.
+
+    Reading the missing part of a memory-mapped shard causes SIGBUS.
+    """
     from zerolm.config.settings import split_weight
     from zerolm.shards.reader import open_source
 
@@ -315,7 +321,7 @@ def shortened_files(run_dir: Path) -> list[str]:
 
 
 def _lock_run_directory(run_dir: Path) -> FileLock:
-    """Lock a run directory for one supervisor; the lock is released when this process ends."""
+    """Lock a run directory for this supervisor; the lock is released when this process exits."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         owner = json.dumps({"host": os.uname().nodename, "pid": os.getpid()}) + "\n"
@@ -327,6 +333,6 @@ def _lock_run_directory(run_dir: Path) -> FileLock:
         ) from None
     except OSError as error:
         raise ConfigError(f"--run_dir {run_dir}: {error}. Choose another directory.") from None
-    if lock.unsupported is not None:  # Lustre and NFS may be mounted without locks
+    if lock.unsupported is not None:  # Lustre and NFS may be mounted without locking
         print(f"supervise: note: {run_dir}: cannot be locked ({lock.unsupported})", file=sys.stderr)
     return lock

@@ -1,6 +1,6 @@
 """Alerts for people: which events and metrics trigger alerts, their levels, and rate limits.
 
-Levels are W&B's. Must not depend on a tracker.
+The levels are those of W&B. Must not depend on a tracker.
 """
 
 import math
@@ -19,7 +19,7 @@ LOW_MFU_SHARE, MFU_ROWS, LOW_ROWS = 0.7, 20, 3
 
 
 class Alert(NamedTuple):
-    """A message for people: `level` is INFO, WARN or ERROR."""
+    """A message for people; `level` is INFO, WARN or ERROR."""
 
     title: str
     text: str
@@ -27,7 +27,7 @@ class Alert(NamedTuple):
 
 
 def of_event(event: Row) -> Alert | None:
-    """Return the alert for an event in `events.jsonl`; None if this kind of event triggers none."""
+    """Return the alert for an event in `events.jsonl`; None if the event triggers no alert."""
     kind = EVENTS.get(event.get("event", ""))
     if kind is None or kind.alert is None or event.get("slow") is False:  # the host is fast again
         return None
@@ -41,7 +41,10 @@ def of_event(event: Row) -> Alert | None:
 
 
 def _finite(event: Row) -> bool:
-    """Return whether loss and norm are finite. They may be strings: JSON has no infinity."""
+    """Return whether an event's loss and norm are finite.
+
+    Both may be strings, since JSON has no infinity.
+    """
     try:
         return all(math.isfinite(float(event.get(key, 0.0))) for key in ("loss", "grad_norm"))
     except (TypeError, ValueError):
@@ -76,14 +79,14 @@ class LowMfuDetector:
 
 
 class RateLimit:
-    """Drops alerts whose title was sent recently and, above `MAX_PER_HOUR`, all except errors."""
+    """Drops alerts with a recently sent title and, above `MAX_PER_HOUR`, all except errors."""
 
     def __init__(self) -> None:
         self._sent: dict[str, float] = {}  # {title: time of the last alert in seconds}
         self._hour: deque[float] = deque()
 
     def allows(self, alert: Alert, now: float) -> bool:
-        """Return whether to send an alert, and count it as sent if so. The clock may jump back."""
+        """Return whether to send an alert; if so, count it as sent. The clock may jump back."""
         while self._hour and not 0 <= now - self._hour[0] < 3600:
             self._hour.popleft()
         last = self._sent.get(alert.title)

@@ -1,8 +1,8 @@
-"""`Console`: the progress bar of a run on a terminal, with its key figures below all other output.
+"""`Console`: a run's progress bar and key figures, shown on a terminal below all other output.
 
-If standard output is not a terminal (a log file, a pipe), there is no bar, and the run prints plain
-lines. The bar is drawn at the end of a step, at most five times a second, without a thread. If
-drawing fails, the run continues without the bar. First rank only.
+If standard output is not a terminal but, for example, a log file or a pipe, there is no bar, and
+the run prints plain lines. The bar is drawn at the end of a step, at most five times per second,
+without a thread. If drawing fails, the run continues without the bar. First rank only.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from zerolm.parts.metrics import bar_figures
 from zerolm.tracking import console_log
 
 DRAW_SECONDS = 0.2
-MIN_BAR_WIDTH = 8  # characters; figures are dropped, the last ones first, to leave this much room
+MIN_BAR_WIDTH = 8  # characters; figures are dropped, starting with the last, to leave this room
 
 
 class Console:
@@ -35,7 +35,7 @@ class Console:
         self._draw_at = 0.0
 
     def start(self, step: int, total_steps: int) -> None:
-        """Show the bar if standard output is a terminal; called again after a rollback."""
+        """Show the bar if standard output is a terminal. Called again after a rollback."""
         if not self._active or not _is_terminal(sys.stdout):
             return
         self._step, self._total_steps = step, total_steps
@@ -64,14 +64,14 @@ class Console:
             terminal.show_cursor()  # rich hides it, and a killed run could not restore it
 
     def step(self, step: int) -> None:
-        """Advance the bar; redraw it at most every `DRAW_SECONDS`. Takes microseconds."""
+        """Advance the bar, and redraw it at most every `DRAW_SECONDS`. Takes microseconds."""
         if self._live is not None:
             self._step, self._total_steps = step, max(self._total_steps, step)
             if time.monotonic() >= self._draw_at:
                 self._draw()
 
     def figures(self, row: Mapping[str, Any], total_steps: int, seconds_left: float) -> bool:
-        """Show the figures of an interval; return False if there is no bar to show them in."""
+        """Show the metrics of a log interval next to the bar; return False if there is no bar."""
         if self._live is None:
             return False
         first, *others = [*bar_figures(row), f"{count(row['tokens'])} tokens"]
@@ -111,10 +111,9 @@ class Console:
 
     @contextlib.contextmanager
     def _or_give_up(self) -> Iterator[None]:
-        """Continue without a bar if rich fails, because it would retry the same output forever.
-        rich fails if the terminal has been closed, or its encoding has no block characters.
+        """Continue without a bar if rich fails, because rich would retry the same output forever.
 
-
+        rich fails if the terminal has been closed or its encoding has no block characters.
         """
         try:
             yield

@@ -1,8 +1,9 @@
 """`rank0.log`: the lines that rank 0 prints, stored in the run directory with timestamps.
 
-The file contains Python's output to standard output and standard error once the run has its
-directory. Output that libraries such as NCCL write directly to the file descriptors appears only on
-the console. The file is for people: no program reads it, and a run continues without it.
+Once the run directory exists, the file receives everything that Python code writes to standard
+output and standard error. Output that libraries such as NCCL write directly to the file descriptors
+appears only on the console. The file is for people: no program reads it, and a run continues
+without it.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from zerolm.common.secrets import masked
 from zerolm.common.values import printable
 from zerolm.run_dir.files import RunFiles
 
-MAX_BYTES = 8 << 20  # per file; one older file is kept
+MAX_BYTES = 8 << 20  # maximum size of a file; one older file is kept
 
 _log: "ConsoleLog | None" = None  # the log of this process
 
@@ -38,7 +39,7 @@ class ConsoleLog:
     def write(self, lines: str) -> None:
         """Append complete lines. If this fails, the lines are lost, and a note is printed once."""
         if os.getpid() != self.pid:
-            return  # a forked loader worker, which might rename the file concurrently
+            return  # this is a forked loader worker, which might rename the file concurrently
         stamp = time.strftime("%Y-%m-%d %H:%M:%S ")
         shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines.split("\n"))
         text = "".join(f"{stamp}{printable(masked(line), chr(9))}\n" for line in shown)
@@ -56,7 +57,7 @@ class ConsoleLog:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Open a file; raise OSError for a pipe without a reader."""
+    """Open a file; raise OSError if it is a pipe without a reader instead of waiting."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 

@@ -1,8 +1,8 @@
 """`Mirror`: copy a run directory to a tracker during the run, `python -m zerolm mirror RUN NAME`.
 
 `Trackers` starts this background process, which outlives a killed run by a few seconds. One thread
-follows the files; another feeds the tracker, and may wait for a server for any length of time. On
-opening, a tracker checks which rows it already has, so killing either process neither loses nor
+follows the files; another feeds the tracker, and may wait for a server indefinitely. When opened, a
+tracker checks which rows it already has, so killing the run or this process neither loses nor
 repeats rows. Must not depend on torch.
 """
 
@@ -29,12 +29,12 @@ from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow, parse_row
 from zerolm.tracking.tracker import Row, Tracker, tracker_class
 
 POLL_SECONDS = 0.5
-MAX_WAITING_ROWS = 1000  # rows in memory for a slow tracker; more are read from the file later
-ORPHAN_SECONDS = 3.0  # time for a killed run's watchdogs to log why it ended
-END_SECONDS = 22.0  # to send the rest; less than a run or supervisor waits for this process
-CONNECT_SECONDS = 6.0  # of these, for a tracker that has not connected yet
+MAX_WAITING_ROWS = 1000  # maximum number of queued rows; further rows are read later
+ORPHAN_SECONDS = 3.0  # time for a killed run's watchdogs to log why the run ended
+END_SECONDS = 22.0  # time to send the rest; a run or supervisor waits longer for this process
+CONNECT_SECONDS = 6.0  # part of END_SECONDS that a tracker has to connect
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 2.0, 300.0
-MAX_ERRORS = 5  # errors of events and samples to log in the run; mirror.log has all
+MAX_ERRORS = 5  # number of errors with events and samples to log in the run; mirror.log has all
 CRASHED = "crashed"
 
 
@@ -45,10 +45,9 @@ class Tail:
         self.path, self.kind, self._end_bytes = path, kind, 0
 
     def read(self, max_lines: int = sys.maxsize) -> list[Row]:
-        """Return up to `max_lines` new complete lines; skip unreadable ones. A line that is still
-        being written is returned by a later call.
+        """Return up to `max_lines` new complete lines, skipping unreadable lines.
 
-
+        A line that is still being written is returned by a later call.
         """
         rows: list[Row] = []
         with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as file:
@@ -67,7 +66,7 @@ class Mirror:
 
     Args:
         tracker: a tracker that is not open yet.
-        send: sends a message to the run: `log=LINE`, `failed=ERROR` or `read=True`.
+        send: function that sends a message to the run: `log=LINE`, `failed=ERROR` or `read=True`.
 
     Attributes:
         complete: whether the tracker has received everything.
@@ -80,9 +79,9 @@ class Mirror:
         self.samples = Tail(files.samples, SampleRow)
         self.work: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.ending = threading.Event()
-        self.num_read = self.num_done = 0  # rows
+        self.num_read = self.num_done = 0  # numbers of rows
         self.connected = self.complete = False
-        self.error = ""  # why it is not, or no longer, connected
+        self.error = ""  # why the tracker is not connected, or no longer connected
         self.errors: set[str] = set()
         self.feeder = threading.Thread(target=self._feed, daemon=True)
 
@@ -106,16 +105,17 @@ class Mirror:
             self.work.put(("event", event))
 
     def end(self, how: str) -> None:
-        """Read and queue the rest, and wait for the tracker for at most `END_SECONDS`.
+        """Read and queue the remaining lines, and wait at most `END_SECONDS` for the tracker.
 
         Args:
-            how: how the run ended, as in `Trackers.end`, or `CRASHED`.
+            how: how the run ended: a value from `Trackers.end`, or `CRASHED`.
         """
         self.ending.set()
         self.follow()
         if how == CRASHED:
             deadline = time.monotonic() + ORPHAN_SECONDS
-            while time.monotonic() < deadline:  # events only: a restart may truncate the metrics
+            # Follow only events, since a restart may truncate the metrics.
+            while time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
                 self._follow_events()
         self.work.put(("end", 0 if how in ("done", "stopped", "rollback") else 1))
@@ -163,7 +163,7 @@ class Mirror:
             self._try(kind, self.tracker.samples, content)
 
     def _try(self, kind: str, call: Callable[[Any], None], content: Any) -> None:
-        """Pass an event or samples to the tracker. Errors are reported, but do not stop others."""
+        """Pass an event or samples to the tracker, and report an error without raising it."""
         try:
             call(content)
         except Exception as error:
@@ -174,7 +174,7 @@ class Mirror:
                 self.send(failed=text)
 
     def _connect(self) -> None:
-        """Open the tracker, however long it takes. Repetitions of an error are reported once."""
+        """Open the tracker, retrying until this succeeds. A repeated error is reported once."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -204,14 +204,14 @@ def mirror(run_dir: Path, name: str, of_process: int) -> None:
         of_process: process ID of the run's first rank.
     """
     for number in processes.STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the run handles them, and reports how it ended
+        signal.signal(number, signal.SIG_IGN)  # the run handles signals, and reports how it ended
     with contextlib.suppress(OSError):
         os.nice(19)
     channel = socket.socket(fileno=os.dup(0))
     lock = threading.Lock()
 
     def send(**message: Any) -> None:
-        with lock, contextlib.suppress(OSError):  # a killed run cannot receive
+        with lock, contextlib.suppress(OSError):  # a killed run cannot receive messages
             channel.sendall(json.dumps(message).encode() + b"\n")
 
     def orphaned() -> bool:
@@ -238,7 +238,7 @@ def mirror(run_dir: Path, name: str, of_process: int) -> None:
 
 
 def _received_end(channel: socket.socket) -> str | None:
-    """Wait for one poll interval; return how the run has ended, or None if it is running."""
+    """Wait up to `POLL_SECONDS`; return how the run ended, or None if the run has not ended."""
     if not select.select([channel], [], [], POLL_SECONDS)[0]:
         return None
     try:
@@ -249,10 +249,10 @@ def _received_end(channel: socket.socket) -> str | None:
 
 
 def _lock(path: Path, orphaned: Callable[[], bool]) -> FileLock:
-    """Wait until the mirror of an earlier start, which may still be sending, has ended.
+    """Acquire a tracker's lock, waiting for an earlier start's mirror that may still be sending.
 
     Raises:
-        TimeoutError: the run was killed meanwhile; its next start will start another mirror.
+        TimeoutError: the run was killed meanwhile; the next start will start another mirror.
     """
     try:
         return wait_for_lock(path, orphaned, POLL_SECONDS / 2)

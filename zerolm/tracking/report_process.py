@@ -1,7 +1,8 @@
 """`HtmlReport`: update `report.html` in the background, at intervals and at the end of a run.
 
-A separate process, `python -m zerolm report RUN_DIR`, writes the report, one at a time, so slow or
-failing reports do not affect training. A supervisor calls `start_for` after a failed attempt.
+A separate process, `python -m zerolm report RUN_DIR`, writes each report, so slow or failing
+reports do not affect training. Only one process runs at a time. A supervisor calls `start_for`
+after a failed attempt.
 """
 
 import os
@@ -17,15 +18,16 @@ from zerolm.run_dir.files import RunFiles
 from zerolm.run_dir.records import find_run_json
 from zerolm.watchdog.progress import record_progress
 
-FIRST_SECONDS = 30.0  # from the start of a run to its first report
-# How long a run waits for its report at the end; a million lines take a minute.
-FINISH_SECONDS, MAX_FINISH_SECONDS = 20.0, 180.0  # minimum, maximum
-FINISH_FACTOR = 3.0  # between these limits: this factor times the duration of the last report
-MAX_BUSY_SHARE = 0.05  # maximum share of time spent on reports, so slow ones are written less often
+FIRST_SECONDS = 30.0  # time from the start of a run to its first report
+# At its end, a run waits for its report for FINISH_FACTOR times the duration of the last report,
+# within these limits. A million lines take a minute.
+FINISH_SECONDS, MAX_FINISH_SECONDS = 20.0, 180.0
+FINISH_FACTOR = 3.0
+MAX_BUSY_SHARE = 0.05  # maximum share of time spent on reports: slow reports are less frequent
 
 
 class HtmlReport:
-    """Keeps the report of a run up to date. Only `finish` blocks.
+    """Keeps a run's HTML report up to date. Only `finish` blocks.
 
     Args:
         interval: seconds between two reports; 0 makes every method a no-op.
@@ -51,12 +53,12 @@ class HtmlReport:
             self._start()
 
     def finish(self) -> None:
-        """Write the last report of a run, and wait for it for a bounded time."""
+        """Write the final report of a run, and wait for a limited time until it is written."""
         if not self.active:
             return
         seconds = min(max(FINISH_SECONDS, FINISH_FACTOR * self._last_seconds), MAX_FINISH_SECONDS)
         deadline = time.monotonic() + seconds
-        self._end(deadline)  # a report in progress lacks the end of the run
+        self._end(deadline)  # a report in progress does not include the end of the run
         self._start()
         self._end(deadline)
 
@@ -69,7 +71,11 @@ class HtmlReport:
             self._warn(str(error))
 
     def _check(self, code: int | None) -> None:
-        """Schedule the next report once the process has ended with an exit code."""
+        """Schedule the next report if the process has exited.
+
+        Args:
+            code: the process's exit code; None if it is still running.
+        """
         if code is None:
             return
         now = time.monotonic()
@@ -96,10 +102,10 @@ class HtmlReport:
 
 
 def start_for(run_dir: Path) -> Child | None:
-    """Start a process that writes the report for a run whose own processes have ended.
+    """Start a process that writes the report for a run whose own processes have exited.
 
-    The process ends with this one. Returns None if the run's reports are disabled, the run never
-    started, or the process cannot be started.
+    The process is killed when this process exits. Return None if reports are disabled for the run,
+    the run never started, or the process cannot be started.
     """
     try:
         record = find_run_json(run_dir)

@@ -1,7 +1,7 @@
 """`RunLog`: write metrics.jsonl, events.jsonl and samples.jsonl, which the trackers copy.
 
-These files are the record of a run. If a tracker is down, slow or misconfigured, this is logged as
-an event, and the run continues. Only rank 0's `RunLog` writes.
+These files are the record of a run. If a tracker is down, slow or misconfigured, the problem is
+logged as an event, and the run continues. Only rank 0's `RunLog` writes.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ Row = dict[str, Any]
 
 
 class RunLog:
-    """The metrics and events of one run directory.
+    """The log files in a run directory.
 
     Args:
-        resumed_step: step from which the run resumes. Lines of later steps, which will be repeated,
-            and an incomplete line left by a killed run are removed.
+        resumed_step: step from which the run resumes. Lines from later steps, which will be
+            repeated, and an incomplete line left by a killed run are removed.
         writes: whether this is rank 0; False makes every method a no-op.
     """
 
@@ -43,7 +43,7 @@ class RunLog:
         self._events: LineFile | None = None
         self._values: dict[str, dict[int, float]] = {}  # {key given to ranked_steps: {step: value}}
         self._samples_named = False  # whether the directory entry of samples.jsonl is durable
-        self._newest: tuple[int, set[str]] = (-1, set())  # the newest step, and its keys
+        self._newest: tuple[int, set[str]] = (-1, set())  # (newest step, metric keys of that step)
         self.lacks_rows: str | None = None  # describes rows missing before the resumed step
         if not writes:
             return
@@ -65,19 +65,19 @@ class RunLog:
         incomplete = path.is_file() and not path.read_bytes().endswith(b"\n")
         self._events = LineFile(path, print_safely)
         if incomplete and path.stat().st_size:
-            self._events.write("")  # ends the line that a killed writer left
+            self._events.write("")  # ends the incomplete line left by a killed writer
 
     def has(self, step: int, key: str) -> bool:
-        """Return whether the newest step is `step` and has `key`.
+        """Return whether the newest step is `step` and a row with `key` was logged for it.
 
-        If `key` ends in a slash, any key that starts with it counts. Rank 0 only.
+        If `key` ends in a slash, any key with this prefix counts. Rank 0 only.
         """
         newest, keys = self._newest
         found = key in keys or (key.endswith("/") and any(each.startswith(key) for each in keys))
         return newest == step and found
 
     def ranked_steps(self, key: str) -> list[int]:
-        """Return the steps with a value for `key`, sorted by value; none on ranks other than 0."""
+        """Return the steps with a value for `key`, sorted by this value; [] on all but rank 0."""
         if not self.writes:
             return []
         if key not in self._values:  # read once, because a run may have a million lines
@@ -87,7 +87,7 @@ class RunLog:
         return sorted(values, key=lambda step: (values[step], step))
 
     def metrics(self, row: Row) -> None:
-        """Append one line. `row` must contain `step` and `tokens`."""
+        """Append a row to metrics.jsonl. `row` must contain `step` and `tokens`."""
         if self._metrics is None:
             return
         row = {key: _json_value(value) for key, value in row.items()}
@@ -116,7 +116,7 @@ class RunLog:
             self._samples_named = True
 
     def sampled_tokens(self) -> int:
-        """Return the token count of the last samples; 0 if there are none. Rank 0 only."""
+        """Return the token count at the last samples; 0 if there are no samples. Rank 0 only."""
         tokens = 0
         for row in jsonl.read_rows(self.files.samples, SampleRow):
             tokens = row["tokens"]
@@ -134,7 +134,7 @@ class RunLog:
         """
         for file in (self._metrics, self._events):
             if file is not None:
-                with contextlib.suppress(OSError):  # LineFile reports it
+                with contextlib.suppress(OSError):  # LineFile reports the error
                     file.sync()
 
     def track(self, settings: Settings, before: Trackers | None = None) -> None:
@@ -168,7 +168,7 @@ class RunLog:
                 file.close()
 
     def finish_trackers(self) -> None:
-        """Wait for the trackers for a bounded time; call this last."""
+        """Wait for the trackers for a limited time; call this last."""
         if self.trackers is not None:
             self.trackers.finish()
 
@@ -176,8 +176,8 @@ class RunLog:
 def archive(run_dir: Path, number: int, step: int) -> None:
     """Copy the metrics after `step`, which rollback `number` discards, to a separate file.
 
-    Call this on rank 0 only, before the directory's next `RunLog` removes them. An existing file
-    was written before a crash, and is kept.
+    Call this on rank 0 only, before the next `RunLog` removes these metrics. An existing file was
+    written before a crash, and is kept.
     """
     files = RunFiles(run_dir)
     path = files.archived_metrics(number)
@@ -188,11 +188,11 @@ def archive(run_dir: Path, number: int, step: int) -> None:
 
 
 def _json_value(value: Any) -> Any:
-    """Return None for infinities and NaN, which JSON does not support."""
+    """Return a value, or None for infinities and NaN, which JSON does not support."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def console_line(row: Row, total_steps: int, seconds_left: float) -> str:
-    """Format the figures of an interval as `key=value` pairs."""
+    """Format the metrics of a log interval as `key=value` pairs."""
     progress = [f"step={row['step']}/{total_steps}", f"tokens={count(row['tokens'])}"]
     return " ".join([*progress, *line_figures(row), f"eta={duration(seconds_left)}"])

@@ -1,9 +1,9 @@
 """`TensorboardTracker`: copy metrics.jsonl to TensorBoard event files, with tokens as steps.
 
-The files are local, so each start reads the files of earlier starts, finds the first row that is
-missing or has changed, and writes from there on. A purge marker in the new file makes TensorBoard
-ignore repeated rows. The rows discarded by a rollback become a separate TensorBoard run in a
-subdirectory.
+The files are local, so each start reads the files from earlier starts, finds the first row that is
+missing or has changed, and writes this row and all later rows. A purge marker in the new file makes
+TensorBoard ignore earlier versions of these rows. The rows discarded by a rollback become a
+separate TensorBoard run in a subdirectory.
 """
 
 import os
@@ -33,7 +33,7 @@ def scalars(row: Row) -> Scalars:
 
 
 class TensorboardTracker(Tracker):
-    """The event files of a run."""
+    """A copy of a run in TensorBoard event files."""
 
     package = "tensorboard"
 
@@ -86,7 +86,7 @@ class TensorboardTracker(Tracker):
 
 
 def write_all(directory: Path, rows: Iterable[Row]) -> None:
-    """Write rows to a new directory, which appears only once it is complete."""
+    """Write rows to event files in a new directory, which appears only when it is complete."""
     unfinished = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process
     writer = EventFile(unfinished, None)
@@ -101,7 +101,9 @@ def read_back(directory: Path) -> tuple[list[tuple[int, int]], set[tuple[int, st
 
     The files may be large, so only a fingerprint of each row is kept in memory.
 
-    Returns: (tokens, fingerprint of the scalars) for every row; (tokens, tag) for every text.
+    Returns:
+        [(tokens, fingerprint of the scalars)] with an entry for each row, and {(tokens, tag)} with
+        an entry for each text.
     """
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
@@ -128,8 +130,9 @@ def read_back(directory: Path) -> tuple[list[tuple[int, int]], set[tuple[int, st
 def _compare(written: list[tuple[int, int]], rows: Iterable[Row]) -> tuple[int, int | None]:
     """Compare the rows in the files with metrics.jsonl.
 
-    Returns: (number of rows to keep, token count from which to purge the files, or None to keep all
-    rows).
+    Returns:
+        (number of rows to keep, token count from which on to purge the files). The token count is
+        None if all rows are kept.
     """
     num_same, purge_tokens = 0, None
     for row in rows:
@@ -148,7 +151,7 @@ def _compare(written: list[tuple[int, int]], rows: Iterable[Row]) -> tuple[int, 
 
 
 def _fingerprint(row: Scalars) -> int:
-    """Return a number that is equal for equal scalars; valid only in this process."""
+    """Return a hash that is the same for equal scalars, but only within this process."""
     return hash(tuple(sorted((key, value.tobytes()) for key, value in row.items())))
 
 
@@ -163,8 +166,8 @@ class EventFile:
     clock is behind the newest file, with that file's number plus one.
 
     Args:
-        purge_tokens: token count from which TensorBoard ignores rows in existing files; None: keep
-            all.
+        purge_tokens: token count from which on TensorBoard ignores rows in existing files; None
+            keeps all rows.
     """
 
     def __init__(self, directory: Path, purge_tokens: int | None):

@@ -6,11 +6,12 @@ To add one:
 2. Give it a flag in zerolm/config/settings.py, with `tracker="zerolm.tracking.MODULE:CLASS"`.
 3. Describe it in docs/operate.md, and its files in docs/run_directory.md.
 
-No other code refers to a particular tracker. The flag's name is the tracker's name in messages and
-the name of its directory in the run directory, which exists before `open` and contains `mirror.log`
-and `lock`. The object exists in a separate process, which `Trackers` starts and `Mirror` drives, so
-it may block, and may raise any exception. The run imports its module for the class methods, so the
-module must not import the tracker's library at the top level.
+No other code refers to a particular tracker. The flag's name is used as the tracker's name in
+messages and as the name of its directory in the run directory. This directory exists before `open`,
+and contains `mirror.log` and `lock`. The tracker object is created in a separate process, which
+`Trackers` starts and `Mirror` drives, so its methods may block and raise any exception. The run
+imports the module for the class methods, so the module must not import the tracker's library at the
+top level.
 """
 
 import importlib
@@ -34,9 +35,9 @@ class Tracker:
 
     Attributes:
         package: required Python package, and the zerolm extra that installs it; "" if none.
-        state_files: files in the tracker's directory that let a run restored from an object store
-            continue the same tracker run.
-        where: location of its data, to print on the console.
+        state_files: files in the tracker's directory with which a run that is restored from an
+            object store can continue the same tracker run.
+        where: location of the tracker's data, to print on the console.
     """
 
     package = ""
@@ -51,12 +52,15 @@ class Tracker:
 
     @classmethod
     def is_enabled(cls, value: Any) -> bool:
-        """Return whether this value of its flag enables the tracker."""
+        """Return whether a value of the tracker's flag enables the tracker."""
         return bool(value)
 
     @classmethod
     def problems(cls, name: str, settings: Settings, environment: Mapping[str, str]) -> list[str]:
-        """Return why an enabled tracker cannot work on this machine; called before a run starts."""
+        """Return the problems that prevent an enabled tracker from working on this machine.
+
+        Called before a run starts.
+        """
         if not cls.package or importlib.util.find_spec(cls.package):
             return []
         where = settings.where(name)
@@ -74,18 +78,18 @@ class Tracker:
     # ---- Called in the tracker's process
 
     def open(self) -> None:
-        """Connect, and find which rows the tracker has from earlier starts of the run.
+        """Connect, and determine which rows the tracker has from earlier starts of the run.
 
-        Retried with growing pauses until it succeeds. Every start of a run passes all rows from the
-        first on, so a tracker starts from scratch here, or overrides `lacks`.
+        This is retried with growing pauses until it succeeds. Every start of a run passes all rows,
+        beginning with the first, so a tracker must either start from scratch or override `lacks`.
         """
 
     def lacks(self, row: Row) -> bool:
-        """Return whether the tracker lacks a row. Called once for each row in the run, in order."""
+        """Return whether a row is missing in the tracker. Called once for each row, in order."""
         return True
 
     def log(self, row: Row) -> None:
-        """Write one line of metrics.jsonl that the tracker lacks."""
+        """Write one line of metrics.jsonl that is missing in the tracker."""
         raise NotImplementedError
 
     def samples(self, rows: list[Row]) -> None:
@@ -95,10 +99,14 @@ class Tracker:
         """Write one line of events.jsonl."""
 
     def flush(self) -> None:
-        """Make the written data visible; called when there is currently nothing more to write."""
+        """Make the written data visible; called when there is nothing more to write at the time."""
 
     def finish(self, exit_code: int) -> None:
-        """Write the rest, and close. `exit_code` is 0 if the run finished or was stopped."""
+        """Write all remaining data, and close the tracker.
+
+        Args:
+            exit_code: 0 if the run is done, stopped or rolled back, otherwise 1.
+        """
 
 
 def tracker_class(name: str) -> type[Tracker]:

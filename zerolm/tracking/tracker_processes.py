@@ -1,9 +1,9 @@
-"""`Trackers`: one background process for each tracker (W&B, TensorBoard) of a run.
+"""`Trackers`: one background process for each of a run's trackers (W&B, TensorBoard).
 
-Trackers never run in the training process. A tracker's process, `python -m zerolm mirror`
-(`Mirror`), reads the lines that the run appends to metrics.jsonl, events.jsonl and samples.jsonl.
-These files serve as the queue, so a step never waits for a slow or broken tracker. First rank only.
-Must not depend on a particular tracker.
+Trackers never run in the training process. Each tracker has its own process, `python -m zerolm
+mirror` (`Mirror`), which reads the lines that the run appends to metrics.jsonl, events.jsonl and
+samples.jsonl. These files serve as a queue, so a step never waits for a slow or broken tracker.
+First rank only. Must not depend on a particular tracker.
 """
 
 import contextlib
@@ -23,21 +23,21 @@ from zerolm.tracking.tracker import tracker_class
 from zerolm.watchdog.progress import record_progress
 
 POLL_SECONDS = 2.0
-READ_SECONDS = 5.0  # a live process polls the files more often than this
+READ_SECONDS = 5.0  # time for a process to read all lines; it polls the files more often
 FINISH_SECONDS = 30.0
 FIRST_PAUSE_SECONDS = 30.0
-MAX_FAILURES = 4  # per tracker and start of the run, because each process may write all rows again
+MAX_FAILURES = 4  # per tracker and start of the run, since each process may rewrite all rows
 
 Note = Callable[..., None]
 
 
 class Trackers:
-    """The trackers of a run. Only `finish` waits for their servers.
+    """The trackers of a run. Only `finish` waits for the trackers' servers.
 
     Args:
         run_dir: run directory; the processes read their settings from its run.json.
-        note: `note(event, **values)` appends an event to the run's log.
-        before: trackers started before a rollback, whose messages are received until they end.
+        note: function that appends an event to the run's log: `note(event, **values)`.
+        before: trackers from before a rollback; their messages are received until they end.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Trackers:
         self._poll_at = 0.0
 
     def tick(self) -> None:
-        """Receive messages, and restart processes that have died. Takes microseconds."""
+        """Receive messages, and restart processes that died. Takes microseconds."""
         now = time.monotonic()
         if now >= self._poll_at:
             self._poll_at = now + POLL_SECONDS
@@ -62,7 +62,7 @@ class Trackers:
                 process.poll()
 
     def end(self, how: str) -> None:
-        """Announce that nothing more will be written, and wait until everything has been read.
+        """Announce that the run will write no more lines, and wait until all lines are read.
 
         Args:
             how: how the run ended: `done`, `stopped`, `rollback`, `failed` or `gave_up`.
@@ -73,7 +73,7 @@ class Trackers:
             process.wait_until_read()
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
-        """Wait at most `seconds` for the processes, and report which trackers lack data."""
+        """Wait at most `seconds` for the processes, and report trackers that may lack data."""
         deadline = time.monotonic() + seconds
         for process in (*self._ending, *self._processes):
             process.finish(deadline)
@@ -109,11 +109,11 @@ class TrackerProcess:
         theirs.close()
 
     def poll(self) -> None:
-        """Receive messages; restart the process if it has died and a restart is due."""
+        """Receive messages, and restart the process if it died and a restart is due."""
         self._receive()
         code = self.child.poll()
         if code is not None:
-            self._receive()  # messages sent just before it ended
+            self._receive()  # receive messages sent just before the process exited
             self._close()
             if self._end_sent:
                 self._report_end(complete=code == 0)
@@ -146,7 +146,7 @@ class TrackerProcess:
             self._receive()
 
     def finish(self, deadline: float) -> None:
-        """Wait for the process, kill it at the deadline, and report if its tracker lacks rows."""
+        """Wait for the process, kill it at the deadline, and report if rows may be missing."""
         code = self.child.wait(deadline, waiting=partial(record_progress, "end"))
         late = self.child.running
         self.child.kill()

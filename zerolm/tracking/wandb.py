@@ -1,7 +1,7 @@
-"""`WandbTracker`: copy a run directory to W&B: rows, references to checkpoints, samples, alerts.
+"""`WandbTracker`: copy rows, checkpoint references, samples and alerts from a run to W&B.
 
-Reads only the files in the run directory. May block, and raises any exception that W&B raises;
-`Mirror` handles both.
+Reads only the files in the run directory. Methods may block, and may raise any exception that W&B
+raises; `Mirror` handles both.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from zerolm.tracking.wandb_identity import (
 )
 
 INIT_SECONDS, FINISH_SECONDS = 30, 15
-STEP_NUMBERS = 100  # W&B steps per training step: rows use the first ones, samples the last
+STEP_NUMBERS = 100  # W&B steps per training step; rows use the first of them, samples the last
 SAMPLE_COLUMNS = ("step", "tokens", "prompt_number", "prompt", "text", "seed", "temperature")
 
 
 def close() -> None:
-    """Stop W&B's service process if this process started one, and disconnect from any other."""
+    """Stop W&B's service process if this process started it; otherwise disconnect from it."""
     import wandb
 
     with contextlib.suppress(Exception):
@@ -56,20 +56,20 @@ class _Manifest(TypedDict):
 class WandbTracker(Tracker):
     """A W&B run that mirrors a run directory, with the same id for all starts of the run.
 
-    A rollback starts another W&B run in the same group, with every row in metrics.jsonl. This is
-    because W&B cannot delete rows: rows of repeated steps, on other data, would be mixed with rows
-    of the steps that were rolled back. The earlier W&B run keeps the latter.
+    A rollback starts another W&B run in the same group, with every row in metrics.jsonl. W&B cannot
+    delete rows, so rows from repeated steps, which use other data, would otherwise be mixed with
+    rows from the steps that were rolled back. Those remain in the earlier W&B run.
 
     A row's number (W&B's step) depends only on the training step, and increases from row to row. A
-    repeated step gets the same numbers on any machine, so the newest number on W&B's server shows
+    repeated step has the same numbers on any machine, so the newest number on W&B's server shows
     which rows the server has. Offline, every start writes a file with all rows, which replaces the
-    files of earlier starts.
+    files from earlier starts.
 
     Args:
         of_process: ID of the process whose memory and threads W&B shows as system metrics.
         separate: identity of a W&B run created by `wandb-sync`, which is never resumed and sends no
             alerts.
-        separate_id: id of that W&B run (default: a new one).
+        separate_id: id of the W&B run created by `wandb-sync`; None creates a new id.
     """
 
     state_files = (TRACKER_STATE,)
@@ -88,7 +88,7 @@ class WandbTracker(Tracker):
         self.settings: Row = self.config.get("settings", {})
         self.live = separate is None
         rollbacks = read_rollbacks(run_dir)
-        # Not the count, because a branch continues the numbering of its trunk's rollbacks.
+        # Not the number of rollbacks, because a branch continues its trunk's numbering.
         self.num_rollbacks = rollbacks[-1]["number"] if rollbacks else 0
         self._last_rollback = 0
         suffix = f"-rollback-{self.num_rollbacks}" if rollbacks else ""
@@ -98,7 +98,7 @@ class WandbTracker(Tracker):
         self.run: Any = None
         self._first = 0  # lowest number missing on W&B's server
         self._number = -1  # number of the newest row
-        self._logged: set[str] = set()  # texts of alerts, names of checkpoints
+        self._logged: set[str] = set()  # texts of alerts and names of checkpoints already logged
         self._earlier_files: list[Path] = []
         self._table: Any = None
         self._sample_keys: set[tuple[int, int]] = set()  # (step, prompt number)
@@ -106,7 +106,7 @@ class WandbTracker(Tracker):
         self._mfu, self._limit = alerts.LowMfuDetector(), alerts.RateLimit()
 
     def _saved_id(self) -> str:
-        """Return the id that starts since the last rollback have used, or a new one."""
+        """Return the id used by earlier starts since the last rollback, or a new id."""
         with contextlib.suppress(RecordError):
             state = read_record(self.directory / TRACKER_STATE, TrackerState)
             if state is not None and state.get("rollbacks", 0) == self.num_rollbacks:
@@ -114,7 +114,7 @@ class WandbTracker(Tracker):
         return new_id()
 
     def _save_state(self, url: str | None = None) -> None:
-        """Record which W&B run the next start continues, and its URL for the report."""
+        """Record which W&B run the next start continues, and that run's URL for the report."""
         if self.live:
             state = {"id": self.run_id, "rollbacks": self.num_rollbacks}
             write_json(self.directory / TRACKER_STATE, state | ({"url": url} if url else {}))
@@ -145,8 +145,7 @@ class WandbTracker(Tracker):
         self.directory.mkdir(exist_ok=True)
         os.environ.setdefault("WANDB_DATA_DIR", str((self.directory / "data").resolve()))
         os.environ["WANDB_SILENT"] = "true"
-        # Telemetry, which W&B sends to its developers even offline, and which logging does not
-        # need.
+        # Disable telemetry, which W&B sends to its developers even offline.
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -201,10 +200,10 @@ class WandbTracker(Tracker):
             self._alert(alert, time.time())
 
     def samples(self, rows: list[Row]) -> None:
-        """Hold samples back until the rows of their step have been logged.
+        """Hold samples back until all rows from the same step have been logged.
 
-        W&B rejects numbers below earlier ones, so samples must be logged before rows of later
-        steps.
+        W&B rejects numbers lower than an earlier number, so samples must be logged before rows from
+        later steps.
         """
         for row in rows:
             _ = row[
@@ -219,9 +218,9 @@ class WandbTracker(Tracker):
                     self._waiting.append(row)
 
     def _log_samples(self, before: int | None = None) -> None:
-        """Log the samples from steps before `before` (default: all) as one table.
+        """Log the samples from steps before `before` (None: all samples) as one table.
 
-        The table grows: each version contains the samples of all steps.
+        The table grows: each version contains the samples from all steps so far.
         """
         import wandb
 
@@ -253,13 +252,13 @@ class WandbTracker(Tracker):
             self._alert(alert, _seconds(event))
 
     def flush(self) -> None:
-        """Retire the files of earlier starts, because this start's file contains all their rows."""
+        """Retire files from earlier starts, because the file from this start contains all rows."""
         if self._earlier_files:
             wandb_files.retire(self._earlier_files)
             self._earlier_files = []
 
     def finish(self, exit_code: int) -> None:
-        """Send the rest, and end the W&B run.
+        """Send all remaining data, and end the W&B run.
 
         Raises:
             TimeoutError: W&B did not accept everything within `FINISH_SECONDS`.
@@ -282,12 +281,12 @@ class WandbTracker(Tracker):
             )
 
     def _log_reference(self, event: Row) -> None:
-        """Log a checkpoint as an artifact with URL and metadata, without uploading its files."""
+        """Log a checkpoint's URL and metadata as an artifact, without uploading its files."""
         import wandb
 
         uploaded = self.settings.get("upload_to") not in (None, "off")
         if uploaded != (event["event"] == "upload"):
-            return  # with uploads, reference the store's copy, which outlives the local one
+            return  # with uploads, reference the store's copy, which outlives the local copy
         name = event["checkpoint"]
         if name in self._logged:
             return
@@ -333,7 +332,7 @@ def _samples_number(step: int) -> int:
 
 
 def _seconds(event: Row) -> float:
-    """Return the time of an event in seconds since the epoch; the current time if it has none."""
+    """Return an event's time in seconds since the epoch, or the current time if it is unknown."""
     try:
         return datetime.strptime(event["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
     except (KeyError, ValueError):

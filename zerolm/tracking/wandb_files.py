@@ -1,8 +1,8 @@
 """Read W&B's own files (`run-ID.wandb`) to find what a W&B run already contains.
 
-The files are logs in LevelDB's format: after a 7-byte header, 32 KiB blocks with records, which may
-be split into fragments. A file whose writer was killed ends within a record; the records before it
-are valid.
+The files are logs in LevelDB's format: a 7-byte header is followed by 32 KiB blocks of records,
+which may be split into fragments. If the writer of a file was killed, the file may end within a
+record; all earlier records are valid.
 Source: https://github.com/google/leveldb/blob/main/doc/log_format.md
 """
 
@@ -19,7 +19,7 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4  # fragment types
 
 
 def files_of(run_dir: Path, run_id: str) -> list[Path]:
-    """Return a W&B run's files in a run directory, in the order of its starts."""
+    """Return the files of a W&B run in a run directory, in the order in which they were created."""
     paths = RunFiles(run_dir).tracker("wandb").glob(f"*run-*-{run_id}/run-{run_id}.wandb")
     return sorted(paths, key=lambda path: path.parent.name.rpartition("run-2")[2])
 
@@ -31,7 +31,7 @@ def raw_records(path: Path) -> Iterator[bytes]:
         file.seek(position)
         while position + HEADER_BYTES <= size_bytes:
             left = BLOCK_BYTES - position % BLOCK_BYTES
-            if left < HEADER_BYTES:  # too short for a header: the block ends here
+            if left < HEADER_BYTES:  # too short for a header, so the block ends here
                 position += len(file.read(left))
                 continue
             header = file.read(HEADER_BYTES)
@@ -58,11 +58,11 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def retire(files: list[Path]) -> None:
-    """Mark offline files of earlier starts as sent; remove all their directories but the newest.
+    """Mark offline files from earlier starts as sent; remove their directories except the newest.
 
-    The files must be in order of the starts; the next start's file contains all their rows. Without
-    the marks, `wandb sync` sends every file of a run from the first line, each overwriting the one
-    before (W&B 0.31).
+    The files must be in the order of the starts; the file from the next start contains all rows.
+    Without the marks, `wandb sync` would send every file of a run from its first line, each
+    overwriting the previous file's data (W&B 0.31).
     """
     offline = [path for path in files if path.parent.name.startswith("offline-")]
     for path in offline:

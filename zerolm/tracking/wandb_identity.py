@@ -22,7 +22,7 @@ class _Id(TypedDict):
 
 
 class TrackerState(_Id, total=False):
-    """The content of `wandb/run.json`: the W&B run that the next start continues, and its URL."""
+    """The contents of `wandb/run.json`: id and URL of the W&B run that the next start continues."""
 
     rollbacks: Count
     url: str
@@ -33,8 +33,8 @@ class Identity:
     """The names of a run in W&B.
 
     Attributes:
-        entity: user or team; None: the owner of the key.
-        group: common name of all W&B runs for one run directory.
+        entity: user or team; None means the owner of the key.
+        group: name of the group with all W&B runs for the run directory.
     """
 
     mode: str
@@ -50,7 +50,7 @@ def identity(run_dir: Path, record: Mapping[str, Any], suffix: str = "") -> Iden
 
     Args:
         run_dir: run directory, whose name is the default name.
-        suffix: appended to the name, for another W&B run in the same group.
+        suffix: text to append to the name, for another W&B run in the same group.
     """
     settings = record.get("settings", {})
     name = settings.get("wandb_name") or run_dir.resolve().name
@@ -69,7 +69,7 @@ def identity(run_dir: Path, record: Mapping[str, Any], suffix: str = "") -> Iden
 
 
 def page_of(run_dir: Path) -> str | None:
-    """Return the URL of a run's W&B page; None if the run has none, or is offline."""
+    """Return the URL of a run's W&B page; None if there is no page, for example offline."""
     try:
         state = read_record(RunFiles(run_dir).tracker("wandb") / TRACKER_STATE, TrackerState)
     except RecordError:
@@ -80,7 +80,8 @@ def page_of(run_dir: Path) -> str | None:
 def resolve_mode(mode: str) -> str:
     """Resolve `auto` to the mode set by `WANDB_MODE`, else to online if there is a key.
 
-    With `WANDB_MODE=disabled`, a run has no W&B tracker, and `wandb-sync` writes offline files.
+    `WANDB_MODE=disabled` resolves to offline: it disables a run's W&B tracker, while `wandb-sync`
+    writes offline files.
     """
     if mode != "auto":
         return mode
@@ -102,7 +103,7 @@ def has_key(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def mode_variable(environment: Mapping[str, str] = os.environ) -> str:
-    """Return `WANDB_MODE` as W&B interprets it: online, offline or disabled; empty if not set."""
+    """Return `WANDB_MODE` as W&B interprets it: online, offline or disabled; "" if not set."""
     mode = environment.get("WANDB_MODE", "").strip()
     mode = {"dryrun": "offline", "run": "online"}.get(mode, mode)
     return mode if mode in ("online", "offline", "disabled") else ""

@@ -1,7 +1,8 @@
 """`zerolm wandb-sync RUN`: send a run directory to W&B, regardless of what W&B already has.
 
-One W&B run gets metrics.jsonl, references to the checkpoints, and the samples. The rows discarded
-by each rollback become a separate W&B run in the same group. The run may still be in progress.
+One W&B run receives metrics.jsonl, references to the checkpoints, and the samples. The rows
+discarded by each rollback become a separate W&B run in the same group. The run may still be in
+progress.
 """
 
 import os
@@ -38,10 +39,10 @@ def wandb_sync(
     """Send the current content of a run directory to W&B.
 
     Args:
-        project: W&B project; default: the run's.
-        entity: W&B user or team; default: the run's.
+        project: W&B project; None means the run's project.
+        entity: W&B user or team; None means the run's entity.
         same_id: overwrite the run's own W&B run instead of creating a new one.
-        log: called with a line for each W&B run.
+        log: called with one line for each W&B run.
 
     Returns:
         The ids of the W&B runs.
@@ -57,7 +58,7 @@ def wandb_sync(
     parts = [("", files.metrics)]
     parts += [(f"-{rollback_name(path)}", path) for path in files.all_archived_metrics()]
     for path in (*(path for _, path in parts), files.events, files.samples):
-        try:  # report file errors as such, not as W&B errors
+        try:  # so file errors are not reported as W&B errors
             if (file := open_regular(path)) is not None:
                 file.close()
         except OSError as error:

@@ -1,6 +1,6 @@
 """`Checkpointing`: saves a run's checkpoints, logs the outcomes, and limits failures.
 
-Connects the training loop with the `CheckpointWriter`. Every rank makes the same calls.
+Connects the training loop to the `CheckpointWriter`. Every rank makes the same calls.
 """
 
 import time
@@ -27,18 +27,19 @@ FIRST_PAUSE = 1 / 64  # pause before the first retry of a failed save, as a shar
 
 
 class Checkpointing:
-    """Saves a run's checkpoints, and ends the run if too many of them fail.
+    """Saves a run's checkpoints, and ends the run after too many consecutive failed saves.
 
-    A failed save is retried after a pause, which doubles with each failure. Once the pause reaches
-    the interval, only regular saves remain. Only failures of regular saves are counted.
+    A failed save is retried after a pause that doubles with each failure. Once the pause reaches
+    the checkpoint interval, only regular saves are attempted. Only failed regular saves count
+    toward the limit.
 
     Args:
         probe_batches: returns the micro-batches of the fixed probe batch.
-        stop: the `StopRequest`, to which the duration of each save is reported.
+        stop: the `StopRequest` to report the duration of each save to.
 
     Attributes:
         newest: path of the newest complete checkpoint.
-        record: contents of the run's run.json, set when the run starts.
+        record: contents of run.json, set when the run starts.
     """
 
     record: dict[str, Any]
@@ -62,13 +63,13 @@ class Checkpointing:
         )
         self._consecutive_failures = 0
         self._retry_step: int | None = None
-        self._pause = 0  # steps until the next try
+        self._pause = 0  # number of steps until the next attempt
         self._logged_problems: set[str] = set()
         self.newest: str | None = None
 
     @property
     def step(self) -> int | None:
-        """Step of the checkpoint being written, or None."""
+        """Step of the checkpoint that is being written, or None."""
         return self._writer.step
 
     def retries(self, step: int) -> bool:
@@ -76,7 +77,7 @@ class Checkpointing:
         return self._retry_step is not None and step >= self._retry_step
 
     def flags(self) -> tuple[float, ...]:
-        """Return this rank's status flags, which the next step sums over ranks."""
+        """Return this rank's status flags, to be summed over ranks in the next step."""
         return self._writer.flags()
 
     def save(
@@ -86,17 +87,17 @@ class Checkpointing:
         *,
         last: bool,
     ) -> None:
-        """Copy the state to host memory, and write a checkpoint from it in the background.
+        """Copy the state to host memory, and write a checkpoint from the copy in the background.
 
         Every rank must call this.
 
         Args:
             log: the run's `RunLog`, which is synced to disk first.
-            last: whether the run ends after this checkpoint; if so, wait for it.
+            last: whether the run ends after this checkpoint; if so, wait until it is written.
 
         Raises:
-            CheckpointWriteError: on every rank: this checkpoint or the previous one failed, and
-                the run cannot continue without it.
+            CheckpointWriteError: on every rank, if this checkpoint or the previous one failed, and
+                it is the last one or too many saves have failed.
         """
         record_progress("checkpoint")
         self._retry_step = None
@@ -119,7 +120,7 @@ class Checkpointing:
         log.metrics({"step": progress.step, "tokens": progress.tokens, **row})
 
     def _facts(self) -> dict[str, Any]:
-        """Return a manifest's entries about the run."""
+        """Return the manifest entries that describe the run."""
         plan = self._plan
         return {
             "optimizer": topology.optimizer_kind(plan.profile),
@@ -133,7 +134,7 @@ class Checkpointing:
         }
 
     def copy_to_memory(self, progress: Progress, log: Any, copies: MemoryCopies) -> None:
-        """Copy the state to host memory, unless a checkpoint is being written.
+        """Copy the state to host memory; do nothing while a checkpoint is being written.
 
         Every rank must call this.
         """
@@ -148,10 +149,10 @@ class Checkpointing:
         log.metrics({**row, "checkpoint/memory_seconds": seconds})
 
     def advance(self, sums: Sequence[float], log: Any, *, last: bool) -> None:
-        """Advance the checkpoint being written after a step. Every rank must call this.
+        """Advance the write in progress, if any, after a step. Every rank must call this.
 
         Args:
-            sums: `flags`, summed over ranks.
+            sums: the ranks' `flags`, summed over ranks.
 
         Raises:
             CheckpointWriteError: see `save`.
@@ -159,7 +160,7 @@ class Checkpointing:
         self._log_outcome(self._writer.advance(sums), log, last)
 
     def finish(self, log: Any, *, last: bool) -> None:
-        """Wait for the checkpoint being written, if any. Every rank must call this.
+        """Wait for the write in progress, if any. Every rank must call this.
 
         Raises:
             CheckpointWriteError: see `save`.
@@ -168,7 +169,7 @@ class Checkpointing:
         self._log_outcome(self._writer.finish(), log, last)
 
     def _log_outcome(self, outcome: Outcome | None, log: Any, last: bool) -> None:
-        """Log the outcome of a checkpoint; end the run after too many consecutive failures."""
+        """Log the outcome of a save; raise an error after too many consecutive failures."""
         if outcome is None:
             return
         if outcome.in_memory:
@@ -202,7 +203,7 @@ class Checkpointing:
             )
 
     def _next_try(self, step: int) -> int:
-        """Count a failed save at `step`; return the step of the next try."""
+        """Count a failed save at `step`, and return the step of the next attempt."""
         interval = self._settings.checkpoint_interval
         regular = step // interval * interval + interval
         self._consecutive_failures += step % interval == 0
@@ -211,7 +212,7 @@ class Checkpointing:
         return min(self._retry_step or regular, regular)
 
     def _log_copy(self, outcome: Outcome, log: Any) -> None:
-        """Log a failed in-memory copy; the previous copy, if any, remains valid."""
+        """Log an in-memory copy if it failed; the previous copy, if any, remains valid."""
         if outcome.error is not None and outcome.error not in self._logged_problems:
             self._logged_problems.add(outcome.error)
             step = outcome.progress.step

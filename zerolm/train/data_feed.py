@@ -1,6 +1,6 @@
 """`DataFeed`: one rank's micro-batches, for training and for the checkpoint probe.
 
-Connects the plan with the streams in zerolm/data: decides which shard of the data a rank reads, and
+Connects the plan to the streams in zerolm/data: selects the data shard that a rank reads, and
 tracks the stages of the mixture. Every rank makes the same calls.
 """
 
@@ -19,19 +19,19 @@ from zerolm.plan.plan import Plan
 from zerolm.tracking.run_log import Row
 from zerolm.train import metrics
 
-UNBOUNDED = 1 << 62  # the stream is endless; the token budget ends the run
+UNBOUNDED = 1 << 62  # makes the stream endless, since the token budget ends the run
 
 
 class DataFeed:
-    """A run's data on one rank.
+    """Provides a run's data on one rank.
 
     Args:
-        device: device of the micro-batches.
+        device: device to copy the micro-batches to.
 
     Attributes:
         order: the data order, set by `batches`.
-        traffic: number of blocks and bytes read from object stores and from the cache.
-        stage: mixture stage of the last consumed sequence.
+        traffic: counts of blocks and bytes read from object stores and from the cache.
+        stage: mixture stage of the last sequence that was trained on.
     """
 
     def __init__(self, plan: Plan, rank: int, device: Any, print_rank0: Callable[..., None]):
@@ -43,7 +43,9 @@ class DataFeed:
         self.stage = 0
 
     def token_bytes(self) -> torch.Tensor | None:
-        """Return each token's bytes on the device; None if any rank cannot read them.
+        """Return each token's bytes of text, as a tensor on the device.
+
+        Return None if the table is not available on every rank.
 
         Every rank must call this.
         """
@@ -67,7 +69,7 @@ class DataFeed:
         }
 
     def batches(self, progress: Progress) -> Any:
-        """Return an endless iterator over this rank's micro-batches, from the run's position."""
+        """Return an endless iterator over this rank's micro-batches, from the run's position on."""
         stream = data.TokenStream(
             self.plan.sources,
             self.plan.weights,
@@ -94,7 +96,7 @@ class DataFeed:
             return [next(batches) for _ in range(sequences // each)]
 
     def row(self, progress: Progress) -> Row:
-        """Return metrics of the data that the run has read so far."""
+        """Return metrics about the data that the run has read so far."""
         return metrics.store_row(self.traffic) | metrics.data_row(
             self.order,
             self.plan.source_names,
@@ -104,7 +106,7 @@ class DataFeed:
         )
 
     def _print_skipped_data_notices(self, progress: Progress) -> None:
-        """Print the epoch limits that the run will exceed because rollbacks have skipped data."""
+        """Print a note for each epoch limit that the run will exceed because of skipped data."""
         left = -(-(self.settings.total_tokens - progress.tokens) // self.settings.seq_len)
         for line in epochs.skipped_data_notices(
             self.plan.mixture,

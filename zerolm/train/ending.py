@@ -1,4 +1,4 @@
-"""The end of a run: its budget is spent, a stop was requested, or an error ends all ranks.
+"""End a run when its budget is spent, a stop was requested, or an error occurred on all ranks.
 
 Called by pretrain.py after the training loop. Every rank makes the same calls.
 """
@@ -29,8 +29,8 @@ def end(run: Run) -> int:
     _close_features(run)
     process_group.destroy(run.engine.destroy)
     _finish_child_processes(run)
-    # After a nonzero exit code the launcher ends all other ranks, so they wait for rank 0 to
-    # finish.
+    # After a nonzero exit code, the launcher kills all other ranks, so they wait until rank 0 has
+    # finished.
     while not run.finished and process_group.waits_for_rank0():
         record_progress("end")
         time.sleep(0.05)
@@ -55,13 +55,13 @@ def fail(run: Run, error: ZerolmError) -> None:
 
 
 def _close_features(run: Run) -> None:
-    """Close the features at the end of a run."""
+    """Close all features at the end of a run."""
     for feature in run.features:
         feature.close()
 
 
 def _finish_child_processes(run: Run) -> None:
-    """Wait a limited time each for the HTML report, the uploads and the trackers."""
+    """Wait for the HTML report, the uploads and the trackers, each with a time limit."""
     run.html_report.finish()
     run.uploads.finish(run.settings.upload_wait)
     run.journal.log.finish_trackers()

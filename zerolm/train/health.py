@@ -1,8 +1,8 @@
-"""`Health`: clipping, weight norms, update ratios and gradient noise scale in reported steps.
+"""`Health`: measure clipping, weight norms, update ratios and gradient noise in reported steps.
 
-Measured during the step itself, without changing gradients, weights, optimizer states or RNG. State
-between steps is saved with the run's progress, so a resumed run reports bit-identical values. Must
-not depend on files or trackers.
+Measures during the step itself, without changing gradients, weights, optimizer states or RNG. The
+state between steps is saved with the run's progress, so a resumed run reports bit-identical values.
+Must not depend on files or trackers.
 """
 
 import math
@@ -22,8 +22,8 @@ from zerolm.train.noise_scale import Estimate, SmallBatches, SmallBatchSums, ave
 from zerolm.train.norms import Blocks, UpdateMeter, is_counted_here, parameter_norm, weight_squares
 
 Row = dict[str, Any]
-AUXILIARY = "train/auxiliary_loss"  # of routers
-NUM_FIGURES = 5  # of SmallBatchSums
+AUXILIARY = "train/auxiliary_loss"  # auxiliary loss of the routers
+NUM_FIGURES = 5  # number of fields in SmallBatchSums
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class HealthState:
     """State between steps; saved in the checkpoint as JSON. `Health.end_step` updates it.
 
     Attributes:
-        steps: steps applied since the last report.
-        clipped: number of applied steps with a clipped gradient.
-        noise, signal: moving averages from `zerolm.train.noise_scale.Estimate`.
+        steps: number of steps applied since the last report.
+        clipped: number of these steps in which the gradient was clipped.
+        noise, signal: moving averages of the fields of `zerolm.train.noise_scale.Estimate`.
     """
 
     steps: int = 0
@@ -49,8 +49,8 @@ class Health:
     each backward pass, `before_update`, `end_step`, and `row` if the step is reported.
 
     Args:
-        engine: a DeepSpeed engine at ZeRO stage 1, 2 or 3.
-        gate: its `clip_norm` is the limit for gradients; 0 disables clipping.
+        engine: a DeepSpeed engine with ZeRO stage 1, 2 or 3.
+        gate: its `clip_norm` is the maximum gradient norm; 0 disables clipping.
     """
 
     def __init__(self, plan: Plan, engine: Engine, device: torch.device, gate: StepGate):
@@ -59,7 +59,7 @@ class Health:
         self._engine, self._device = engine, device
         self._interval, self._gate = plan.settings.log_interval, gate
         self._layout, self._rank = layout, engine.global_rank
-        # Muon does not report the gradient's norm. With sharded sequences no rank has the
+        # Muon does not report the gradient's norm. With sharded sequences, no rank has the
         # gradient of a complete micro-batch.
         self._noise = not plan.profile.uses_muon and layout.sequence == 1
         self._meter = UpdateMeter(engine, self.blocks, layout)
@@ -70,9 +70,9 @@ class Health:
         self._loss_scale = 1.0
 
     def begin(self, step: int, num_micro_batches: int) -> None:
-        """Start a step, and decide whether to measure it."""
+        """Start a step, and determine whether to measure it."""
         self._measuring = step % self._interval == 0
-        # The noise scale compares two batch sizes, which takes more than one micro-batch.
+        # The noise scale compares two batch sizes, which requires more than one micro-batch.
         several = num_micro_batches * self._layout.replicas > 1
         self._sampling = self._measuring and self._noise and several
         if self._sampling:
@@ -80,21 +80,21 @@ class Health:
             self._loss_scale = loss_scale(self._engine)
 
     def observe_backward(self, batch: dict[str, torch.Tensor]) -> AbstractContextManager[None]:
-        """Return a context manager for a micro-batch's backward pass."""
+        """Return a context manager that measures a micro-batch's backward pass if needed."""
         if not self._sampling:
             return nullcontext()
         return self._small.backward((batch["targets"] != IGNORED).sum())
 
     def before_update(self) -> None:
-        """Copy the weights that the optimizer step is about to change."""
+        """Copy the weights before the optimizer step changes them, if the step is measured."""
         if self._measuring:
             self._meter.before()
 
     def end_step(self, state: dict[str, Any], result: StepResult) -> dict[str, Any]:
-        """Count a step; return the new state.
+        """Count a step, and return the new state.
 
         Args:
-            state: a `HealthState` as JSON; empty at the start of a run.
+            state: the previous `HealthState` as a dict; empty at the start of a run.
         """
         if not result.applied:
             self._measuring = self._sampling = False
@@ -143,7 +143,10 @@ class Health:
         return row, vars(new_state)
 
     def parameter_norm(self) -> float | None:
-        """Return the 2-norm of all parameters, or None if they are on NVMe. All ranks call this."""
+        """Return the 2-norm of all parameters, or None if they are offloaded to NVMe.
+
+        Every rank must call this.
+        """
         return parameter_norm(self.blocks, self._device, self._layout)
 
     def _norms(self, key: str, squares: list[float]) -> Row:
@@ -160,7 +163,7 @@ class Health:
     def _estimate(self, figures: list[float], result: StepResult) -> Estimate | None:
         sums = SmallBatchSums(*figures)
         if AUXILIARY in result.penalties and not sums.are_equal:
-            return None  # the router loss is averaged over micro-batches, the others over tokens
+            return None  # router losses are averaged over micro-batches, other losses over tokens
         return estimate(sums, result.grad_norm, self._layout.replicas, self._loss_scale)
 
 
@@ -169,5 +172,8 @@ def _root(square: float) -> float:
 
 
 def _ratio(change: float, weight: float) -> float | None:
-    """Return the ratio of two norms given as squares; None if all weights are zero."""
+    """Return the ratio of two norms, given their squares.
+
+    Return None if all weights are zero or a norm is not finite.
+    """
     return math.sqrt(change / weight) if weight > 0.0 and math.isfinite(change + weight) else None

@@ -1,6 +1,6 @@
-"""Instrumentation for tests: the sequences that a rank trains on, and faults after a step.
+"""Instrumentation for tests: record the sequences that a rank trains on, and inject faults.
 
-If `ZEROLM_LEDGER` names a directory, each rank writes the sequences of each step to a file there.
+If `ZEROLM_LEDGER` names a directory, each rank writes the sequences in each step to a file there.
 """
 
 import json
@@ -17,10 +17,11 @@ LEDGER_VARIABLE = "ZEROLM_LEDGER"
 
 
 def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> None:
-    """Append a step's sequences to this rank's ledger if `ZEROLM_LEDGER` names a directory.
+    """Append the sequences in a step to this rank's ledger if `ZEROLM_LEDGER` names a directory.
 
     Args:
-        micro_batches: each has tensors `sequence_ids` and `sources`, with one entry per row.
+        micro_batches: each contains the tensors `sequence_ids` and `sources`, with one entry per
+            row.
     """
     directory = os.environ.get(LEDGER_VARIABLE)
     if directory:
@@ -33,7 +34,10 @@ def record_sequences(step: int, micro_batches: Iterable[Mapping[str, Any]]) -> N
 
 
 def fault_after_step(engine: Engine, step: int) -> None:
-    """Trigger faults after an optimizer step; a flip changes one of this rank's master weights."""
+    """Trigger the faults planned for the end of an optimizer step.
+
+    A flip changes one bit in this rank's master weights.
+    """
     if fault_point("step.end", step) == FLIP:
         from zerolm.integrity.checks import flip_bit
 

@@ -1,6 +1,6 @@
 """`Journal`: logs a run's metrics and events to files, trackers and the console.
 
-Connects `Run`, which reports what has happened, with the `RunLog` and its trackers.
+Connects `Run`, which reports what happened, to the `RunLog` and its trackers.
 """
 
 import time
@@ -30,11 +30,11 @@ from zerolm.watchdog import startup
 
 
 class Journal:
-    """Logs a run. Every rank makes the same calls; only rank 0 writes and prints.
+    """Logs a run. Every rank makes the same calls, but only rank 0 writes and prints.
 
     Attributes:
         log: the `RunLog`, replaced after each start and rollback.
-        stopwatch: times the steps between two reports.
+        stopwatch: measures the time of the steps between two reports.
     """
 
     log: run_log.RunLog
@@ -60,14 +60,14 @@ class Journal:
         self.slow_hosts = SlowHosts()
         self.console = Console(rank == 0)
         self.changed = plan.changed
-        self.trackers: Trackers | None = None  # passed on to the next log
-        self.first_step: int | None = None  # the first step after this start, once logged
+        self.trackers: Trackers | None = None  # passed to the next log
+        self.first_step: int | None = None  # the first step after this start; set once logged
         self.failed = startup.interruption(plan.run_dir) if rank == 0 else None
         self.last_row_at = _modified_at(RunFiles(plan.run_dir).metrics)
-        self.printed_breaks: str | None = None  # the last notice on torch.compile graph breaks
+        self.printed_breaks: str | None = None  # the last notice about torch.compile graph breaks
 
     def open(self, step: int) -> None:
-        """Open the log at a step; lines from later steps are removed."""
+        """Open the log at a step, and remove lines from later steps."""
         self.log = run_log.RunLog(self.plan.run_dir, step, writes=self.rank == 0)
 
     def log_start(
@@ -81,8 +81,8 @@ class Journal:
 
         Args:
             checkpoint: path of the loaded checkpoint; None at the start of a new run.
-            damage: damaged checkpoints that were set aside.
-            resharded: parts of the checkpoint that were resharded.
+            damage: the damaged checkpoints that were set aside.
+            resharded: the parts of the checkpoint that were resharded.
         """
         for damaged in damage:
             aside = str(damaged.set_aside)
@@ -102,16 +102,19 @@ class Journal:
             self.print_rank0(f"note: {self.log.lacks_rows}; the run itself is complete")
         if self.changed:
             self.log.event("changed", step, changes=self.changed)
-            self.changed = {}  # log it only once: a rollback starts the run again
+            self.changed = {}  # log changes only once, since this is called again after a rollback
         self.log.track(self.settings, before=self.trackers)
         self.trackers = self.log.trackers
         self.console.start(step, self.plan.total_steps)
 
     def log_startup(self, step: int, launcher: processes.Process | None) -> None:
-        """After the first step, log how long each part of this start and any recovery took.
+        """After a step, log how long this start took and, when complete, the recovery.
+
+        The start is logged after the first step. A recovery from a failure is logged once the run
+        has reached the step of the failure again. Both events list the duration of each part.
 
         Args:
-            launcher: the process that began the start, if any.
+            launcher: the process that began this start, if any.
         """
         if self.rank:
             return
@@ -130,7 +133,11 @@ class Journal:
             self.failed = None
 
     def log_stage(self, step: int, stage: int) -> None:
-        """Log that this step has reached a new mixture stage, numbered from 0."""
+        """Log that the run has reached a new mixture stage at this step.
+
+        Args:
+            stage: index of the stage, from 0.
+        """
         stages = self.plan.mixture.stages
         shares = mixture.stage_shares(stages[stage], self.plan.source_names)
         self.log.event("stage", step, stage=stage + 1, shares=shares)
@@ -148,8 +155,8 @@ class Journal:
 
         Args:
             progress: progress after the step.
-            num_sequences: size of the step's batch.
-            response: the guard's response to the step; a cooldown is logged too.
+            num_sequences: number of sequences in the step's batch.
+            response: the guard's response to the step; a cooldown is logged as well.
         """
         fields = stability.anomaly_fields(guard, progress, result, num_sequences)
         if guard.reason:
@@ -167,7 +174,7 @@ class Journal:
             )
 
     def log_rollback(self, step: int, entry: Rollback) -> None:
-        """Log a rollback, and close the log; `open` opens the next one."""
+        """Log a rollback, and close the log; `open` opens the next log."""
         shown = {key: value for key, value in entry.items() if key != "order"}
         self.log.event("rollback", step, **shown)
         self.print_rank0(
@@ -177,10 +184,10 @@ class Journal:
         self.log.close("rollback")
 
     def report(self, progress: Progress, row: run_log.Row) -> None:
-        """Log the metrics since the last report: to metrics.jsonl, trackers and console.
+        """Log the metrics since the last report to metrics.jsonl, the trackers and the console.
 
         Args:
-            row: the run's metrics; throughput, memory and anomaly counts are added here.
+            row: the run's metrics; throughput, memory and anomaly metrics are added to it.
         """
         plan = self.plan
         row |= {
@@ -218,13 +225,17 @@ class Journal:
                 self.print_rank0(notice)
 
     def close(self, how: str) -> None:
-        """Close the console and the log, which tells the trackers how the run ended."""
+        """Close the console and the log.
+
+        Args:
+            how: how the run ended, which the log passes to the trackers.
+        """
         self.console.close()
         self.log.close(how)
 
 
 def _modified_at(path: Path) -> float | None:
-    """Return when a file was last written, in seconds since the epoch; None if it is missing."""
+    """Return a file's modification time in seconds since the epoch; None if it is unreadable."""
     try:
         return path.stat().st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""Metrics of a step and its data, with one function per group of metrics."""
+"""Metrics about a step and its data, with one function per group of metrics."""
 
 import math
 from collections import Counter
@@ -12,11 +12,7 @@ from zerolm.tracking.run_log import Row
 
 
 def training_row(result: StepResult, source_names: Sequence[str]) -> Row:
-    """Return a step's `train/` metrics, and the loss on each source in its batch.
-
-    Args:
-        result: `StepResult` of the step.
-    """
+    """Return a step's `train/` metrics, and the loss for each source in the step's batch."""
     row = {
         "train/loss": result.loss,
         "train/perplexity": math.exp(min(result.loss, 700.0)),
@@ -46,11 +42,11 @@ def data_row(
     seq_len: int,
     skipped_windows: skips.SkippedRanges = (),
 ) -> Row:
-    """Return the tokens and epochs that the run has consumed from each source.
+    """Return the number of tokens and epochs that the run has trained on from each source.
 
     Args:
-        position: number of sequences consumed.
-        skipped_windows: sequences in the data order that rollbacks skip.
+        position: number of sequences consumed so far.
+        skipped_windows: ranges of sequences in the data order that rollbacks skip.
     """
     row: Row = {}
     if len(order.starts) > 1:
@@ -65,10 +61,10 @@ def data_row(
 
 
 def store_row(traffic: Counter[str]) -> Row:
-    """Return metrics of reads from object stores and the cache; {} for local data.
+    """Return metrics about reads from object stores and the cache; {} for local data.
 
     Args:
-        traffic: a `WindowStream`'s counts.
+        traffic: counts from a `WindowStream`.
     """
     blocks = traffic["hits"] + traffic["fetched"]
     if not blocks:
@@ -81,5 +77,5 @@ def store_row(traffic: Counter[str]) -> Row:
 
 
 def last_sequence(position: int, skipped_windows: skips.SkippedRanges) -> int:
-    """Return the number of the last sequence consumed by a run at `position`."""
+    """Return the index in the data order of the last sequence consumed by a run at `position`."""
     return skips.sequence_range(0, position, skipped_windows)[1] - 1 if position else 0

@@ -1,8 +1,9 @@
 """Gradient noise scale, estimated from gradient norms of micro-batches and of the global batch.
 
 With a batch of B_simple tokens, gradient noise is as large as the signal: smaller batches need
-fewer tokens, larger batches need fewer steps. The squared norm of a mean gradient over b tokens is
-the true gradient's squared norm plus its variance / b, so two batch sizes determine both:
+fewer tokens, and larger batches need fewer steps. The expected squared norm of a mean gradient over
+b tokens is the true gradient's squared norm plus the per-token variance / b, so measurements at two
+batch sizes determine both:
 
     |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b)        tr(S) = (|G_b|^2 - |G_B|^2) / (1/b - 1/B)
 
@@ -22,18 +23,19 @@ import torch
 
 from zerolm.train.norms import sum_of_squares
 
-DECAY = 0.95  # weight of the old average, which covers about the last 20 measured steps
+DECAY = 0.95  # weight of the old average; averages cover about the last 20 measured steps
 
 
 class SmallBatches:
-    """This rank's sums over the micro-batches of a step.
+    """Sums over this rank's micro-batches in a step.
 
     Args:
-        parameters: parameters to hook, only while `backward` is active.
+        parameters: parameters to observe with hooks while `backward` is active.
         contributes: False if another rank has the same micro-batches and counts them.
 
     Attributes:
-        figures: (5,) float64 in the order of `SmallBatchSums`, to be summed over ranks.
+        figures: the sums in the order of `SmallBatchSums`, to be summed over ranks; a float64
+            tensor of shape (5,).
     """
 
     def __init__(self, parameters: Sequence[Any], device: torch.device, contributes: bool = True):
@@ -47,14 +49,14 @@ class SmallBatches:
 
     @contextmanager
     def backward(self, num_targets: torch.Tensor) -> Iterator[None]:
-        """Record the gradient norm of a backward pass.
+        """Record the gradient norm in a backward pass.
 
-        A parameter's hook is called once per pass with everything that the pass adds to the
-        gradient, even for a tied parameter. If a hook is called several times (re-entrant
-        checkpointing of shared layers), the step is not measured.
+        Even for a tied parameter, the hook is called once per pass, with everything that the pass
+        adds to the gradient. If a hook is called several times (re-entrant checkpointing of shared
+        layers), the step is not measured.
 
         Args:
-            num_targets: number of targets in the micro-batch, (), on the device.
+            num_targets: number of targets in the micro-batch, as a scalar tensor on the device.
         """
         squares: dict[int, torch.Tensor] = {}
         repeated: list[int] = []
@@ -78,7 +80,7 @@ class SmallBatches:
             return
         found = torch.stack([squares[number] for number in sorted(squares)])
         counted = num_targets.to(self._device).double()
-        known = counted > 0  # stays on the device: reading it would block
+        known = counted > 0  # stays on the device, since reading the value would block
         sums = [found.sum().to(self._device) / counted**2, 1.0 / counted, counted, known.double()]
         if not self._contributes:
             sums[1:] = [torch.zeros_like(counted)] * 3
@@ -110,7 +112,7 @@ class SmallBatchSums(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Noise and signal of the gradient, for one step or averaged over steps.
+    """Noise and signal in the gradient, for a single step or averaged over steps.
 
     Attributes:
         noise: trace of the covariance of per-token gradients, tr(S).
@@ -122,7 +124,7 @@ class Estimate(NamedTuple):
 
     @property
     def noise_scale_tokens(self) -> float | None:
-        """B_simple in tokens; None if an estimate is not positive."""
+        """B_simple in tokens; None if the noise or the signal is not positive."""
         if self.noise <= 0.0 or self.signal <= 0.0:
             return None
         return self.noise / self.signal
@@ -131,15 +133,15 @@ class Estimate(NamedTuple):
 def estimate(
     sums: SmallBatchSums, grad_norm: float, replicas: int, loss_scale: float = 1.0
 ) -> Estimate | None:
-    """Return the estimate for a step; None if there is too little information.
+    """Return the estimate for a step; None if the sums do not determine it.
 
     A micro-batch with n of the N targets minimizes the sum of its losses * replicas / N (`Steps`),
-    so the gradient of its mean loss is N / (n * replicas) times the observed gradient. For
-    micro-batches of different sizes, 1 / b is the mean of 1 / n.
+    so the gradient of its mean loss is N / (n * replicas) times the observed gradient. If
+    micro-batches differ in size, 1 / b is the mean of 1 / n.
 
     Args:
-        grad_norm: norm of the global batch's gradient, before clipping, unscaled.
-        loss_scale: fp16's factor on micro-batch gradients.
+        grad_norm: norm of the global batch's unscaled gradient before clipping.
+        loss_scale: fp16 loss scale, a factor in the micro-batch gradients.
     """
     if sums.unknown or sums.batches < 2 or not math.isfinite(sums.squares + grad_norm):
         return None
@@ -150,7 +152,10 @@ def estimate(
 
 
 def average(before: Estimate, new: Estimate) -> Estimate:
-    """Return the moving averages. Both start at zero; this bias cancels in their ratio."""
+    """Return the updated moving averages.
+
+    Both averages start at zero; the resulting bias cancels in their ratio.
+    """
     return Estimate(
         *(DECAY * old + (1.0 - DECAY) * each for old, each in zip(before, new, strict=True))
     )

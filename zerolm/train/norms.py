@@ -1,7 +1,7 @@
-"""Norms of weights and their updates, in total and per block, from partitioned tensors.
+"""Norms of weights and their updates, in total and per block, computed from partitioned tensors.
 
-Used in reported steps. Each rank sums the squares of its own values, and one reduction over ranks
-combines the sums; nothing is gathered. Must not depend on how the norms are used.
+Used in reported steps. Each rank sums the squares of its own values, and a single reduction over
+ranks combines the sums; no weights are gathered. Must not depend on how the norms are used.
 """
 
 import math
@@ -17,16 +17,16 @@ from zerolm.engine.states import OnNvme, master_slice
 from zerolm.model.architecture import block_of
 
 # Larger tensors are split into pieces of this many values, whose sums of squares are added in
-# float64. On a CPU torch adds sequentially in float32, with a relative error of 2e-4 over 2^22
-# values and 1e-6 over 2^16 (torch 2.13). On a GPU it adds in a tree.
+# float64. On a CPU, torch sums sequentially in float32, with a relative error of 2e-4 for 2^22
+# values and 1e-6 for 2^16 values (torch 2.13). On a GPU, torch uses a tree reduction.
 CPU_PIECE_VALUES, GPU_PIECE_VALUES = 1 << 16, 1 << 22
-# A rank copies at most about 2^24 master weights (64 MiB) to measure an update. If it has more,
-# they are sampled in evenly spaced windows.
+# A rank copies at most about 2^24 master weights (64 MiB) to measure an update. If it has more
+# master weights, it samples them in evenly spaced windows.
 SAMPLE_VALUES, WINDOW_VALUES = 1 << 24, 1024
 
 
 class Blocks:
-    """A model's parameters by block. A tied parameter belongs only to its first block.
+    """A model's parameters, grouped by block. A tied parameter belongs only to its first block.
 
     Attributes:
         names: names of the blocks, in model order.
@@ -49,14 +49,17 @@ class Blocks:
         device: torch.device,
         scales: Sequence[float] | None = None,
     ) -> torch.Tensor:
-        """Return the sum of squares in each block, (blocks,) float64 on `device`.
+        """Return the sum of squares in each block.
 
         Uses a matrix product because `index_add_` is not deterministic on a GPU.
 
         Args:
             values: tensors of any shape, dtype and device.
             block_indices: index of each tensor's block.
-            scales: factor for the squares of each tensor.
+            scales: factor to multiply the squares of each tensor with.
+
+        Returns:
+            A float64 tensor of shape (blocks,) on `device`.
         """
         pieces: list[torch.Tensor] = []
         blocks: list[int] = []
@@ -76,7 +79,10 @@ class Blocks:
 
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of squares of a tensor of any shape and floating dtype, () float64."""
+    """Return the sum of a tensor's squared values, as a float64 scalar.
+
+    The tensor may have any shape and any floating-point dtype.
+    """
     return _squares(_pieces(values), values.device).sum()
 
 
@@ -86,15 +92,17 @@ def _pieces(values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _squares(pieces: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of each piece, (pieces,) float64 on `device`."""
+    """Return each piece's sum of squares, as a float64 tensor of shape (pieces,) on `device`."""
     norms = list(torch._foreach_norm(pieces, 2, torch.float32))
     if len({norm.device for norm in norms}) > 1:
         norms = [norm.to(device) for norm in norms]
-    return torch.stack(norms).to(device).double().square()  # a single copy for all pieces
+    return torch.stack(norms).to(device).double().square()  # one transfer for all pieces
 
 
 def is_counted_here(parameter: Any, contributes: bool) -> bool:
-    """Return whether this rank counts a parameter; with tensor parallelism, shards always count.
+    """Return whether this rank counts a parameter.
+
+    Each rank counts its own tensor-parallel shards; other parameters are counted by one rank only.
 
     Args:
         contributes: `Layout.contributes` for this rank.
@@ -103,15 +111,15 @@ def is_counted_here(parameter: Any, contributes: bool) -> bool:
 
 
 def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torch.Tensor | None:
-    """Return this rank's contribution to the sums of squared weights, (blocks,) float64.
+    """Return this rank's contribution to each block's sum of squared weights.
 
-    At stage 3 the part is the rank's partition without padding. At other stages each rank has all
-    weights (with tensor parallelism, its shard of them), and the parameters are divided among
-    ranks.
+    With ZeRO-3, the rank contributes its partition without padding. At other stages, each rank has
+    all weights (with tensor parallelism, its shard of them), and the parameters are divided among
+    the ranks.
 
     Returns:
-        None if parameters are offloaded to NVMe, from which reading them would take as long as a
-        step.
+        A float64 tensor of shape (blocks,), or None if parameters are offloaded to NVMe, where
+        reading them would take as long as a step.
     """
     rank = torch.distributed.get_rank()
     shard_index, num_shards = layout.evaluation_shard(rank)
@@ -131,7 +139,10 @@ def weight_squares(blocks: Blocks, device: torch.device, layout: Layout) -> torc
 
 
 def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> float | None:
-    """Return the 2-norm of all parameters; None if they are on NVMe. Every rank must call this."""
+    """Return the 2-norm of all parameters, or None if they are offloaded to NVMe.
+
+    Every rank must call this.
+    """
     squares = weight_squares(blocks, device, layout)
     if squares is None:
         return None
@@ -141,13 +152,13 @@ def parameter_norm(blocks: Blocks, device: torch.device, layout: Layout) -> floa
 
 
 def _masters(engine: Engine, blocks: Blocks, layout: Layout) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield (this rank's partition of a master weight, without padding; index of its block).
+    """Yield (this rank's partition of a master weight, index of its block), without padding.
 
-    Weights shared by tensor-parallel ranks are yielded on the first of these ranks. Frozen weights
-    have no masters.
+    Weights replicated on all tensor-parallel ranks are yielded only on the first of these ranks.
+    Frozen weights have no master weights.
 
     Raises:
-        OnNvme: the master weights are on NVMe.
+        OnNvme: the master weights are offloaded to NVMe.
     """
     contributes = layout.contributes(torch.distributed.get_rank())
     for parameter, block in blocks.parameters:
@@ -158,13 +169,13 @@ def _masters(engine: Engine, blocks: Blocks, layout: Layout) -> Iterator[tuple[t
 
 
 class UpdateMeter:
-    """Measures the update in an optimizer step: call `before`, take the step, and call `squares`.
+    """Measures an optimizer step's update: call `before`, take the step, and call `squares`.
 
-    Copies this rank's master weights for one step. If there are more than `SAMPLE_VALUES`, it
-    copies evenly spaced windows, and extrapolates from them.
+    Copies this rank's master weights for the duration of the step. If there are more than
+    `SAMPLE_VALUES`, the meter copies evenly spaced windows and extrapolates from them.
 
     Args:
-        engine: a DeepSpeed engine at ZeRO stage 1, 2 or 3.
+        engine: a DeepSpeed engine with ZeRO stage 1, 2 or 3.
     """
 
     def __init__(self, engine: Engine, blocks: Blocks, layout: Layout):
@@ -172,7 +183,10 @@ class UpdateMeter:
         self._before: list[torch.Tensor] = []
 
     def before(self) -> None:
-        """Copy this rank's master weights, or windows of them; do nothing if they are on NVMe."""
+        """Copy this rank's master weights, or a sample of them.
+
+        Do nothing if they are offloaded to NVMe.
+        """
         try:
             masters = [flat for flat, _ in self._masters()]
         except OnNvme:
@@ -185,12 +199,15 @@ class UpdateMeter:
         return _masters(self._engine, self._blocks, self._layout)
 
     def squares(self, device: torch.device) -> torch.Tensor | None:
-        """Return the sums of squares of this rank's changes since `before`, (blocks,) float64.
+        """Return each block's sum of squared weight changes on this rank since `before`.
 
-        None if nothing was copied. With several copies of a state, each copy contributes its share.
+        If several ranks have copies of the same state, each contributes an equal share.
 
         Args:
             device: device of the result, for the all-reduce.
+
+        Returns:
+            A float64 tensor of shape (blocks,), or None if nothing was copied.
         """
         if not self._before:
             return None
@@ -198,26 +215,26 @@ class UpdateMeter:
         changes, block_indices, scales = [], [], []
         for old, (flat, block) in zip(before, self._masters(), strict=True):
             if old.numel():
-                # In place: the copy is no longer needed, and the sign does not matter.
+                # In place, since the copy is no longer needed and the sign does not matter.
                 changes.append(old.sub_(windows(flat, self._every)))
                 block_indices.append(block)
                 scales.append(flat.numel() / old.numel() / self._layout.copies)
         return self._blocks.sums_of_squares(changes, block_indices, device, scales)
 
     def drop(self) -> None:
-        """Drop the copy, because the step was not applied."""
+        """Discard the copy after a step that was not applied."""
         self._before = []
 
 
 def windows(flat: torch.Tensor, every: int) -> torch.Tensor:
-    """Return a view of windows with one in `every` values; of all values if one window is enough.
+    """Return a view of evenly spaced windows that cover about one in `every` values.
 
     Args:
-        flat: (N,) values.
+        flat: values of shape (N,).
 
     Returns:
-        (N,) or (windows, WINDOW_VALUES). The distance between windows is odd, so they cover
-        different columns of a matrix.
+        A tensor of shape (windows, WINDOW_VALUES), or `flat` itself if a single window is enough.
+        The distance between windows is odd, so they cover different columns of a matrix.
     """
     if every == 1 or flat.numel() <= WINDOW_VALUES:
         return flat

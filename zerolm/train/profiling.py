@@ -1,8 +1,8 @@
 """`StepProfiler`: torch profiler traces and memory snapshots of selected steps (`--profile 20:23`).
 
 After each selected step, each rank on the first host writes its own files to `profile/` in the run
-directory. If writing fails, this is logged and training continues. Profiling does not change the
-result of a step. Checkpoints and evaluations between steps are not recorded.
+directory. If writing fails, the error is logged and training continues. Profiling does not change
+the result of a step. Checkpoints and evaluations between steps are not recorded.
 """
 
 import gc
@@ -23,8 +23,8 @@ from zerolm.run_dir.files import RunFiles, checkpoint_name
 from zerolm.train.journal import Journal
 from zerolm.watchdog.progress import record_progress
 
-MAX_MEMORY_EVENTS = 500_000  # allocations and frees per snapshot; older ones are dropped
-TABLE_ROWS = 40  # operators in the table
+MAX_MEMORY_EVENTS = 500_000  # allocations and frees per snapshot; older events are dropped
+TABLE_ROWS = 40  # maximum number of operators in the table
 
 
 class StepProfiler:
@@ -50,10 +50,10 @@ class StepProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile a step if it is in `steps`. Every rank may call this; no rank waits for another.
+        """Profile a step if it is in `steps`. No rank waits for another.
 
         Args:
-            number: number of the step, from 1.
+            number: number of the step, starting at 1.
         """
         if self.steps is None or not self.writes or number < self.steps[0]:
             yield
@@ -71,7 +71,7 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self.on_gpu:
             activities.append(ProfilerActivity.CUDA)
-            # C++ stacks would be unwound at every allocation, and would take minutes to write.
+            # C++ stacks would be unwound at every allocation, and writing them would take minutes.
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=MAX_MEMORY_EVENTS)
         with (
             torch.profiler.profile(
@@ -87,7 +87,7 @@ class StepProfiler:
         gc.collect()  # the profile holds millions of small objects
 
     def _write(self, profile: Any, number: int) -> None:
-        """Write the files of a step, and log an event."""
+        """Write the profile files for a step, and log an event."""
         record_progress("profile")
         start = time.monotonic()
         stem = f"{checkpoint_name(number)}-rank-{self.rank:05d}"

@@ -20,14 +20,14 @@ from zerolm.train.stability import advice
 
 
 def plan_rollback(run: Run) -> Rollback | None:
-    """Return the rollback requested by the spike guard after the last step, if any.
+    """Return the rollback that the spike guard requested after the last step, if any.
 
-    Also returns None if there is no checkpoint to roll back to yet. Every rank must call this; only
-    rank 0 reads the disk.
+    Return None as well if there is no checkpoint to roll back to yet. Every rank must call this;
+    only rank 0 reads the disk.
 
     Raises:
-        GaveUp: on every rank: the guard gives up, `max_rollbacks` is reached, or no checkpoint
-            predates the spike and no more steps may be refused.
+        GaveUp: on every rank, if the guard gives up, `max_rollbacks` is reached, or no checkpoint
+            predates the spike and the run cannot continue without a rollback.
     """
     guard, response = run.spike_guard, run.anomaly_response
     if response not in (ROLL_BACK, GIVE_UP):
@@ -62,7 +62,7 @@ def plan_rollback(run: Run) -> Rollback | None:
 
 
 def roll_back(run: Run, batches: Any, entry: Rollback) -> Any:
-    """Load a checkpoint from before the spike; return batches that skip the spike's data.
+    """Load a checkpoint from before the spike, and return batches that skip the spike's data.
 
     Every rank must call this.
     """
@@ -70,7 +70,7 @@ def roll_back(run: Run, batches: Any, entry: Rollback) -> Any:
     run.journal.log_rollback(run.progress.step, entry)
     if run.rank == 0:
         rollback.record(run.run_dir, entry)
-    collectives.barrier()  # every rank reads the record that rank 0 has written
+    collectives.barrier()  # every rank reads the record that rank 0 wrote
     fault_point("rollback.load", entry["from_step"])
     resume.start(run)
     if run.rank == 0:

@@ -1,4 +1,4 @@
-"""Starts or resumes a run: loads the newest complete checkpoint, and opens the logs at its step.
+"""Start or resume a run: load the newest complete checkpoint, and open the logs at its step.
 
 Connects rollback, loading, resharding and the probe, which do not depend on each other.
 """
@@ -29,9 +29,9 @@ class ResumePoint(NamedTuple):
     """The point at which a run starts or resumes.
 
     Attributes:
-        progress: the checkpoint's progress, with the effects of later rollbacks.
-        found: the checkpoint loaded into the engine; None for a new run.
-        damage: newer checkpoints that were found damaged and set aside.
+        progress: the checkpoint's progress, updated for later rollbacks.
+        found: the checkpoint that was loaded into the engine; None for a new run.
+        damage: newer checkpoints that were damaged and have been set aside.
         in_memory: whether `found` is a copy in host memory.
     """
 
@@ -42,16 +42,16 @@ class ResumePoint(NamedTuple):
 
 
 def start(run: Run) -> bool:
-    """Load the newest complete checkpoint if there is one, write run.json and open the logs.
+    """Load the newest complete checkpoint, if any, write run.json, and open the logs.
 
-    Every rank must call this, at the start of the run and after each rollback.
+    Every rank must call this at the start of the run and after each rollback.
 
     Returns:
-        Whether there was a checkpoint.
+        Whether a checkpoint was loaded.
 
     Raises:
-        CheckpointError: on every rank: there are checkpoints, but none from which the run can
-            resume.
+        CheckpointError: on every rank, if there are checkpoints but the run cannot resume from any
+            of them.
     """
     run.progress, found, damage, in_memory = _load_newest(run)
     if in_memory:
@@ -79,10 +79,10 @@ def start(run: Run) -> bool:
 
 
 def _load_newest(run: Run) -> ResumePoint:
-    """Finish interrupted rollbacks, and load the newest complete checkpoint or copy, if any.
+    """Finish interrupted rollbacks, and load the newest complete checkpoint or in-memory copy.
 
-    A new run with `--init_optimizer` loads its source's optimizer states. Every rank must call
-    this.
+    If there is none, a run with `--init_optimizer` loads the optimizer states of its source. Every
+    rank must call this.
     """
     plan, run_dir = run.plan, run.run_dir
     rollbacks = collectives.broadcast_object(read_rollbacks(run_dir))
@@ -118,12 +118,12 @@ def _load_newest(run: Run) -> ResumePoint:
 def continued(found: Checkpoint, rollbacks: list[Rollback], new: Mapping[str, Any]) -> Progress:
     """Return the progress from which a run continues after loading a checkpoint.
 
-    The sequences that a rollback skips are numbered in the data order at that time, which may
-    differ from both the checkpoint's and the current data order.
+    A rollback records the sequences to skip by their index in the data order of that time, which
+    may differ from both the checkpoint's and the current data order.
 
     Args:
-        rollbacks: all of the run's rollbacks; rollbacks before the checkpoint have no effect.
-        new: the current `data_order`.
+        rollbacks: all rollbacks of the run; rollbacks before the checkpoint have no effect.
+        new: the current data order, from `run_record.data_order`.
     """
     progress, order = found.progress, found.manifest.get("order", new)
     for entry in rollbacks:
@@ -141,7 +141,10 @@ def position_after(plan: Plan, found: Checkpoint) -> int:
 
 
 def _is_usable(plan: Plan, rollbacks: list[Rollback], copy: Checkpoint) -> bool:
-    """Return whether this run can resume a copy: same settings and topology, not rolled back."""
+    """Return whether the run can resume from an in-memory copy.
+
+    The copy must have the same settings and topology, and must not have been rolled back.
+    """
     return (
         copy.manifest.get("plan") == plan.fingerprint()
         and not plan.resharded(copy.manifest)
@@ -150,7 +153,13 @@ def _is_usable(plan: Plan, rollbacks: list[Rollback], copy: Checkpoint) -> bool:
 
 
 def _load(run: Run, found: Checkpoint, what: str) -> None:
-    """Load a verified checkpoint into the engine, and measure its probe. All ranks call this."""
+    """Load a verified checkpoint into the engine, and check its probe loss.
+
+    Every rank must call this.
+
+    Args:
+        what: what is loaded, for the message.
+    """
     engine, plan = run.engine, run.plan
     options = {"weight_decay", *plan.profile.optimizer.params}
     options -= {"lr", *(reshard.SCHEDULED_KEYS if engine.lr_scheduler is not None else ())}

@@ -1,8 +1,9 @@
 """`Run`: the parts of a run on one rank, and the methods that pretrain.py's training loop calls.
 
-It connects data feed, step, features, spike guard, checkpointing, evaluations, journal and more,
-which do not depend on each other. Optional parts are features; `Steps.take` shows the order of
-their hooks. The modules `resume`, `recovery` and `ending` start a run, roll it back and end it.
+It connects the data feed, steps, features, spike guard, checkpointing, evaluations, journal and
+other parts, which do not depend on each other. Optional parts are features; `Steps.take` shows the
+order of their hooks. The modules `resume`, `recovery` and `ending` start a run, roll it back, and
+end it.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,8 @@ class Run:
     """A run on one rank: its engine, its progress and its logs. Every rank makes the same calls.
 
     Args:
-        features: built by `zerolm.features.build`, with their changes to model and engine applied.
+        features: features from `zerolm.features.build`, which have already changed the model and
+            engine.
 
     Attributes:
         progress: the run's progress, as saved in checkpoints.
@@ -76,11 +78,11 @@ class Run:
         self.uploads = Uploads(plan.run_dir, settings.upload_to, settings.upload_keep, is_first)
         self.html_report = HtmlReport(plan.run_dir, settings.report_interval, is_first)
         self.profiler = StepProfiler(settings.profile, plan.run_dir, device, self.journal)
-        self.anomaly_response: str | None = None  # the spike guard's response to the last step
+        self.anomaly_response: str | None = None  # spike guard's response to the last step
 
     @property
     def finished(self) -> bool:
-        """Whether the token budget is spent."""
+        """Whether the token budget has been spent."""
         return self.progress.tokens >= self.settings.total_tokens
 
     @property
@@ -89,11 +91,11 @@ class Run:
         return self.finished or self.stopping
 
     def due(self, interval: int) -> bool:
-        """Return whether this step is a multiple of `interval` or the last step."""
+        """Return whether the last completed step is a multiple of `interval` or ends the run."""
         return self.ends or self.progress.step % interval == 0
 
     def batches(self) -> Any:
-        """Return an endless iterator over this rank's micro-batches, from the run's position."""
+        """Return an endless iterator over this rank's micro-batches, from the run's position on."""
         return self.feed.batches(self.progress)
 
     # ---- One step
@@ -129,7 +131,7 @@ class Run:
         )
 
     def waits_for_device(self, step: Step, result: StepResult) -> bool:
-        """Return whether a step is the last one, or a report, save or evaluation follows it."""
+        """Return whether a step is followed by a report, save or evaluation, or ends the run."""
         settings = self.settings
         intervals = [settings.log_interval, settings.checkpoint_interval, settings.eval_interval]
         intervals += [settings.downstream_interval, *(each.interval for each in self.features)]
@@ -138,7 +140,7 @@ class Run:
         return last or stops or any(each and step.number % each == 0 for each in intervals)
 
     def end_step(self, step: Step, result: StepResult, sequences: int) -> None:
-        """Count and log a step; advance the checkpoint being written."""
+        """Count and log a step, and advance the checkpoint write in progress, if any."""
         progress, guard = self.progress, self.spike_guard
         stop_requests, *checkpoint_flags = result.flags  # sums over ranks
         self.last_step, self.last_result, self.stopping = step, result, stop_requests > 0
@@ -168,7 +170,7 @@ class Run:
     # ---- Metrics, checkpoints, evaluation
 
     def report(self) -> None:
-        """Log the metrics since the last report: to metrics.jsonl, trackers and console."""
+        """Log the metrics since the last report to metrics.jsonl, the trackers and the console."""
         result, progress = self.last_result, self.progress
         of_health, progress.health = self.health.row(progress.health, result)
         row = {
@@ -184,11 +186,11 @@ class Run:
         self.journal.report(progress, row)
 
     def save_if_due(self) -> None:
-        """Copy this step's state to host memory, and write a checkpoint from it in the background.
+        """Save a checkpoint if one is due: copy the state, and write it in the background.
 
         Raises:
             GaveUp: the weights are not finite.
-            CheckpointWriteError: too many checkpoints could not be written.
+            CheckpointWriteError: see `Checkpointing.save`.
         """
         step = self.progress.step
         if not (self.due(self.settings.checkpoint_interval) or self.checkpointing.retries(step)):
@@ -200,16 +202,16 @@ class Run:
         self.checkpointing.save(self.progress, self.journal.log, last=self.ends)
 
     def finish_checkpoint(self) -> None:
-        """Wait for the checkpoint being written, if any."""
+        """Wait for the checkpoint write in progress, if any."""
         self.checkpointing.finish(self.journal.log, last=self.ends)
 
     def evaluate_if_due(self) -> None:
-        """Run the evaluations due at this step, after its checkpoint is complete."""
+        """Run the evaluations that are due at this step, after its checkpoint is complete."""
         self.evaluations.run_due(
             self.progress, self.journal.log, self.due, self.finish_own_checkpoint
         )
 
     def finish_own_checkpoint(self) -> None:
-        """Wait for this step's checkpoint, so that a crash in an evaluation loses no steps."""
+        """Wait for this step's checkpoint, if any, so a crash in an evaluation loses no steps."""
         if self.checkpointing.step == self.progress.step:
             self.finish_checkpoint()

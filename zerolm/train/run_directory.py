@@ -1,6 +1,6 @@
 """The run directory: its lock, and `run.json`, which describes the run.
 
-`run.json` suffices to repeat the run: `--settings runs/first/run.json`.
+`run.json` is sufficient to repeat the run: `--settings runs/first/run.json`.
 """
 
 import os
@@ -53,7 +53,7 @@ def claim(run_dir: str | Path) -> FileLock:
 
 
 def record(plan: Plan) -> dict[str, Any]:
-    """Return the contents of `run.json`: resolved settings and configs, data, versions, sizes."""
+    """Return the contents of `run.json`, such as resolved settings, configs, data and versions."""
     import psutil
 
     return {
@@ -84,7 +84,7 @@ def write(run_dir: Path, content: dict[str, Any], rank: int) -> None:
     """Write `run.json`, and check that it is visible on every host. Every rank must call this.
 
     Raises:
-        ConfigError: on every rank: not all hosts share the directory.
+        ConfigError: on every rank, if not all hosts share the directory.
     """
     path = RunFiles(run_dir).record
     if rank == 0:

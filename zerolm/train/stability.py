@@ -1,4 +1,4 @@
-"""Stop requests, a run's spike guard, and the check of weights before they are saved."""
+"""Stop requests, a run's spike guard, and a check for finite weights before each save."""
 
 import math
 import os
@@ -14,18 +14,18 @@ from zerolm.data.skips import sequence_range
 from zerolm.ds_config.profile import Profile
 from zerolm.optim.spikes import History, Policy, SpikeGuard
 
-SAVE_MARGIN = 1.5  # time reserved for the last save, relative to the longest save so far
+SAVE_MARGIN = 1.5  # time reserved for the final save, relative to the longest save so far
 
 
 class StopRequest:
-    """A request to save and stop: a signal, or the deadline of --stop_after.
+    """A request to save and stop, made by a signal or by the deadline from --stop_after.
 
-    A second Ctrl-C ends the process immediately; checkpoints on disk stay complete.
+    A second Ctrl-C ends the process immediately; checkpoints on disk remain complete.
 
     Args:
         stop_after: seconds from now by which the run must have saved and ended; None means no
-            deadline. The request is made early enough for one more step and one more save, judging
-            by the durations so far.
+            deadline. The request is made early enough for one more step and one more save, based on
+            the durations so far.
     """
 
     def __init__(self, stop_after: float | None):
@@ -38,11 +38,14 @@ class StopRequest:
 
     def _request(self, number: int, frame: Any) -> None:
         if number == signal.SIGINT and self.reason is not None:
-            os._exit(128 + number)  # an exception would wait for collectives and threads to end
+            os._exit(128 + number)  # with an exception, exit would wait for collectives and threads
         self.reason = self.reason or signal.Signals(number).name  # launchers send more than one
 
     def poll(self) -> bool:
-        """Return whether this rank should stop; the ranks must still agree. Call once per step."""
+        """Return whether this rank received a stop request, on which all ranks must still agree.
+
+        Call this once per step.
+        """
         now = time.monotonic()
         step_seconds = now - (self._polled_at or now)
         self._polled_at = now
@@ -53,7 +56,7 @@ class StopRequest:
         return self.reason is not None
 
     def record_save(self, seconds: float) -> None:
-        """Record the duration of a save, to reserve that time for the last save."""
+        """Record the duration of a save, to reserve enough time for the final save."""
         self._save_seconds = max(self._save_seconds, seconds)
 
 
@@ -61,8 +64,7 @@ def spike_guard(settings: Resolved, profile: Profile) -> SpikeGuard:
     """Return a spike guard with the given settings and an empty history.
 
     Args:
-        profile: determines whether the reported norm is the gradient's (not with Muon), and whether
-            skipped steps are normal (fp16).
+        profile: with Muon, the gradient norm is not watched; with fp16, overflows are normal.
     """
     policy = Policy(
         threshold=settings.spike_threshold,
@@ -86,8 +88,8 @@ def anomaly_fields(
 
     Args:
         progress: progress after the step.
-        result: `StepResult` of the step.
-        num_sequences: size of the step's batch.
+        result: the step's `StepResult`.
+        num_sequences: number of sequences in the step's batch.
     """
     start, end = progress.position - num_sequences, progress.position
     return {
@@ -99,11 +101,11 @@ def anomaly_fields(
 
 
 def require_finite_weights(norm: float | None, step: int, checkpoint: str | None) -> None:
-    """Check the weights before they are saved, so that no checkpoint ever contains a NaN.
+    """Check that the weights are finite before they are saved, so no checkpoint contains a NaN.
 
     Args:
-        norm: 2-norm of the parameters, the same on every rank; None if unknown.
-        checkpoint: newest complete checkpoint, for the message.
+        norm: 2-norm of the parameters, identical on all ranks; None if unknown.
+        checkpoint: path of the newest complete checkpoint, for the message.
 
     Raises:
         GaveUp: the norm is not finite.
@@ -113,6 +115,6 @@ def require_finite_weights(norm: float | None, step: int, checkpoint: str | None
 
 
 def advice(checkpoint: str | None) -> str:
-    """Return advice for a user whose run has given up, with the last good checkpoint."""
+    """Return advice for a user whose run has given up, including the last good checkpoint."""
     where = f"The last good checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
     return f"{where}. A lower --learning_rate or more --warmup_tokens usually helps."

@@ -1,11 +1,11 @@
-"""`Steps`: optimizer steps with the same gradient at any ZeRO stage, world size and micro-batch.
+"""`Steps`: optimizer steps with the same gradient for any ZeRO stage, world size and micro-batch.
 
-The loss of a micro-batch is the sum over its target tokens, divided by the number of targets in the
-GLOBAL batch, and multiplied by the number that DeepSpeed later divides gradients by (the world
-size, unless ranks share sequences). The result is the gradient of the mean loss per token, however
-the batch is divided into micro-batches and ranks. DeepSpeed's own division by the accumulation
-steps is off, and the accumulation boundary is set explicitly, so the batch size may change during a
-run.
+The loss for a micro-batch is the sum over its target tokens, divided by the number of targets in
+the GLOBAL batch, and multiplied by the number by which DeepSpeed later divides gradients (the world
+size, unless ranks share sequences). This yields the gradient of the mean loss per token, regardless
+of how the batch is divided into micro-batches and ranks. DeepSpeed's own division by the
+accumulation steps is disabled, and the accumulation boundary is set explicitly, so the batch size
+may change during a run.
 """
 
 import hashlib
@@ -30,18 +30,19 @@ from zerolm.plan.plan import Plan
 from zerolm.train.health import AUXILIARY, Health
 from zerolm.watchdog.progress import record_progress
 
-DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # factor for a loss, by fault name
+DISTORTIONS = {"nan": float("nan"), "x10": 10.0}  # {fault: factor that it multiplies the loss by}
 
 
 @dataclass
 class _Sums:
-    """Sums over a global batch on this rank.
+    """This rank's sums over its micro-batches in a global batch.
 
     Attributes:
-        num_batches: number of this rank's micro-batches.
-        tokens, targets: number of tokens and targets in the global batch.
-        by_source: (2, S) losses and targets per source; (4, S) with text losses and bytes.
-        penalties: weighted losses by metric; the same keys on every rank.
+        num_batches: number of micro-batches on this rank.
+        tokens, targets: number of tokens and of targets in the global batch.
+        by_source: losses and targets for each of S sources, of shape (2, S); if token bytes are
+            known, also text losses and bytes, of shape (4, S).
+        penalties: {metric: weighted loss}, with the same keys on every rank.
         micro_losses: mean loss of each micro-batch.
     """
 
@@ -63,7 +64,7 @@ class Steps:
     Args:
         features: features whose hooks are called, in the order documented in `Feature`.
         timing_forward: returns a context manager for each forward pass.
-        token_bytes: bytes of text in each token, for `sums_by_source`; None if unknown.
+        token_bytes: text bytes of each token, for `sums_by_source`; None if unknown.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Steps:
         self.health, self.guard, self.timing_forward = health, guard, timing_forward
         self.token_bytes = token_bytes
         self.contributes = plan.layout.contributes(engine.global_rank)
-        # 1, except for optimizers with several rates, such as Muon for matrices and other weights.
+        # All 1, except for optimizers with several learning rates, such as Muon.
         peak = plan.learning_rate.peak if plan.learning_rate else 1.0
         self.rate_ratios = [group["lr"] / peak for group in engine.optimizer.param_groups]
 
@@ -90,7 +91,7 @@ class Steps:
         """Accumulate the gradient of a global batch, and take the optimizer step.
 
         Raises:
-            GaveUp: fp16 found no loss scale at which the gradients are finite.
+            GaveUp: no fp16 loss scale yields finite gradients.
         """
         compute = partial(self.accumulate, step)
         for feature in reversed(self.features):  # the first feature is the outermost
@@ -108,7 +109,7 @@ class Steps:
     # ---- A pass over the batch
 
     def accumulate(self, step: Step) -> StepResult:
-        """Add the gradient of the global batch to the accumulated one, without taking the step."""
+        """Accumulate the gradient of the global batch without taking the optimizer step."""
         seed_step(self.settings.seed, step.position, self.engine.global_rank)
         batches = [
             ulysses.shard_batch(each, self.layout, self.engine.global_rank) for each in step.batches
@@ -139,7 +140,7 @@ class Steps:
         return _Sums(len(batches), tokens, targets, by_source)
 
     def forward(self, batch: Batch, sums: _Sums, fault: str | None) -> torch.Tensor:
-        """Return a micro-batch's loss to minimize, and add its logged losses to `sums`."""
+        """Return the loss to minimize for a micro-batch, and add the losses to log to `sums`."""
         with self.timing_forward(), ExitStack() as contexts:
             for feature in self.features:
                 contexts.enter_context(feature.forward(batch))
@@ -167,11 +168,14 @@ class Steps:
             sums.add(name, part.detach().double())
             loss = loss + part * self.layout.gradient_divisor
         if fault == "inf":
-            loss = loss * torch.inf  # makes the gradient infinite; the logged loss stays finite
+            loss = loss * torch.inf  # the gradient becomes infinite, but the logged loss is finite
         return loss
 
     def reduce(self, sums: _Sums, flags: Sequence[float]) -> StepResult:
-        """Sum over ranks in one reduction: losses by source, weighted losses, flags, features."""
+        """Sum losses by source, weighted losses, flags and features' values over ranks.
+
+        All of them are summed in a single reduction.
+        """
         zero = sums.by_source.new_zeros(())
         of_features = [feature.sums(sums.micro_losses) for feature in self.features]
         parts = [
@@ -206,7 +210,7 @@ class Steps:
     # ---- The update
 
     def update(self, step: Step, result: StepResult) -> None:
-        """Take the optimizer step, unless the spike guard refuses it, and complete the result."""
+        """Take the optimizer step unless the spike guard refuses it, and complete the result."""
         engine, gate, guard = self.engine, self.gate, self.guard
         groups = engine.optimizer.param_groups
         scheduled = [group["lr"] for group in groups]
@@ -227,11 +231,11 @@ class Steps:
         if not result.applied:  # DeepSpeed's scheduler, if any, has not advanced either
             for group, rate in zip(groups, scheduled, strict=True):
                 group["lr"] = rate
-        # None: DeepSpeed found an overflow before it computed the norm.
+        # The norm is None if DeepSpeed detected an overflow before computing it.
         result.grad_norm = float("inf") if gate.grad_norm is None else gate.grad_norm
 
 
 def seed_step(seed: int, position: int, rank: int) -> None:
-    """Seed dropout from the position in the data, so that checkpoints need no RNG state."""
+    """Seed dropout from the position in the data, so checkpoints need no RNG state."""
     digest = hashlib.sha256(f"{seed}/step/{position}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,4 +1,4 @@
-"""Throughput metrics: step times, tokens per second, MFU, the slowest rank, memory."""
+"""Throughput metrics: step times, tokens per second, MFU, memory and power."""
 
 import resource
 import sys
@@ -31,7 +31,8 @@ class Stopwatch:
     def wait_for_device(self) -> None:
         """Wait for the device to finish the update while the step is being timed.
 
-        Otherwise this time counts for the next step, or is lost to a report, save or evaluation.
+        Otherwise, this time would be counted in the next step, or not at all if a report, save or
+        evaluation follows.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -45,7 +46,7 @@ class Stopwatch:
 
     @contextmanager
     def timing_forward(self) -> Iterator[None]:
-        """Time a forward pass; it does not wait for other ranks, unless ZeRO-3 gathers weights."""
+        """Time a forward pass, which waits for other ranks only if ZeRO-3 gathers weights."""
         if self.device.type == "cuda":
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
@@ -60,8 +61,8 @@ class Stopwatch:
     def own_seconds(self) -> float:
         """Return the seconds per step since the last report that do not depend on other ranks.
 
-        These are the wait for data and the forward passes; the backward pass and the optimizer step
-        wait for the other ranks.
+        This is the time for data and forward passes; backward passes and optimizer steps wait for
+        other ranks.
         """
         if self._events:
             torch.cuda.synchronize(self.device)
@@ -78,13 +79,13 @@ class Stopwatch:
     def report(
         self, world_size: int, flops_per_token: float, peak_flops: float
     ) -> dict[str, float]:
-        """Return the `throughput/` metrics since the last report, and reset.
+        """Return the `throughput/` metrics since the last report, and reset the stopwatch.
 
-        MFU is omitted if it would exceed 1, since the assumed peak is then wrong.
+        MFU is omitted if it would exceed 1, since the assumed peak must then be wrong.
 
         Args:
-            flops_per_token: floating-point operations per token, forward and backward.
-            peak_flops: floating-point operations per second of one device.
+            flops_per_token: floating-point operations per token in the forward and backward pass.
+            peak_flops: peak floating-point operations per second of one device.
         """
         tokens_per_second = self.tokens / self.seconds
         mfu = tokens_per_second * flops_per_token / (world_size * peak_flops)
@@ -101,7 +102,7 @@ class Stopwatch:
 
 
 def memory(device: torch.device) -> dict[str, int]:
-    """Return the `memory/` metrics in bytes, for the GPU or this process and for the host."""
+    """Return the `memory/` metrics in bytes: for the GPU (on a CPU, this process) and the host."""
     import psutil
 
     host = psutil.virtual_memory()
@@ -127,7 +128,7 @@ class PowerMeter:
         self.device, self.works = device, device.type == "cuda"
 
     def row(self) -> dict[str, float]:
-        """Return `power/watts`; empty on a CPU or if it cannot be read, as with MIG."""
+        """Return the metric `power/watts`; {} on a CPU, or if it cannot be read, as with MIG."""
         if self.works:
             try:
                 return {"power/watts": torch.cuda.power_draw(self.device) / 1000}

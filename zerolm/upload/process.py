@@ -1,7 +1,8 @@
 """`Uploads`: copies a run's published checkpoints to `--upload_to URL` in the background.
 
-The first rank polls for new checkpoints, and starts `zerolm upload RUN_DIR URL`, which sends the
-missing files and exits. That process logs its own events; its failures never end the run.
+The first rank polls for new checkpoints and starts `zerolm upload RUN_DIR URL`, a process that
+sends the missing files and exits. The process logs its own events, and its failures never end the
+run.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ FIRST_PAUSE_SECONDS = 10.0  # after a failed upload
 
 
 class Uploads:
-    """Starts the uploader whenever there is a checkpoint to send. Only `finish` blocks.
+    """Starts the upload process whenever there is a checkpoint to send. Only `finish` blocks.
 
     Args:
         url: URL of the store; None or "off" makes every method a no-op.
@@ -43,7 +44,7 @@ class Uploads:
         self._sent: set[tuple[str, int]] = set()
 
     def tick(self) -> None:
-        """Start the uploader if there is a checkpoint to send. Takes microseconds."""
+        """Start the upload process if there is a checkpoint to send. Takes microseconds."""
         now = time.monotonic()
         if not self.active or now < self._poll_at:
             return
@@ -55,7 +56,7 @@ class Uploads:
     def finish(self, seconds: float) -> None:
         """Wait at most `seconds` for the uploads, and report checkpoints that were not sent.
 
-        A failed upload is not retried, since the uploader itself makes several attempts.
+        A failed upload is not repeated, since the upload process itself makes several attempts.
         """
         if not self.active:
             return
@@ -64,7 +65,7 @@ class Uploads:
             self._start()
         while self._check(self._child.wait(deadline, waiting=partial(record_progress, "end"))):
             self._start()  # a checkpoint may have been published during the upload
-        self._child.kill()  # the next upload sends only the files that are missing
+        self._child.kill()  # safe, since the next upload sends only missing files
         missing = sorted(name for name, _ in self._published() - self._sent)
         if missing:
             step = int(missing[-1].rpartition("-")[2])
@@ -79,7 +80,7 @@ class Uploads:
             )
 
     def _published(self) -> set[tuple[str, int]]:
-        """Return (name, mtime of its manifest in ns) for each checkpoint to keep in the store."""
+        """Return {(name, mtime of the manifest in ns)} for the checkpoints to keep in the store."""
         published = set()
         checkpoints = published_checkpoints(RunFiles(self.run_dir).checkpoints)
         for directory in checkpoints[-self.keep :] if self.keep else checkpoints:
@@ -88,7 +89,7 @@ class Uploads:
         return published
 
     def _start(self) -> None:
-        """Start the uploader unless every checkpoint has been sent."""
+        """Start the upload process unless all checkpoints have been sent."""
         published = self._published()
         if not published - self._sent:
             return
@@ -99,7 +100,14 @@ class Uploads:
         self._sending = published
 
     def _check(self, code: int | None) -> bool:
-        """Return whether an upload has ended and sent every checkpoint that it was started for."""
+        """Record which checkpoints were sent, if an upload process has succeeded.
+
+        Args:
+            code: the process's exit code; None if no process has exited.
+
+        Returns:
+            Whether the upload succeeded.
+        """
         if code != 0:
             return False
         self._sent = self._sending

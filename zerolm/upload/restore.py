@@ -2,9 +2,9 @@
 
 `pretrain.py --upload_to` does the same when its run directory has no checkpoint. The newest
 complete checkpoint is fetched into a temporary directory, which is renamed once every file matches
-the manifest. If it is damaged, this is logged and the previous one is fetched. A checkpoint without
-a manifest counts as missing. A store that does not respond is an error: the run must not restart at
-step 0.
+the manifest. If the checkpoint is damaged, the damage is logged and the previous checkpoint is
+fetched. A checkpoint without a manifest counts as missing. A store that does not respond is an
+error, since the run must not restart at step 0.
 """
 
 import os
@@ -38,19 +38,19 @@ class _Listed(TypedDict):
 def restore(
     url: str, run_dir: Path, step: int | None = None, log: Callable[[str], None] = print
 ) -> Checkpoint | None:
-    """Fetch a store's newest complete checkpoint, and the run's record stored with it.
+    """Fetch a store's newest complete checkpoint, and the run's record that is stored with it.
 
     Args:
-        run_dir: run directory, locked by the caller so that no run writes to it.
-        step: fetch the checkpoint of this step instead of the newest.
-        log: called with a line for each damaged checkpoint and for the restored one.
+        run_dir: run directory, which the caller must lock so that no run writes to it.
+        step: fetch the checkpoint from this step instead of the newest checkpoint.
+        log: called with one line for each damaged checkpoint and for the restored checkpoint.
 
     Returns:
-        The checkpoint on disk; None if the store has no complete checkpoint.
+        The checkpoint on disk, or None if the store contains no complete checkpoint.
 
     Raises:
-        CheckpointError: the store cannot be read; every checkpoint in it is damaged; it lacks the
-            checkpoint of `step`; or the disk is too full.
+        CheckpointError: the store cannot be read, all its checkpoints are damaged, it has no
+            checkpoint from `step`, or there is not enough free disk space.
     """
     start = time.monotonic()
     problems: list[str] = []
@@ -82,10 +82,10 @@ def complete_steps(url: str, step: int | None = None) -> list[str]:
     """Return the names of a store's complete checkpoints, oldest first.
 
     Args:
-        step: return only the checkpoint of this step.
+        step: return only the checkpoint from this step.
 
     Raises:
-        CheckpointError: the store cannot be read, or lacks the checkpoint of `step`.
+        CheckpointError: the store cannot be read, or has no checkpoint from `step`.
     """
     try:
         steps = Store(url).complete()
@@ -107,10 +107,12 @@ def _unreadable(error: StoreError) -> CheckpointError:
 
 
 def if_lost(run_dir: Path, url: str | None) -> Checkpoint | None:
-    """Restore a run whose directory has no checkpoint from its store, if any. Rank 0 only.
+    """Restore a run from its store, if any, when the run directory has no checkpoint.
+
+    Only rank 0 may call this. A store without a complete checkpoint is not an error.
 
     Raises:
-        CheckpointError: see `restore`. A store without a complete checkpoint is not an error.
+        CheckpointError: see `restore`.
     """
     if url in (None, OFF) or not is_lost(run_dir):
         return None
@@ -123,7 +125,7 @@ def if_lost(run_dir: Path, url: str | None) -> Checkpoint | None:
 def _log_restored(
     run_dir: Path, name: str, problems: list[str], values: dict[str, Any]
 ) -> Checkpoint:
-    """Log the restored checkpoint and the damaged ones as events; return the checkpoint."""
+    """Log events for the restored and the damaged checkpoints; return the restored checkpoint."""
     checkpoint = read(RunFiles(run_dir).checkpoint(name))
     step = checkpoint.progress.step
     for problem in problems:
@@ -137,7 +139,7 @@ def _fetch(store: Store, name: str, run_dir: Path) -> int:
 
     Raises:
         Mismatch: the checkpoint is damaged in the store.
-        CheckpointError: the disk is too full.
+        CheckpointError: there is not enough free disk space.
     """
     checkpoints = RunFiles(run_dir).checkpoints
     temporary = checkpoints / (TEMPORARY + name)
@@ -181,7 +183,7 @@ def _fetch_files(store: Store, name: str, temporary: Path, entries: list[ListedF
 def _move_record(fetched: Path, run_dir: Path) -> None:
     """Move the run's record into the run directory before the checkpoint is published."""
     files = RunFiles(run_dir)
-    printed = {files.console, files.earlier_console}  # include lines from this start
+    printed = {files.console, files.earlier_console}  # already contain lines from this start
     appended = {files.events, *printed}
     for file in record_files(fetched):
         source, target = fetched / file, run_dir / file
@@ -196,7 +198,7 @@ def _move_record(fetched: Path, run_dir: Path) -> None:
 
 
 def _is_longer(source: Path, target: Path) -> bool:
-    """Return whether `source` is the longer copy of an append-only log, and so has all lines."""
+    """Return whether `source` is longer than another copy of the same append-only log."""
     return source.stat().st_size > target.stat().st_size
 
 
@@ -222,7 +224,7 @@ def _record(store: Store, name: str) -> list[ListedFile]:
     """Read and check the list of files in the run's record.
 
     Raises:
-        Mismatch: the list is missing or damaged, or a path in it leads outside the checkpoint.
+        Mismatch: the list is missing or damaged, or contains a path outside the checkpoint.
     """
     try:
         content = parse_record(store.read(name), f"{store.url}/{name}", _Listed)

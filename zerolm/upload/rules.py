@@ -1,4 +1,4 @@
-"""Checks `--upload_to` before a run starts, and reads the run.json that a restore would fetch.
+"""Check `--upload_to` before a run starts, and read the run.json that a restore would fetch.
 
 Must not change the store or the settings.
 """
@@ -46,7 +46,7 @@ def upload_problems(settings: Settings) -> list[str]:
 
 
 def is_lost(run_dir: Path) -> bool:
-    """Return whether a run directory has no complete checkpoint: it is new, lost or damaged."""
+    """Return whether a run directory has no complete checkpoint, as it is new, lost or damaged."""
     try:
         return not candidates(run_dir)[0]
     except CheckpointError:
@@ -59,7 +59,8 @@ def stored_record(settings: Settings, problems: list[str]) -> tuple[str, Mapping
     Reads from the store, so only one rank should call it.
 
     Args:
-        problems: receives a problem if the store does not respond: the run might restart at step 0.
+        problems: list to append a problem to if the store cannot be read, since the run might then
+            restart at step 0.
     """
     url = store_url(settings)
     if url is None or not is_lost(Path(settings.run_dir or "")):

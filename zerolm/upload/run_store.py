@@ -1,9 +1,9 @@
 """`Store`: a run's copy in an object store, with checkpoints at `URL/step-00001000/`.
 
-A checkpoint is complete once its manifest exists. A thin layer over fsspec, which supports s3://,
-gs://, hf:// and file://. Files are hashed while they are streamed in pieces, so memory does not
-grow with the checkpoint. A failed call is retried a few times. Credentials are found by the store's
-own library; they are refused in URLs and removed from messages.
+A checkpoint is complete once its manifest exists. `Store` is a thin layer over fsspec, which
+supports s3://, gs://, hf:// and file://. Files are hashed while they are streamed in pieces, so
+memory use does not grow with the checkpoint. Failed calls are retried a few times. The store's own
+library finds the credentials, which are refused in URLs and removed from messages.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from zerolm.evaluate import OUTCOMES
 from zerolm.run_dir.files import CHECKPOINT_NAME, MANIFEST, RunFiles, checkpoint_step
 from zerolm.tracking.tracker import tracker_class
 
-RECORD_DIRECTORY = "record"  # run.json and the logs as they were when the checkpoint was sent
+RECORD_DIRECTORY = "record"  # contains run.json and the logs from when the checkpoint was sent
 CHECKSUMS = f"{RECORD_DIRECTORY}/CHECKSUMS.json"
 LISTING_STREAMS = 16
 UNREADABLE = 1 << 62  # sorts after any number of rollbacks
@@ -52,7 +52,7 @@ def record_files(directory: Path) -> list[str]:
     """Return the names of all files that a run's record may contain.
 
     Args:
-        directory: run directory or a copy of its record, which is searched for archived metrics.
+        directory: run directory, or a copy of a run's record; searched for archived metrics.
     """
     files = RunFiles(directory)
     state = [
@@ -67,9 +67,9 @@ class Store:
     """A run's copy in an object store.
 
     Args:
-        url: URL with a scheme and without credentials, used by this run only.
-        progress: called whenever data was transferred, so that the caller can detect a hang.
-        attempts: number of times that a call is tried before it raises a StoreError.
+        url: URL with a scheme and without credentials; no other run may use it.
+        progress: called whenever data is transferred, so the caller can detect a hang.
+        attempts: number of attempts for each call before it raises a StoreError.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Store:
         self._has_directories = scheme in ("file", "local", "memory")
         self._fs, self._root = fsspec.core.url_to_fs(self.url, **store_options(scheme))
         if hasattr(self._fs, "retries"):
-            self._fs.retries = 1  # s3fs: botocore's retries and ours suffice
+            self._fs.retries = 1  # for s3fs, as botocore's and our own retries suffice
 
     # ---- List and read
 
     def steps(self) -> list[str]:
-        """Return the names of all step directories, complete or not, ordered by step.
+        """Return the names of all step directories, complete or incomplete, ordered by step.
 
         Raises:
             StoreError: the store or its bucket cannot be read.
@@ -111,7 +111,7 @@ class Store:
         return self._tried(self.url, names)
 
     def files(self, step: str) -> dict[str, int]:
-        """Return {name: size in bytes} for a step's files."""
+        """Return {name: size in bytes} for the files in a step directory."""
 
         def files() -> dict[str, int]:
             self._fs.invalidate_cache()
@@ -131,17 +131,17 @@ class Store:
         """Return the contents of a small object.
 
         Raises:
-            Missing: there is no such object.
+            Missing: the object does not exist.
         """
         return self._tried(f"{self.url}/{name}", lambda: self._fs.cat_file(self._path(name)))
 
     def complete(self, damaged: bool = True) -> list[str]:
         """Return the names of the complete steps, in training order.
 
-        After a rollback this differs from the order of their numbers.
+        After a rollback, this order differs from the order of the step numbers.
 
         Args:
-            damaged: also return steps with an unreadable manifest, at the end.
+            damaged: whether to include steps with an unreadable manifest, at the end.
         """
         steps = self.steps()
         with ThreadPoolExecutor(LISTING_STREAMS) as pool:
@@ -166,7 +166,7 @@ class Store:
         """Copy a file into the store.
 
         Raises:
-            Mismatch: the file is damaged: its checksum differs.
+            Mismatch: the file is damaged, as its checksum differs from `checksum`.
         """
         size = source.stat().st_size
         piece = max(PIECE_BYTES, -(-size // MAX_PIECES))
@@ -195,10 +195,10 @@ class Store:
         self._tried(f"{self.url}/{name}", lambda: self._fs.pipe_file(self._path(name), content))
 
     def fetch(self, name: str, target: Path, checksum: Checksum, size: int) -> None:
-        """Copy an object to a new file, synced to disk.
+        """Copy an object to a new file, and sync the file to disk.
 
         Raises:
-            Mismatch: the object is missing, or its size or checksum differs.
+            Mismatch: the object is missing, or has a different size or checksum.
         """
 
         def fetch() -> tuple[int, str]:
@@ -227,7 +227,7 @@ class Store:
             raise Mismatch(f"{where}: {actual}, but the manifest says {checksum.digest}")
 
     def remove(self, step: str) -> None:
-        """Delete a step, starting with its manifest: a partial step never counts as complete."""
+        """Delete a step, starting with its manifest so a partial step never counts as complete."""
         files = self.files(step)
         for name in sorted(files, key=lambda name: name != MANIFEST):
             self.remove_file(f"{step}/{name}")
@@ -249,11 +249,11 @@ class Store:
         return f"{self._root}/{name}"
 
     def _tried(self, where: str, call: Callable[[], T]) -> T:
-        """Return the result of a call, which is retried a few times.
+        """Return the result of a call, retrying it a few times.
 
         Raises:
-            Missing: there is no such object.
-            StoreError: the last attempt failed, or the failure was permanent.
+            Missing: the object does not exist.
+            StoreError: the last attempt failed, or the failure is permanent.
         """
 
         def attempt() -> T:
@@ -272,7 +272,7 @@ def _num_rollbacks(marker: bytes) -> int:
 
 
 def _discard(target: Any) -> None:
-    """Abort a partial upload, which the file's finalizer would otherwise store as an object."""
+    """Abort a partial upload; otherwise the file's finalizer would store it as an object."""
     with contextlib.suppress(Exception):
         target.discard()
     with contextlib.suppress(Exception):

@@ -1,10 +1,10 @@
-"""Sends published checkpoints to an object store: `zerolm upload RUN_DIR URL`.
+"""Send published checkpoints to an object store: `zerolm upload RUN_DIR URL`.
 
-`Uploads` starts this process during a run; users may also start it. It sends the newest checkpoint
-that the store lacks, then the previous one, and so on. It creates hard links first, so a checkpoint
-may be rotated away during its upload. The manifest is sent last: without it a checkpoint does not
-count. Sent files are recorded, so that an upload resumes where a killed one ended. A failure is
-logged as an event and printed. Must not depend on torch.
+`Uploads` starts this process during a run; users may also start it. The process sends the newest
+checkpoint that is missing in the store, then the previous one, and so on. It creates hard links
+first, so a checkpoint may be rotated away during its upload. The manifest is sent last, since it
+marks a checkpoint as complete. Sent files are recorded, so an upload resumes where a killed one
+stopped. Failures are logged as events and printed. Must not depend on torch.
 """
 
 import contextlib
@@ -29,26 +29,26 @@ from zerolm.run_dir import events, jsonl
 from zerolm.run_dir.files import MANIFEST, RunFiles, checkpoint_directories, checkpoint_step
 from zerolm.upload.run_store import CHECKSUMS, RECORD_DIRECTORY, Store, record_files
 
-SENT_SUFFIX = ".sent"  # list of a checkpoint's files already sent
+SENT_SUFFIX = ".sent"  # suffix of the list of a checkpoint's files that have been sent
 STREAMS = 4
-STALLED_SECONDS = 180.0  # longer than all attempts of a call take: a library hangs
-LOCK_SECONDS = 10.0  # a killed run's uploader needs a moment to notice and exit
+STALLED_SECONDS = 180.0  # if all attempts of a call take longer, a library hangs
+LOCK_SECONDS = 10.0  # time for a killed run's upload process to notice and exit
 
 
 def upload(run_dir: Path, url: str, keep: int) -> list[str]:
     """Send every published checkpoint that is not in the store, newest first.
 
     Args:
-        run_dir: run directory; the run may still be running.
-        keep: number of checkpoints to keep in the store (0: all); older ones are not sent.
+        run_dir: run directory; the run may still be in progress.
+        keep: number of checkpoints to keep in the store (0: all); older checkpoints are not sent.
 
     Returns:
-        The names of the sent checkpoints.
+        The names of the checkpoints that were sent.
 
     Raises:
         ConfigError: another upload of this run is in progress, or `run_dir` is not a run directory.
-        StoreError: all attempts of a call failed; this has been logged.
-        CheckpointError: some checkpoints are damaged on disk; the others were sent.
+        StoreError: all attempts of a call failed; the failure has been logged.
+        CheckpointError: some checkpoints are damaged on disk; the other checkpoints were sent.
     """
     paths = RunFiles(run_dir)
     if not paths.checkpoints.is_dir():
@@ -77,7 +77,7 @@ def upload(run_dir: Path, url: str, keep: int) -> list[str]:
                     if _send(run_dir, sending, store):
                         sent.append(sending)
                         _rotate(store, keep)
-                except (Mismatch, CheckpointError) as error:  # the previous one may be intact
+                except (Mismatch, CheckpointError) as error:  # an older one may be intact
                     damaged[sending] = str(error)
                     failed(error)
         except StoreError as error:
@@ -135,7 +135,7 @@ def _remove_links(run_dir: Path) -> None:
 
 
 def _remove_partial(run_dir: Path, store: Store) -> None:
-    """Remove partly sent checkpoints that no longer exist on disk from the store."""
+    """Remove partially sent checkpoints from the store if they no longer exist on disk."""
     paths = RunFiles(run_dir)
     for sent_list in paths.uploads.glob(f"*{SENT_SUFFIX}"):
         name = sent_list.name.removesuffix(SENT_SUFFIX)
@@ -146,7 +146,7 @@ def _remove_partial(run_dir: Path, store: Store) -> None:
 
 
 def _newest_missing(checkpoints: Path, store: Store, keep: int, damaged: set[str]) -> str:
-    """Return the newest published checkpoint that the store lacks, or "" if it has all."""
+    """Return the name of the newest published checkpoint that is not in the store, or ""."""
     published = published_checkpoints(checkpoints)
     for directory in reversed(published[-keep:] if keep else published):
         if directory.name in damaged:
@@ -170,7 +170,7 @@ def _send(run_dir: Path, name: str, store: Store) -> bool:
         raise CheckpointError(f"{paths.checkpoint(name)} is damaged: {error}") from error
     manifest = (staging / MANIFEST).read_bytes()
     stored = store.files(name)
-    if MANIFEST in stored:  # an older checkpoint with this name, to be overwritten
+    if MANIFEST in stored:  # an older checkpoint with this name, which will be overwritten
         store.remove_file(f"{name}/{MANIFEST}")
     sent_list = staging.with_name(name + SENT_SUFFIX)
     sent = _read_sent_list(sent_list)
@@ -214,7 +214,7 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
         {name in the store: local file} and {name in the store: checksum}, without the manifest.
 
     Raises:
-        FileNotFoundError: a file is missing: the checkpoint was rotated away or is damaged.
+        FileNotFoundError: a file is missing, as the checkpoint was rotated away or is damaged.
         CheckpointError: the manifest cannot be read.
     """
     checkpoint = read(RunFiles(run_dir).checkpoint(name))
@@ -228,7 +228,7 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
             os.link(source, target)
         except FileNotFoundError:
             raise
-        except OSError:  # no hard links here: sending fails if the checkpoint is rotated away
+        except OSError:  # without hard links, sending fails if the checkpoint is rotated away
             target = source
         files[entry["file"]], checksums[entry["file"]] = target, checksum_of(entry)
     for file in record_files(run_dir):
@@ -253,7 +253,7 @@ def _stage(run_dir: Path, name: str, staging: Path) -> tuple[dict[str, Path], di
 
 
 def _read_sent_list(path: Path) -> dict[str, str]:
-    """Return {file: digest} for the files that a killed upload has sent; skip incomplete lines."""
+    """Return {file: digest} for the files that a killed upload had sent; skip incomplete lines."""
     sent: dict[str, str] = {}
     with contextlib.suppress(OSError):  # without the list, all files are sent again
         for line in path.read_bytes().splitlines() if path.is_file() else ():
@@ -264,7 +264,7 @@ def _read_sent_list(path: Path) -> dict[str, str]:
 
 
 def _rotate(store: Store, keep: int) -> None:
-    """Remove the oldest complete checkpoints beyond `keep`."""
+    """Remove the oldest complete checkpoints from the store so that `keep` remain."""
     for step in store.complete(damaged=False)[:-keep] if keep else []:
         fault_point("upload.rotate", checkpoint_step(step))
         store.remove(step)

@@ -1,13 +1,14 @@
-"""Decides which ranks hang, from the heartbeats of all ranks.
+"""Determine from the heartbeats of all ranks which ranks hang.
 
-A rank that waits in a collective is held up by another rank. The ranks in a process group number
-its collectives, so the numbers show which rank waits for which, even if a rank waits for its device
-outside any collective, as with NCCL. The blame goes to
+A rank that waits in a collective is held up by another rank. Each rank numbers the collectives in a
+process group, so the numbers show which rank waits for which, even if a rank waits for its device
+outside any collective, as with NCCL. The following ranks are blamed:
 
-- a rank that entered a collective whose kind or size differs from the others' with that number;
-- a rank that has not entered a collective for which others wait, and waits for no other rank;
-- a rank without progress that waits in no collective while no rank is behind another;
-- no rank, if all have entered the same collectives but these do not finish.
+- a rank that entered a collective whose kind or size differs from the other ranks' collective with
+  the same number;
+- a rank that has not entered a collective in which others wait, and that waits for no other rank;
+- a rank without progress that does not wait in a collective, while no rank is behind another;
+- no rank, if all ranks have entered the same collectives but these do not finish.
 
 Clocks of different hosts are never compared. Every rank that reads the same heartbeats reaches the
 same verdict. No side effects.
@@ -19,16 +20,16 @@ from typing import Any, NamedTuple
 
 Heartbeat = Mapping[str, Any]
 CONTEXT = 8
-MAX_CONTEXT = 64  # calls before a mismatch that are compared with earlier steps
-MAX_NAMED = 8  # ranks or hosts in a message
+MAX_CONTEXT = 64  # number of calls before a mismatch to compare with earlier steps
+MAX_NAMED = 8  # maximum number of ranks or hosts to list in a message
 
 
 class Verdict(NamedTuple):
     """Why the run hangs.
 
     Attributes:
-        blamed: {blamed rank: description}; empty if the communication is to blame.
-        reason: the collective that all ranks wait for, if no rank is blamed.
+        blamed: {blamed rank: description}; empty if the communication is at fault.
+        reason: description of the collective that all ranks wait for, if no rank is blamed.
         witnesses: the ranks whose heartbeats support the verdict.
     """
 
@@ -45,12 +46,13 @@ class _Member(NamedTuple):
 
 
 def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> Verdict | None:
-    """Return the ranks that hang, or None if the run is only slow.
+    """Return a verdict about the ranks that hang, or None if the run may only be slow.
 
     Args:
         heartbeats: heartbeats of all ranks that have not ended. Keys used: `rank`, `host`,
-            `quiet_seconds` (time since its last progress), `limit_seconds` (limit for that time in
-            its phase), `waiting` (is inside a collective), `doing`, `groups`, `calls`.
+            `quiet_seconds` (time since the rank's last progress), `limit_seconds` (time allowed
+            without progress in the rank's phase), `waiting` (whether the rank is inside a
+            collective), `doing`, `groups`, `calls`.
         complete: whether every rank is included; a missing rank may be making progress.
     """
     ranks = sorted(heartbeats, key=_number)
@@ -84,7 +86,7 @@ def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> V
     if len(overdue) < len(ranks) or not complete:
         return None  # a rank that others wait for makes progress or has time left
     everyone = [_number(rank) for rank in ranks]
-    if lacks:  # a cycle: every rank waits for another
+    if lacks:  # a cycle, in which every rank waits for another
         circle = [rank for rank in ranks if _number(rank) in held_up]
         return Verdict(_out_of_order(circle, held_up), "", everyone)
     if (late := _late_devices(members)) is not None:
@@ -95,9 +97,13 @@ def find_hung_ranks(heartbeats: Iterable[Heartbeat], complete: bool = True) -> V
 def _behind_and_ahead(
     groups: Mapping[str, list[_Member]],
 ) -> tuple[dict[int, str], dict[int, tuple[str, int]]]:
-    """Return ({rank: group in which it is behind others}, {rank: its call that others lack}).
+    """Return the ranks that are behind others, and the ranks that are ahead of others.
 
-    A call is (group, number). If there are several groups, the one with the most ranks is returned.
+    If a rank is behind or ahead in several groups, the group with the most ranks is returned.
+
+    Returns:
+        {rank: group in which it is behind}, and {rank: (group, number) of a collective that it has
+        entered and others have not}.
     """
     behind: dict[int, str] = {}
     ahead: dict[int, tuple[str, int]] = {}
@@ -116,7 +122,7 @@ def _behind_and_ahead(
 
 
 def _mismatch(groups: Mapping[str, list[_Member]]) -> Verdict | None:
-    """Blame the ranks whose collective differs from the others' with the same number."""
+    """Blame the ranks whose collective differs from other ranks' collective of the same number."""
     for name, members in groups.items():
         finished = min(member.group["finished"] or 0 for member in members)
         calls = {_number(member.rank): _calls(member.rank, name) for member in members}
@@ -137,11 +143,11 @@ def _mismatch(groups: Mapping[str, list[_Member]]) -> Verdict | None:
 def _out_of_order(
     ranks: Sequence[Heartbeat], held_up: Mapping[int, tuple[str, int]]
 ) -> dict[int, str]:
-    """Blame the ranks that called several groups' collectives in a different order from the rest.
+    """Blame ranks that called collectives of several groups in another order than the other ranks.
 
     Args:
-        ranks: ranks that wait for each other.
-        held_up: {rank: (group, number) of the collective that it waits in}.
+        ranks: heartbeats of ranks that wait for each other.
+        held_up: {rank: (group, number) of the collective in which it waits}.
     """
     calls = {_number(rank): (rank, *held_up[_number(rank)]) for rank in ranks}
     wrong = _unusual({rank: name for rank, (_, name, _) in calls.items()}, calls)
@@ -156,11 +162,13 @@ def _out_of_order(
 def _unusual(
     values: Mapping[int, str], calls: Mapping[int, tuple[Heartbeat, str, int]]
 ) -> list[int]:
-    """Return the ranks whose value is not the most common one, or all if there is none.
+    """Return the ranks whose value is not the most common one, or all ranks if this is undecided.
 
-    If several values are equally common, the ranks whose calls best match earlier steps are right.
+    If several values are equally common, the value of the ranks whose calls best match earlier
+    steps is considered correct.
 
     Args:
+        values: {rank: value}.
         calls: {rank: (heartbeat, group of its call, number of its call)}.
     """
     (usual, most), *others = Counter(values.values()).most_common()
@@ -174,10 +182,14 @@ def _unusual(
 
 
 def _familiarity(rank: Heartbeat, name: str, number: int) -> tuple[int, int]:
-    """Return how many calls, up to this one, the rank has made before in the same order.
+    """Return how well a call and the calls before it match an earlier sequence of the rank's calls.
+
+    Args:
+        rank: the rank's heartbeat.
+        name, number: group and number of the call.
 
     Returns:
-        (length of the longest such sequence, number of occurrences with `CONTEXT` calls).
+        (length of the longest match, number of matches with at least `CONTEXT` calls).
     """
     history = [(group, kind) for group, _, kind in rank["calls"]]
     numbers = [(group, each) for group, each, _ in rank["calls"]]
@@ -198,7 +210,9 @@ def _account(
 ) -> str:
     """Describe what a rank without progress is doing, and which ranks wait for it.
 
-    `name` is the group in which it is behind others, if any; `waiting` lists ranks in collectives.
+    Args:
+        name: the group in which the rank is behind others, if any.
+        waiting: the ranks that wait in a collective.
     """
     text = f"has made no progress for {rank['quiet_seconds']:.0f} s"
     text += f" ({rank['doing']})" if rank.get("doing") else ""
@@ -214,7 +228,7 @@ def _account(
 
 
 def _late_devices(groups: Mapping[str, list[_Member]]) -> dict[int, str] | None:
-    """Blame the ranks whose device has not begun a collective that other devices have begun."""
+    """Blame ranks whose device has not started a collective that other devices have started."""
     for members in groups.values():
         started = {_number(each.rank): each.group["started"] for each in members}
         if None in started.values() or len(set(started.values())) == 1:
@@ -230,7 +244,7 @@ def _late_devices(groups: Mapping[str, list[_Member]]) -> dict[int, str] | None:
 
 
 def _communication(ranks: list[Heartbeat], groups: Mapping[str, list[_Member]]) -> str:
-    """Return a message with the collective that does not finish and its hosts."""
+    """Return a message that names the collective that does not finish, and its hosts."""
     what, members = "a collective", [_Member(rank, {}) for rank in ranks]
     for name, group in groups.items():
         pending = [each for each in group if _unfinished(each.group)]
@@ -247,7 +261,7 @@ def _communication(ranks: list[Heartbeat], groups: Mapping[str, list[_Member]]) 
 
 
 # -------------------------------------------------------------------------------------------------
-# What a heartbeat says
+# Values from heartbeats
 
 
 def _number(rank: Heartbeat) -> int:
@@ -255,7 +269,7 @@ def _number(rank: Heartbeat) -> int:
 
 
 def _calls(rank: Heartbeat, name: str) -> dict[int, str]:
-    """Return {number: kind and size} for a rank's last calls in a group."""
+    """Return {number: kind and size} for a rank's last collectives in a group."""
     return {number: call for group, number, call in rank["calls"] if group == name}
 
 

@@ -1,8 +1,9 @@
 """The ranks' heartbeat files, which the other ranks and `status` read.
 
-Each heartbeat contains its launch's token, so files from earlier launches are ignored. Thousands of
-ranks share a directory. Therefore a heartbeat overwrites the last one in place, which does not
-change the directory, and all ranks together write only a few per second.
+Each heartbeat contains the token of its launch, so files from earlier launches are ignored.
+Thousands of ranks may share a directory. Therefore, a heartbeat overwrites the previous one in
+place, which does not change the directory, and all ranks together write only a few heartbeats per
+second.
 """
 
 import json
@@ -17,13 +18,13 @@ from zerolm.common.files import write_atomically
 from zerolm.run_dir.files import RunFiles
 from zerolm.watchdog import flight_recorder, liveness, progress
 
-HEARTBEATS_PER_SECOND = 32  # over all ranks, unless `MAX_SECONDS` requires more
-MIN_SECONDS, MAX_SECONDS = 2.0, 20.0  # between a rank's heartbeats
-SIZE_BYTES = 2048  # a heartbeat is padded with blanks to cover the last one
+HEARTBEATS_PER_SECOND = 32  # of all ranks together, unless `MAX_SECONDS` requires more
+MIN_SECONDS, MAX_SECONDS = 2.0, 20.0  # time between two heartbeats of a rank
+SIZE_BYTES = 2048  # heartbeats are padded with spaces to overwrite the previous one completely
 
 
 def interval_seconds(world_size: int) -> float:
-    """Return the time between a rank's heartbeats."""
+    """Return the time between two heartbeats of a rank."""
     return min(MAX_SECONDS, max(MIN_SECONDS, world_size / HEARTBEATS_PER_SECOND))
 
 
@@ -35,10 +36,10 @@ class Heartbeats:
         launcher: process ID of the launcher, if any.
 
     Attributes:
-        token: identifies this launch, once the ranks are connected.
+        token: identifies this launch; None until the ranks are connected.
         state: `running` or `ended`.
-        reason: why this rank has ended.
-        written_at: `time.monotonic()` of the last successful write, 0 before it.
+        reason: why this rank ended; "" while it is running.
+        written_at: `time.monotonic()` of the last successful write; 0 before the first one.
         seconds: time between two heartbeats.
     """
 
@@ -65,7 +66,7 @@ class Heartbeats:
         }  # fmt: skip
 
     def status(self) -> dict[str, Any]:
-        """Return the complete heartbeat: this rank's identity and what it is doing."""
+        """Return the complete heartbeat: this rank's identity and current activity."""
         current = progress.CURRENT
         limit = round(self.monitor.limit_seconds(), 1) if self.monitor.hang_timeout else 0
         stalled = self.monitor.is_stalled
@@ -83,7 +84,7 @@ class Heartbeats:
         }  # fmt: skip
 
     def write(self) -> None:
-        """Write the heartbeat, or touch the last one if the disk is full. Never raises OSError."""
+        """Write the heartbeat, or touch its file if the disk is full. Never raises OSError."""
         if self.rank and self.token is None:
             return
         path = self.files.heartbeat(self.rank)
@@ -99,7 +100,7 @@ class Heartbeats:
         self.written_at = time.monotonic()
 
     def mark_ended(self, reason: str) -> None:
-        """Record that this rank has ended, and why; only the first call counts."""
+        """Record that this rank has ended, and why; only the first call has an effect."""
         if self.state == "running":
             self.state, self.reason = "ended", reason
             self.write()
@@ -126,5 +127,5 @@ def _overwrite(path: Path, content: bytes) -> bool:
             return False
         os.pwrite(file, content, 0)
     finally:
-        os.close(file)  # flushes it to a network file system
+        os.close(file)  # a network file system writes the data on close
     return True

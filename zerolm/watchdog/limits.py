@@ -18,12 +18,13 @@ from zerolm.common.files import barrier
 from zerolm.common.values import shown_bytes
 
 MAX_FILES = 1 << 16
-# With 2 ranks on a CPU, rank 0 has 41 open files, 8 of them sockets; rank 1 has 27 and 5. Gloo
-# connects all pairs of ranks; NCCL does not, but each rank has a connection to rank 0's store.
+# With 2 ranks on a CPU, rank 0 has 41 open files (8 of them sockets), and rank 1 has 27 (5 of them
+# sockets). Gloo connects all pairs of ranks; NCCL does not, but each rank connects to rank 0's
+# store.
 FIXED_FILES, FILES_PER_CPU, FILES_PER_GPU = 48, 4, 1
 SHARED_MEMORY = Path("/dev/shm")
-FULL_BYTES = 1 << 20  # less free space counts as full
-COMPILERS = ("torch._inductor.exc", "torch._dynamo.exc")  # modules of errors raised by --compile
+FULL_BYTES = 1 << 20  # a file system with less free space counts as full
+COMPILERS = ("torch._inductor.exc", "torch._dynamo.exc")  # modules of torch.compile's exceptions
 
 _AGAIN = "Run the same command again once it works: the run resumes."
 LARGER_SHARED_MEMORY = (
@@ -46,14 +47,14 @@ _TEXTS = {  # {error: cause and fix}
     errno.ESTALE: f"{{path}}: the file server has lost this file. {_AGAIN}",
     errno.EIO: f"{{path}}: its disk or file server fails (input/output error). {_AGAIN}",
 }
-_PHRASES = {  # in torch and Python errors without a number
+_PHRASES = {  # phrases in torch and Python errors that have no error number
     "can't allocate memory": errno.ENOMEM,
     "can't start new thread": errno.EAGAIN,
     "insufficient shared memory": errno.ENOSPC,
 } | {
     os.strerror(number): number
     for number in _TEXTS
-    if number != errno.EAGAIN  # a socket timeout has this text
+    if number != errno.EAGAIN  # socket timeouts have the same text
 }
 # Messages from torch's allocator, the CUDA runtime (alone or in an NCCL error), and cuBLAS.
 _OUT_OF_GPU_MEMORY = re.compile(
@@ -63,7 +64,7 @@ _OUT_OF_GPU_MEMORY = re.compile(
 
 
 class _LossyFile(io.FileIO):
-    """A file that discards output that cannot be written."""
+    """A file that discards data that cannot be written."""
 
     def write(self, data: Any) -> int:
         try:
@@ -73,9 +74,10 @@ class _LossyFile(io.FileIO):
 
 
 def drop_unwritable_output() -> None:
-    """Make stdout and stderr discard output if the disk is full or the terminal closed.
+    """Make stdout and stderr discard output if the disk is full or the terminal is closed.
 
-    Otherwise a library's print would raise and end the run; DeepSpeed prints at each start.
+    Otherwise, a print call in a library would raise an error and end the run; DeepSpeed prints at
+    each start.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -97,7 +99,7 @@ def raise_file_limit() -> None:
 
 
 def file_limit_problem(world_size: int, is_gpu: bool) -> str | None:
-    """Return why a rank may not open enough files for a run, or None if it may."""
+    """Return a problem if the limit on open files is too low for a rank of the run, else None."""
     limit = _limit(resource.RLIMIT_NOFILE)
     required = FIXED_FILES + (FILES_PER_GPU if is_gpu else FILES_PER_CPU) * world_size
     if limit is None or limit >= required:
@@ -109,11 +111,11 @@ def file_limit_problem(world_size: int, is_gpu: bool) -> str | None:
 
 
 def explain(error: BaseException | None) -> str | None:
-    """Return which limit of the machine caused an error, and the fix; None if there is none."""
+    """Return which limit of the machine caused an error and how to fix it; None if unknown."""
     while error is not None:
         text = str(error)
         if found := _OUT_OF_GPU_MEMORY.search(text):
-            # torch's message has the requested size, and the processes that hold the rest.
+            # torch's message contains the requested size and the processes that use the memory.
             cause = found[0].partition(" Of the allocated memory")[0].rstrip(".")
             return (
                 f"{cause}. Lower --micro_batch_size, or add --gradient_checkpointing: the loss "
@@ -137,7 +139,7 @@ def explain(error: BaseException | None) -> str | None:
 
 
 def bus_error() -> str:
-    """Return a likely cause for a SIGBUS that is not explained by a shortened file."""
+    """Return a likely cause and fix for a SIGBUS if no shard has been shortened."""
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     return (
         f"a memory-mapped file lost its data: no shard is shorter than its manifest states; "
@@ -147,7 +149,7 @@ def bus_error() -> str:
 
 
 def refusal(error: ConfigError | OSError) -> ConfigError:
-    """Return a start-up error as a refusal; raise it if its cause is unknown."""
+    """Convert a start-up error to a ConfigError; raise the error if its cause is unknown."""
     if isinstance(error, ConfigError):
         return error
     cause = explain(error)
@@ -173,7 +175,12 @@ def _path(error: BaseException) -> Path | None:
 
 
 def _cause(number: int, path: Path | None) -> str:
-    """Return the text for a system error."""
+    """Return the cause and fix for a system error.
+
+    Args:
+        number: error number, a key of `_TEXTS`.
+        path: file that the error refers to, if known.
+    """
     full = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free < FULL_BYTES
     if number == errno.ENOSPC and (SHARED_MEMORY in path.parents if path else full):
         return f"{SHARED_MEMORY}: no space left. {LARGER_SHARED_MEMORY}"

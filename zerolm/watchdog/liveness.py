@@ -1,6 +1,6 @@
-"""Determines from outside the main thread whether this process is working or waiting.
+"""Determine from outside the main thread whether this process is working or waiting.
 
-Every few seconds the watchdog's thread reads Linux's /proc and Python's stack frames. The training
+Every few seconds, the watchdog's thread reads Linux's /proc and Python's stack frames. The training
 loop only records its progress.
 """
 
@@ -16,20 +16,20 @@ from pathlib import Path
 from zerolm.common import machine, processes
 from zerolm.watchdog.progress import CURRENT, PHASES
 
-START_FACTOR = 3.0  # multiplies the limit until the first step is done
+START_FACTOR = 3.0  # factor for the time limit until the first step is done
 SLOW_FACTOR = 5.0  # a phase may take this many times its longest duration so far
-STALL_SHARE = 1 / 3  # share of the limit after which heartbeats contain more details
+STALL_SHARE = 1 / 3  # share of the time limit after which heartbeats contain more details
 LIBRARIES = ("site-packages", "<frozen", sysconfig.get_path("stdlib"), "torch/")
-PROGRESS_BYTES = 1 << 16  # minimum read or written between updates
+PROGRESS_BYTES = 1 << 16  # less data read or written between updates is not progress
 
 
 class ProgressMonitor:
-    """Measures the time without progress in the main thread, and its limit.
+    """Measures the time without progress in the main thread, and how much of it is allowed.
 
-    The watchdog's thread calls `update`; that thread's own I/O does not count.
+    The watchdog's thread calls `update`; the I/O of that thread does not count as progress.
 
     Args:
-        hang_timeout: limit in seconds during training; 0 means no limit.
+        hang_timeout: time limit in seconds during training; 0 means no limit.
     """
 
     def __init__(self, hang_timeout: float):
@@ -37,13 +37,14 @@ class ProgressMonitor:
         self._bytes, self._progress_at = 0, time.monotonic()
 
     def reset(self) -> None:
-        """Restart the count, after the process was suspended."""
+        """Restart the measurement after the process was suspended."""
         self._progress_at = CURRENT.recorded_at = time.monotonic()
 
     def update(self) -> None:
         """Count file I/O as progress in phases that consist of I/O.
 
-        During a start, building an operator also counts: one rank compiles, the others wait for it.
+        During a start, building an operator also counts, since the other ranks wait for the rank
+        that compiles it.
         """
         moved = bytes_moved()
         has_moved = PHASES[CURRENT.phase] and moved - self._bytes > PROGRESS_BYTES
@@ -58,25 +59,28 @@ class ProgressMonitor:
 
     @property
     def is_starting(self) -> bool:
-        """Whether this rank is building, compiling or loading, which may block all threads."""
+        """Whether this rank may be building, compiling or loading, which can block all threads."""
         return "optimizer" not in CURRENT.longest_seconds or CURRENT.phase in ("start", "load")
 
     @property
     def is_stalled(self) -> bool:
-        """Whether this rank may hang, which justifies a few milliseconds for an explanation."""
+        """Whether this rank may hang, so heartbeats should spend a few milliseconds on details."""
         stall_seconds = STALL_SHARE * self.limit_seconds()
         return self.hang_timeout > 0 and self.quiet_seconds() > stall_seconds
 
     def limit_seconds(self) -> float:
-        """Return how long this phase may be quiet, given the setting and its past durations."""
+        """Return how long the current phase may last without progress.
+
+        This depends on `hang_timeout` and on the longest duration of the phase so far.
+        """
         limit = self.hang_timeout * (START_FACTOR if self.is_starting else 1.0)
         return max(limit, SLOW_FACTOR * CURRENT.longest_seconds.get(CURRENT.phase, 0.0))
 
 
 def bytes_moved() -> int:
-    """Return the bytes that other threads have read and written, through calls or mapped files.
+    """Return the bytes that other threads have read and written, including memory-mapped files.
 
-    The heartbeats and stacks that a hanging rank writes do not count as progress.
+    This thread's own I/O is excluded: the heartbeats and stacks that it writes are not progress.
     """
     own = f"/proc/self/task/{threading.get_native_id()}/io"
     with contextlib.suppress(OSError, ValueError):
@@ -90,7 +94,7 @@ def _bytes_in(path: str) -> int:
 
 
 def in_collective() -> bool:
-    """Return whether the main thread is inside a collective, judging by its Python frames."""
+    """Return whether the main thread's Python frames show that it is inside a collective."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if "torch/distributed/" in frame.f_code.co_filename:
@@ -119,7 +123,7 @@ def doing() -> str:
 
 
 def why_silent(process: processes.Process) -> str:
-    """Return why a process's watchdog does not run, judging by the state of its main thread."""
+    """Return why a process's watchdog thread does not run, based on its main thread's state."""
     held = "without releasing Python's interpreter lock"
     return {
         "R": f"its native code is computing {held}",
@@ -130,7 +134,7 @@ def why_silent(process: processes.Process) -> str:
 
 
 def raised_in_collective(error: BaseException) -> bool:
-    """Return whether a collective raised an error: another rank is then the likely cause."""
+    """Return whether an error was raised by a collective, so another rank is the likely cause."""
     frames = traceback.extract_tb(error.__traceback__)
     # Check only the innermost frame: a signal handler may raise another error while a rank waits.
     raised_there = bool(frames) and "torch/distributed/" in frames[-1].filename

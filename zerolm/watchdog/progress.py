@@ -1,8 +1,8 @@
 """This rank's progress, and the heartbeat files in which ranks publish their progress.
 
-The training loop calls `record_progress` when it enters a phase, which costs a few assignments. The
-watchdog's thread writes the progress to `ranks/rank-00000.json` in the run directory, where ranks
-on other hosts and the supervisor read it. Makes no decisions. Standard library only.
+The training loop calls `record_progress` when it enters a phase, at the cost of a few assignments.
+The watchdog's thread writes the progress to `ranks/rank-00000.json` in the run directory, where
+ranks on other hosts and the supervisor read it. Makes no decisions. Standard library only.
 """
 
 import time
@@ -13,14 +13,14 @@ from zerolm.common.errors import RecordError
 from zerolm.common.records import Count, Name, read_record
 from zerolm.run_dir.files import RunFiles
 
-# {phase of the main thread: whether file I/O counts as progress in it}.
+# {phase of the main thread: whether file I/O in this phase counts as progress}.
 PHASES = {
     "start": True,
     "load": True,
     "data": True,
     "forward": False,
     "backward": False,
-    "reduce": False,  # sums over ranks: waits for the device and for other ranks
+    "reduce": False,  # sums over ranks, which wait for the device and for other ranks
     "optimizer": False,
     "checkpoint": True,
     "evaluate": False,
@@ -28,7 +28,7 @@ PHASES = {
     "end": True,
 }
 
-OVERWRITE_SECONDS = 0.05  # a file read while it is being overwritten may seem damaged
+OVERWRITE_SECONDS = 0.05  # wait before rereading: a file may seem damaged while it is overwritten
 
 
 class Progress:
@@ -36,11 +36,11 @@ class Progress:
 
     Attributes:
         phase: a key of `PHASES`.
-        step: the optimizer step in progress, or the last one.
-        sequences: (first, count) of the step's sequence numbers.
+        step: the optimizer step in progress, or the last step.
+        sequences: (number of the step's first sequence, number of sequences).
         num_records: number of calls to `record_progress` so far.
         recorded_at: `time.monotonic()` of the last call.
-        longest_seconds: {phase: longest time between a record in it and the next record}.
+        longest_seconds: {phase: longest time between a record in the phase and the next record}.
     """
 
     def __init__(self) -> None:
@@ -56,12 +56,13 @@ CURRENT = Progress()
 def record_progress(
     phase: str, step: int | None = None, sequences: tuple[int, int] | None = None
 ) -> None:
-    """Record the phase that the main thread enters, or its progress in a long phase.
+    """Record the phase that the main thread enters, or progress within a long phase.
 
     Args:
         phase: a key of `PHASES`.
-        step: the optimizer step in progress; None leaves it unchanged.
-        sequences: (first, count) of the step's sequence numbers; None leaves it unchanged.
+        step: the optimizer step in progress; None leaves the recorded step unchanged.
+        sequences: (number of the step's first sequence, number of sequences); None leaves the
+            recorded value unchanged.
     """
     now = time.monotonic()
     if now - CURRENT.recorded_at > CURRENT.longest_seconds.get(CURRENT.phase, -1.0):
@@ -79,9 +80,9 @@ class Group(TypedDict):
     """One rank's collectives in a process group.
 
     Attributes:
-        entered: number of the last collective that the rank has entered or enqueued on a device.
+        entered: number of the last collective that the rank has entered or enqueued on its device.
         finished: number up to which all collectives have finished; None if unknown.
-        started: number of the last collective that its device has begun; None if unknown.
+        started: number of the last collective that the rank's device has started; None if unknown.
     """
 
     entered: Count
@@ -90,14 +91,14 @@ class Group(TypedDict):
 
 
 class _Diagnosis(TypedDict, total=False):
-    """Keys that heartbeats of earlier releases lack.
+    """Keys that are missing in heartbeats from earlier releases.
 
     Attributes:
-        device: number of the rank's device on its host.
-        doing: the main thread's current Python function; empty unless the rank is quiet.
-        groups: {process group: its collectives}; `finished` is set if the rank is quiet.
+        device: index of the rank's device on its host.
+        doing: the main thread's current Python function; empty unless the rank is stalled.
+        groups: {process group: its collectives}; `finished` is None unless the rank is stalled.
         calls: (process group, number, kind and size) of the rank's last collectives, oldest first;
-            empty unless the rank is quiet.
+            empty unless the rank is stalled.
     """
 
     device: Count
@@ -111,11 +112,12 @@ class Heartbeat(_Diagnosis):
 
     Attributes:
         waiting: whether the main thread is inside a torch collective.
-        sequences: (first, count) of the step's sequence numbers.
-        limit_seconds: how long the rank may be quiet; 0 means no limit.
+        sequences: (number of the step's first sequence, number of sequences).
+        quiet_seconds: time since the rank's last progress.
+        limit_seconds: time allowed without progress; 0 means no limit.
         monotonic: `time.monotonic()` when the heartbeat was written.
         state: `running` or `ended`.
-        reason: why the rank has ended.
+        reason: why the rank ended; "" while it is running.
     """
 
     rank: Count
@@ -141,7 +143,7 @@ class Heartbeat(_Diagnosis):
 def read_heartbeat(path: Path, problems: list[str] | None = None) -> Heartbeat | None:
     """Return the contents of a heartbeat file, or None if it is missing or damaged.
 
-    `problems` receives a line if the file is damaged.
+    If the file is damaged, append a message to `problems`.
     """
     try:
         return read_record(path, Heartbeat)
@@ -158,7 +160,7 @@ def read_heartbeat(path: Path, problems: list[str] | None = None) -> Heartbeat |
 def read_heartbeats(run_dir: Path, problems: list[str] | None = None) -> dict[int, Heartbeat]:
     """Return {rank: heartbeat} from all readable heartbeat files of this and earlier launches.
 
-    `problems` receives a line for each damaged file.
+    For each damaged file, append a message to `problems`.
     """
     paths = RunFiles(run_dir).heartbeats()
     contents = [read_heartbeat(path, problems) for path in paths]

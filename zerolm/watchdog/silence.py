@@ -1,8 +1,7 @@
-"""Finds ranks on other hosts that have ceased: their heartbeats no longer change.
+"""Find ranks on other hosts that have ceased, which means that their heartbeats no longer change.
 
-An error in a collective is only a symptom: it names the host of the rank that raises it, but its
-cause is a killed rank on another host or a failed host. Clocks of different hosts are never
-compared.
+An error in a collective is only a symptom. It is raised by a working rank, but its cause may be a
+killed rank on another host or a failed host. Clocks of different hosts are never compared.
 """
 
 import re
@@ -24,26 +23,29 @@ PEER = (
 NCCL_ERROR = re.compile(r"Last error:\s*(.+)")
 MAX_NAMED = 8
 DIAGNOSIS_SECONDS = 8.0  # time to find the cause of an error in a collective
-FOLLOW_SECONDS = 4.0  # extra time for the rank that checks on behalf of this machine
+FOLLOW_SECONDS = 4.0  # additional time for the rank that does the check for this machine
 CEASED_BEATS = 3  # a rank on another host has ceased after missing this many heartbeats
 Peers = Mapping[int, Mapping[str, Any]]  # identities of the other ranks
 
 
 class Ages:
-    """Measures how long other ranks' heartbeats have been unchanged while being watched.
+    """Measures how long the heartbeats of other ranks have not changed while being observed.
 
     Args:
-        read: returns a rank's heartbeat. It opens the file, since the file's attributes alone may
-            be a minute old on a network file system.
-        path: returns the file, which a rank merely touches while the disk is full.
+        read: returns a rank's heartbeat. It must open the file, since on a network file system the
+            attributes of an unopened file may be a minute old.
+        path: returns the path of a rank's heartbeat file, which the rank only touches while the
+            disk is full.
     """
 
     def __init__(self, read: Callable[[int], Heartbeat | None], path: Callable[[int], Path]):
         self._read, self._path = read, path
-        self._seen: dict[int, tuple[object, float]] = {}  # (times of the file, when first seen)
+        self._seen: dict[
+            int, tuple[object, float]
+        ] = {}  # {rank: (times, when they were first seen)}
 
     def look(self, ranks: Iterable[int]) -> dict[int, float]:
-        """Return {rank: seconds without a new heartbeat} for the ranks that have not ended."""
+        """Return {rank: seconds without a new heartbeat} for those ranks that have not ended."""
         now = time.monotonic()
         quiet = {}
         for rank in ranks:
@@ -63,11 +65,11 @@ class Ages:
 def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[int, str]:
     """Return {rank: description of its silence} for ranks on other hosts that have ceased.
 
-    Takes `DIAGNOSIS_SECONDS`, during which the watchdog's thread may find another cause and end
-    this process.
+    Takes at least `DIAGNOSIS_SECONDS`, during which the watchdog's thread may find another cause
+    and end this process.
 
     Args:
-        leads_machine: whether this rank does the check; the machine's other ranks wait meanwhile.
+        leads_machine: whether this rank does the check for its machine; if not, it only waits.
     """
     beat = heartbeats.seconds
     remote = [
@@ -79,7 +81,7 @@ def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[in
     quiet = ages.look(remote)
     while time.monotonic() < deadline:
         time.sleep(beat / 2)
-        heartbeats.write()  # this may be the watchdog's thread, which writes it otherwise
+        heartbeats.write()  # the watchdog's thread usually writes it, but may be in this loop
         quiet = ages.look(remote)
     if not leads_machine:
         time.sleep(FOLLOW_SECONDS)
@@ -88,10 +90,11 @@ def ceased(heartbeats: Heartbeats, peers: Peers, leads_machine: bool) -> dict[in
 
 
 def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[int, str]:
-    """Return {silent rank: description of its silence}.
+    """Return {rank: description of its silence} for silent ranks.
 
     Args:
-        silent: {rank: seconds without a heartbeat}. machine: this rank's machine, which works.
+        silent: {rank: seconds without a heartbeat}.
+        machine: ID of this rank's machine, which has not failed.
     """
     found = {}
     for rank, seconds in silent.items():
@@ -107,9 +110,9 @@ def accounts(silent: Mapping[int, float], peers: Peers, machine: str) -> dict[in
 
 
 def named_peers(error: str, peers: Peers) -> str:
-    """Return the hosts named in a collective's error, as a clause that may be empty.
+    """Return a clause that lists the hosts named in a collective's error; "" if none are named.
 
-    gloo and libuv write `[10.0.0.2]:50000`, NCCL writes `10.0.0.2<50000>`, `fe80::2%eth0<50000>` or
+    Gloo and libuv write `[10.0.0.2]:50000`; NCCL writes `10.0.0.2<50000>`, `fe80::2%eth0<50000>` or
     `node2<50000>`.
     """
     named = {found for pattern in PEER for found in pattern.findall(error)}

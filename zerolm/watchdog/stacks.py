@@ -1,8 +1,8 @@
-"""Writes the stack traces of all of a rank's threads to a file, even during an endless loop.
+"""Write the stack traces of all threads of a rank to a file, even during an endless loop.
 
-`faulthandler` writes them in the signal handler itself, without running Python code. As in Java,
-the signal is SIGQUIT; stacks are appended to `ranks/rank-00000.stacks.txt`. Forked loader workers
-inherit the handler.
+`faulthandler` writes the stacks in the signal handler itself, without running Python code. As in
+Java, the signal is SIGQUIT. Stacks are appended to `ranks/rank-00000.stacks.txt`. Forked loader
+workers inherit the handler.
 """
 
 import contextlib
@@ -23,9 +23,9 @@ PRINTED_CHARACTERS = 4000
 
 
 class StackFile:
-    """This rank's stack file, registered for the signal.
+    """This rank's stack file, which receives the stacks when the signal arrives.
 
-    If the file cannot be opened (full disk), stacks are written to /dev/null.
+    If the file cannot be opened, for example on a full disk, stacks are written to /dev/null.
     """
 
     def __init__(self, path: Path):
@@ -36,9 +36,9 @@ class StackFile:
             self.file = open(path, "a" if keep else "w")
         except OSError:
             self.file = open(os.devnull, "w")
-        self.start_bytes = size_bytes(path)  # stacks from earlier launches
+        self.start_bytes = size_bytes(path)  # size of the stacks from earlier launches
         faulthandler.register(SIGNAL, file=self.file, all_threads=True)
-        faulthandler.enable(self.file)  # also writes them if a library crashes
+        faulthandler.enable(self.file)  # also write the stacks if a library crashes
 
     def write(self, why: str, text: str = "") -> None:
         """Append the stacks of all threads in this process and its loader workers."""
@@ -58,7 +58,7 @@ class StackFile:
                     time.sleep(WORKER_SECONDS)
 
     def exit_after(self, seconds: float) -> None:
-        """Write the stacks and exit with code 1 if this process still runs after `seconds`."""
+        """After `seconds`, write the stacks and exit with code 1 if this process still runs."""
         faulthandler.dump_traceback_later(seconds, exit=True, file=self.file)
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class StackFile:
 
 
 def request_stacks(ranks: list[processes.Process]) -> None:
-    """Make other ranks on this machine write their stacks; a stopped rank is continued for this."""
+    """Make other ranks on this machine write their stacks; stopped ranks are continued first."""
     requested = False
     for process in ranks:
         if processes.handles_signal(process.pid, SIGNAL):
@@ -84,7 +84,7 @@ def request_stacks(ranks: list[processes.Process]) -> None:
 
 
 def size_bytes(path: Path) -> int:
-    """Return the size of a stack file, 0 if it is missing. A rank only appends to its own file."""
+    """Return the size of a stack file, or 0 if the file is missing."""
     with contextlib.suppress(OSError):
         return path.stat().st_size
     return 0

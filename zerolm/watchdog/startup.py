@@ -1,8 +1,8 @@
-"""Measures each part of a start, up to the end of the first step, and each part of a recovery.
+"""Measure each part of a start, up to the end of the first step, and each part of a recovery.
 
-pretrain.py marks the end of each part in its process. The first parts end before this code runs;
-the kernel has the start times of the launchers and this process. A recovery begins even earlier;
-the supervisor has logged when the run failed. Standard library only.
+pretrain.py marks the end of each part in its process. The first parts end before this code runs, so
+they are computed from the kernel's start times of the launchers and of this process. A recovery
+begins even earlier; the supervisor has logged when the run failed. Standard library only.
 """
 
 import os
@@ -17,17 +17,20 @@ from zerolm.run_dir.files import RunFiles
 from zerolm.run_dir.jsonl import EventRow
 
 TICKS = os.sysconf("SC_CLK_TCK")
-TAIL_BYTES = 1 << 20  # end of the event log to search for the last failure
+TAIL_BYTES = 1 << 20  # size of the end of the event log to search for the last failure
 _ends: dict[str, float] = {}
 
 
 def mark(part: str) -> None:
-    """Record that a part of the start has ended now."""
+    """Record that a part of the start ends now."""
     _ends[part] = _now()
 
 
 def parts(launcher: processes.Process | None) -> dict[str, float]:
-    """Return the seconds of each part, in order, from the start of the launcher, if any."""
+    """Return {part: seconds}, in order.
+
+    The first part begins when the launcher, or else this process, was started.
+    """
     own = processes.inspect_process(os.getpid())
     assert own is not None, "this process is in /proc"
     created = own.start_ticks / TICKS
@@ -50,8 +53,8 @@ class Interruption(NamedTuple):
     """The failure that preceded this start.
 
     Attributes:
-        step: first incomplete step.
-        parts: seconds from the fault until the run had ended, by part.
+        step: the first step that was not completed.
+        parts: {part: seconds} for the time from the failure until the run had ended.
         ended_at: when the run had ended, measured with `time.time`.
     """
 
@@ -69,7 +72,7 @@ class _Failed(TypedDict):
 
 
 def interruption(run_dir: Path) -> Interruption | None:
-    """Return how the last start that trained failed, or None if no failure was logged.
+    """Return the first failure since a step was last completed, or None if none was logged.
 
     Call this before opening the run's log, which removes the metrics of steps to be repeated.
     """
@@ -94,7 +97,7 @@ def interruption(run_dir: Path) -> Interruption | None:
 def recovery(
     failed: Interruption, launcher: processes.Process | None
 ) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a recovery that ends now, and the seconds of its parts in order."""
+    """Return the duration of a recovery that ends now, and {part: seconds} in order."""
     mark("repeated steps")
     own = parts(launcher)
     began = time.time() - sum(own.values())
@@ -104,5 +107,5 @@ def recovery(
 
 
 def _now() -> float:
-    """Return the time on /proc's clock, in seconds since the machine booted."""
+    """Return the seconds since the machine booted, by the clock that /proc uses."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,6 +1,7 @@
-"""Publishes the ranks to blame for a run's end: in a verdict file, on the console and as an event.
+"""Publish the ranks to blame for a run's end in a verdict file, on the console and as an event.
 
-The first rank to find the ranks to blame writes `ranks/verdict-<token>.json`; all others follow it.
+The first rank that determines the ranks to blame writes `ranks/verdict-<token>.json`; all other
+ranks follow this verdict.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ from zerolm.run_dir.files import RunFiles
 
 
 def write_once(path: Path, value: Mapping[str, Any]) -> bool:
-    """Create a file atomically with its contents; return False if it already exists.
+    """Create a file with its contents atomically; return False if the file already exists.
 
-    Returns True on a full disk or without hard links, so that each rank acts on its own verdict.
+    Return True on a full disk or without hard links, so that each rank acts on its own verdict.
     """
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    if path.exists():  # saves thousands of followers a temporary file each
+    if path.exists():  # so thousands of followers do not each create a temporary file
         return False
     try:
         temporary.write_text(json.dumps(value) + "\n")
@@ -72,8 +73,9 @@ def publish(
     Args:
         token: identifies this launch; None before the ranks are connected, when no other rank would
             read the verdict.
-        how: how the blamed rank's process ended, if it has.
-        ranks: an entry for each blamed rank: its last activity, `reason` and `stacks`.
+        found_by: rank that determined the ranks to blame.
+        how: how the blamed rank's process ended, if it has ended.
+        ranks: one entry per blamed rank, with its last activity, `reason` and `stacks`.
         why: why the run ends, if no rank is blamed.
         fields: additional keys for the event.
     """
@@ -106,7 +108,7 @@ def log_event(run_dir: Path, event: str, step: int, **fields: Any) -> None:
 
 
 def mute_broken_output() -> None:
-    """Redirect closed output to /dev/null so that a failing print cannot prevent a save."""
+    """Redirect closed output streams to /dev/null, so a failing print cannot prevent a save."""
     for stream in (1, 2):
         with contextlib.suppress(OSError):
             poll = select.poll()

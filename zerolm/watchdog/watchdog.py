@@ -1,11 +1,11 @@
 """A thread on each rank that ends the run if a rank hangs or dies, and names the rank to blame.
 
-It writes this rank's heartbeat file, ends the rank if its launcher has ended, and ends the whole
-run if a rank has died, is stopped, or makes no progress. The time limit of each phase is learned
-from the run. A rank that reads, writes, or waits for a working rank does not count as hung. Ranks
-on the same machine are watched through the kernel. Across machines, rank 0 watches all ranks, and
-all ranks watch rank 0. With more ranks each rank reads files less often, to keep the number of file
-accesses per second low.
+The thread writes this rank's heartbeat file, ends the rank if its launcher has exited, and ends the
+whole run if a rank has died, is stopped, or makes no progress. The time limit for each phase adapts
+to the run. A rank that reads, writes, or waits for a working rank does not count as hung. Ranks on
+the same machine are watched through the kernel. Across machines, rank 0 watches all ranks, and all
+ranks watch rank 0. The more ranks there are, the less often each rank reads files, which keeps the
+total number of file accesses per second low.
 """
 
 import contextlib
@@ -35,26 +35,27 @@ from zerolm.watchdog import (
 )
 from zerolm.watchdog.heartbeats import Heartbeats, interval_seconds
 
-POLL_SECONDS = 0.5  # between checks of the processes on this machine
-REQUEST_SECONDS = 2.0  # between checks for another rank's verdict or a stop request
-JUDGES = 4  # number of ranks that read all heartbeats when stuck; the others follow a verdict
-SILENT_SECONDS = 60.0  # without a heartbeat for this long, while this rank is stuck, a rank is lost
-STOPPED_SECONDS = 10.0  # a process stopped with SIGSTOP for this long is lost
+POLL_SECONDS = 0.5  # time between checks of the processes on this machine
+REQUEST_SECONDS = 2.0  # time between checks for another rank's verdict or a stop request
+JUDGES = 4  # number of ranks that read all heartbeats when stuck; other ranks follow a verdict
+SILENT_SECONDS = 60.0  # while this rank is stuck, a rank silent for this long is considered lost
+STOPPED_SECONDS = 10.0  # a process stopped (SIGSTOP) for this long is considered lost
 SUSPENDED_SECONDS = 6.0  # a poll this late means that this process was suspended, not the others
-EXIT_DELAY_SECONDS = 3.0  # limit for the launcher, which polls every second, to notice a dead rank
-ORPHAN_SECONDS = 2.0  # time for the main thread to handle the signal that ended the launcher
+EXIT_DELAY_SECONDS = 3.0  # time for the launcher, which polls every second, to notice a dead rank
+ORPHAN_SECONDS = 2.0  # time for the main thread to handle the signal that killed the launcher
 TEARDOWN_SECONDS = 30.0  # time for the interpreter to exit after an error
 RUNNER_GONE = "deepspeed has ended"
 GOOD_ENDINGS = ("done", "stopped", "gave up")
 
 
 class Watchdog:
-    """Watches this rank and the others; one per process.
+    """Watches this rank and the other ranks. There is one watchdog per process.
 
     Args:
-        run_dir: must exist on rank 0, which holds its lock.
-        hang_timeout: seconds without progress after which a rank counts as hung; 0 disables this.
-        stop: stop request; setting its `reason` makes this rank save and stop.
+        run_dir: run directory, which must exist on rank 0, where it is locked.
+        hang_timeout: seconds without progress after which a rank counts as hung; 0 disables hang
+            detection.
+        stop: the `StopRequest`; setting its `reason` makes this rank save and stop.
     """
 
     def __init__(self, run_dir: Path, rank: int, hang_timeout: float, stop: Any):
@@ -69,21 +70,24 @@ class Watchdog:
         self.peers: dict[int, dict[str, Any]] = {}  # identities of the other ranks
         # Before the ranks connect, only rank 0 knows that the directory belongs to this run.
         self.stacks = stacks.StackFile(self.files.stacks(rank)) if rank == 0 else None
-        self._seen: dict[int, tuple[int, float]] = {}  # heartbeat files: (mtime, when it changed)
-        self._suspects: dict[int, tuple[int, float]] = {}  # hung ranks: (beats, time of heartbeat)
-        self._leads_machine = True  # lowest rank on its machine; the others notice its exit
+        self._seen: dict[int, tuple[int, float]] = {}  # {rank: (heartbeat mtime, when it changed)}
+        self._suspects: dict[int, tuple[int, float]] = {}  # {hung rank: (beats, heartbeat time)}
+        self._leads_machine = True  # whether this is the lowest rank on its machine
         self._stopped_since: dict[int, float] = {}
         self._orphan_since: float | None = None
         self._builds: list[str] = []
         self._oom_kills = machine.oom_kills()
-        self._lock = threading.Lock()  # only one ends the run: this thread or the main thread
+        self._lock = threading.Lock()  # either this thread or the main thread ends the run
         self._quit = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     # ---- Called by the main thread
 
     def connect(self, world_size: int) -> None:
-        """Exchange the ranks' identities and start watching them. Every rank must call this."""
+        """Exchange identities with the other ranks, and start watching them.
+
+        Every rank must call this.
+        """
         if self.rank == 0:
             self.heartbeats.remove_stale(world_size)
         token = collectives.broadcast_object(secrets.token_hex(4))
@@ -91,7 +95,7 @@ class Watchdog:
             self.stacks = stacks.StackFile(self.files.stacks(self.rank))
         self.heartbeats.token, self.heartbeats.seconds = token, interval_seconds(world_size)
         flight_recorder.write_to(self.files.flight_recorder(token))
-        self.heartbeats.write()  # so every rank has a heartbeat from this launch before the gather
+        self.heartbeats.write()  # before the gather, so every rank then has a heartbeat
         identity = {**self.heartbeats.identity(), "start_bytes": self.stacks.start_bytes}
         identities = collectives.gather_objects(identity)
         self.peers = {peer["rank"]: peer for peer in identities if peer["rank"] != self.rank}
@@ -100,10 +104,9 @@ class Watchdog:
         self._leads_machine = self.rank < min(local, default=world_size)
 
     def report_failure(self, error: BaseException) -> None:
-        """Report that this rank ends with an error, unless another rank's end explains the error.
+        """Report that this rank ends with an error, unless another rank's end caused the error.
 
-        In that case this process exits here without printing the error, which is a mere
-        consequence.
+        If so, this process exits here without printing the error, which is only a consequence.
         """
         if self.stacks is not None:
             self.stacks.exit_after(TEARDOWN_SECONDS)
@@ -122,7 +125,11 @@ class Watchdog:
             self.heartbeats.mark_ended(reason)
 
     def close(self, reason: str) -> None:
-        """Stop watching, because the run has ended in one of the `GOOD_ENDINGS`."""
+        """Stop watching, because the run has ended.
+
+        Args:
+            reason: how the run ended, one of `GOOD_ENDINGS`.
+        """
         with self._lock:
             self._quit.set()
             self.heartbeats.mark_ended(reason)
@@ -153,13 +160,13 @@ class Watchdog:
                 if beats_due or (self._leads_machine and now - followed >= REQUEST_SECONDS):
                     followed = now
                     self._follow_requests()
-            except Exception as error:  # a failure in the watchdog itself must not end a run
+            except Exception as error:  # an error in the watchdog itself must not end a run
                 if not error_printed:
                     print(f"watchdog: rank {self.rank}: {error!r}", file=sys.stderr, flush=True)
                 error_printed = True
 
     def _name_builds(self) -> None:
-        """Print once that a silent start is compiling an operator."""
+        """Print once that operators are being compiled, since a start prints nothing meanwhile."""
         if self.rank == 0 and self.monitor.is_starting and not self._builds:
             self._builds = machine.running_builds(os.environ)
             if self._builds:
@@ -194,9 +201,9 @@ class Watchdog:
                 self._stopped_since.pop(rank, None)
 
     def _outlive_launcher(self) -> None:
-        """Exit after the launcher has ended, unless a stop was requested: then let this rank save.
+        """Exit after the launcher has exited, unless a stop was requested and this rank must save.
 
-        A closed terminal signals the launcher and the ranks at the same time.
+        Closing a terminal signals the launcher and the ranks at the same time.
         """
         now = time.monotonic()
         self._orphan_since = self._orphan_since or now
@@ -206,7 +213,11 @@ class Watchdog:
             self._exit_alone("its launcher is gone", "launcher_lost")
 
     def _handle_exit(self, rank: int, how: str | None) -> None:
-        """End the run if a rank's process has exited before the rank had finished."""
+        """End the run if a rank's process exited before the rank had finished.
+
+        Args:
+            how: how the process ended; None if unknown.
+        """
         heartbeat = self.heartbeats.read(rank)
         if heartbeat is not None and heartbeat["state"] == "ended":
             if heartbeat["reason"] in GOOD_ENDINGS:
@@ -224,10 +235,10 @@ class Watchdog:
         self._end_run({rank: why}, "rank_lost", how)
 
     def _end_for_ceased(self, symptom: str) -> None:
-        """Look for ceased ranks on other hosts for some seconds; end the run if there are any.
+        """Look for ceased ranks on other hosts for some seconds; end the run if any are found.
 
         Args:
-            symptom: what has happened on this host, possibly because a peer has ceased.
+            symptom: what happened on this host, possibly because a peer has ceased.
         """
         found = silence.ceased(self.heartbeats, self.peers, self._leads_machine)
         if found:
@@ -247,12 +258,12 @@ class Watchdog:
         silent = max(silent, 3 * self.heartbeats.seconds)
         if quiet > silent:
             self._check_heartbeats(silent)
-        # Rank 0 judges first, then a few others: each of them reads all heartbeats.
+        # Rank 0 judges first, followed by a few other ranks; each of them reads all heartbeats.
         if self.rank < JUDGES and quiet > limit + 4 * self.rank * self.heartbeats.seconds:
             self._judge()
 
     def _judge(self) -> None:
-        """End the run if two consecutive readings of all heartbeats show that ranks hang."""
+        """Read all heartbeats; end the run if this and the previous call find that ranks hang."""
         beats: list[Any] = [self.heartbeats.read(rank) for rank in self.peers]
         beats.append(self.heartbeats.status())
         running = [beat for beat in beats if beat is not None and beat["state"] == "running"]
@@ -265,22 +276,23 @@ class Watchdog:
         }
         before, same = self._suspects, suspects.keys() == self._suspects.keys()
         if not same or any(before[rank][0] != suspects[rank][0] for rank in suspects):
-            self._suspects = suspects  # heartbeats may be old: wait for the next
+            self._suspects = suspects  # heartbeats may be old, so wait for newer ones
         elif found and all(before[rank][1] < suspects[rank][1] for rank in suspects):
             self._end_run(found.blamed, "hang", reason=found.reason)
 
     def _check_heartbeats(self, silent: float) -> None:
-        """End the run if another rank's heartbeats have stopped. Called while this rank is stuck.
+        """End the run if another rank's heartbeats have stopped.
 
-        While this rank makes progress, all other ranks are alive, whatever their files contain.
+        Called only while this rank is stuck: as long as it makes progress, all other ranks must be
+        alive, whatever their files contain.
 
         Args:
-            silent: seconds without a new heartbeat after which a rank is lost.
+            silent: seconds without a new heartbeat after which a rank is considered lost.
         """
         now = time.monotonic()
         lost: dict[int, float] = {}
         if now - self.heartbeats.written_at > 2 * self.heartbeats.seconds:
-            return  # if this rank cannot write, others may not be able to either
+            return  # if this rank cannot write, other ranks may not be able to either
         for rank in self.peers if self.rank == 0 else [0]:
             try:
                 mtime = self.files.heartbeat(rank).stat().st_mtime_ns
@@ -300,7 +312,7 @@ class Watchdog:
             self._end_run(blamed, "hang")
 
     def _follow_requests(self) -> None:
-        """Stop if a file requests it; exit if another rank has written a verdict."""
+        """Request a stop if a file requests one; exit if another rank has written a verdict."""
         token = self.heartbeats.token
         if token is None:
             return
@@ -320,7 +332,7 @@ class Watchdog:
 
         Args:
             blamed: {blamed rank: reason}.
-            how: how the rank's process ended, if it has.
+            how: how the blamed rank's process ended, if it has ended.
             reason: why the run ends, if no rank is blamed.
         """
         first = self._publish(blamed, event, how, reason)
@@ -330,8 +342,8 @@ class Watchdog:
         """Write the stacks, kill the blamed ranks on this machine, and exit.
 
         Args:
-            first: whether this rank published the verdict and therefore collects the blamed ranks'
-                stacks; the other ranks wait for that.
+            first: whether this rank published the verdict. If so, it collects the stacks of the
+                blamed ranks, while the other ranks wait.
         """
         with self._lock:
             if self._quit.is_set():
@@ -362,19 +374,19 @@ class Watchdog:
         local = [peer for peer in peers if peer["machine"] == self.heartbeats.machine]
         while time.monotonic() < deadline:
             found = [processes.inspect_process(peer["pid"]) for peer in local]
-            if None in found:  # the launcher has reaped it
+            if None in found:  # the launcher has reaped a dead rank
                 return
             time.sleep(0.05)
 
     def _exit_alone(self, why: str, event: str) -> None:
-        """End this rank, which no launcher can end; the others follow if they are connected."""
+        """End this rank without waiting for a launcher; connected ranks follow the verdict."""
         verdict.mute_broken_output()
         host, pid = self.heartbeats.host, self.heartbeats.process.pid
         if self.rank == 0 or self.heartbeats.token is not None:
             if self.stacks is not None:
                 self.stacks.write("the run ends")
             self._publish({self.rank: why}, event, None, host=host, pid=pid, reason=why)
-        else:  # unknown whether the directory belongs to this run
+        else:  # it is unknown whether the directory belongs to this run
             print(f"watchdog: rank {self.rank} on {host} exits: {why}", file=sys.stderr, flush=True)
         self.heartbeats.mark_ended(why)
         os._exit(EXIT_BUG)
@@ -382,14 +394,14 @@ class Watchdog:
     def _publish(
         self, blamed: dict[int, str], event: str, how: str | None, why: str = "", **fields: Any
     ) -> bool:
-        """Publish the verdict about the ranks at fault; return False if another rank was first."""
+        """Publish a verdict about the blamed ranks; return False if another rank was first."""
         entries = []
         for rank, reason in blamed.items():
             own = rank == self.rank
             heartbeat = self.heartbeats.status() if own else dict(self.heartbeats.read(rank) or {})
             heartbeat = heartbeat or self.peers[rank]
             path = self.files.stacks(rank)
-            # A killed rank has left no stacks; a hung rank is requested to write them after this.
+            # A killed rank has left no stacks; a hung rank will be requested to write them later.
             before = self.stacks.start_bytes if own and self.stacks else 0
             before = before if own else self.peers[rank]["start_bytes"]
             has_stacks = event == "hang" or stacks.size_bytes(path) > before
@@ -404,7 +416,7 @@ class Watchdog:
         )
 
     def _local_processes(self, ranks: list[int]) -> list[processes.Process]:
-        """Return the processes of the given ranks that are on this machine and have not ended."""
+        """Return the running processes of those given ranks that are on this machine."""
         peers = [self.peers[rank] for rank in ranks]
         local = [peer for peer in peers if peer["machine"] == self.heartbeats.machine]
         found = [(peer, processes.inspect_process(peer["pid"])) for peer in local]
@@ -427,9 +439,9 @@ def _deepspeed_runner(launcher: int | None) -> processes.Process | None:
 
 
 def _ssh_session(launcher: int | None) -> processes.Process | None:
-    """Return the ssh server's process that started the launcher, as pdsh does on each host.
+    """Return the ssh server's process if it started the launcher directly, as with pdsh.
 
-    None if a user's shell started the launcher, since the user may log out while a run starts.
+    Return None if a user's shell started the launcher, since the user may log out during a start.
     """
     process = processes.inspect_process(launcher) if launcher else None
     with contextlib.suppress(OSError):
