@@ -17,8 +17,8 @@ import numpy as np
 
 from zerolm.common.files import write_atomically
 
-# Peak memory for each entry in a hash range, including sorting. Measured: 101 bytes with 2 million
-# entries (growth of the resident set in BucketTask, 2026-11-21); the rest is for copies.
+# Peak memory per entry while sorting a hash range: 101 bytes, measured with 2 million entries as
+# the growth of the resident set in BucketTask (2026-11-21), plus a reserve for copies.
 BYTES_PER_ENTRY = 120
 UNIT_BITS = 32  # a unit contains at most 2^32 documents
 NUMBER_MASK = np.uint64((1 << UNIT_BITS) - 1)

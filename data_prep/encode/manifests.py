@@ -21,7 +21,7 @@ from zerolm.common.files import encode_json, file_entry, sync_file, write_atomic
 from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.origins import INPUTS
 
-SYNCING_THREADS = 8  # concurrent syncs share the cost
+SYNCING_THREADS = 8  # concurrent syncs are faster than one after another
 
 
 def split_totals(records: Sequence[Record], key: str, num_splits: int) -> list[int]:
@@ -58,7 +58,7 @@ def refuse_unknown(tokenizer: str, records: Sequence[Record], max_unknown: float
 def input_keys(
     inputs: Sequence[Input], records: Sequence[Record], rules: InputRules
 ) -> dict[str, Any]:
-    """Return the manifest keys about the inputs, and about documents left out of the shards."""
+    """Return the manifest keys that describe the inputs and the documents left out of shards."""
     tally = Tally.from_records([record["tally"] for record in records])
     skipped: Counter[str] = Counter()
     for record in records:
@@ -86,7 +86,9 @@ def input_keys(
 
 
 def encoder_entry(records: Sequence[Record], choice: dict[str, Any]) -> dict[str, Any]:
-    """Return the `encoder` key: the chosen backend, and documents and bytes by backend."""
+    """Return the value of the key `encoder`: the chosen backend, and each backend's documents and
+    bytes.
+    """
     counts: Counter[str] = Counter()
     for record in records:
         counts.update(record["encoded"])
@@ -94,7 +96,7 @@ def encoder_entry(records: Sequence[Record], choice: dict[str, Any]) -> dict[str
 
 
 def write_input_list(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]:
-    """Write the list of inputs that origins refer to, and return its entry for the manifest.
+    """Write the list of inputs that origins refer to, and return the list's manifest entry.
 
     `publish_all` makes it durable.
     """
@@ -114,8 +116,8 @@ def publish_all(directories: Sequence[ShardDirectory], manifests: Sequence[dict[
     """Sync all files of the outputs, then write the manifests.
 
     Raises:
-        OSError: a file cannot be synced; in this case, nothing is published.
-        ZerolmError: only some of the outputs could be published.
+        OSError: a file cannot be synced; nothing has been published.
+        ZerolmError: some of the outputs could not be published, but others have been.
     """
     paths = [path for each in directories for path in each.directory.iterdir() if path.is_file()]
     with ThreadPoolExecutor(SYNCING_THREADS) as threads:

@@ -39,10 +39,10 @@ MAX_PART_BYTES = 1 << 30
 class Batch(NamedTuple):
     """Encoded documents of one split."""
 
-    token_ids: np.ndarray  # (N,) in the shards' dtype; each document ends with the EOS id
+    token_ids: np.ndarray  # (N,) ids in the shards' dtype; each document ends with the EOS id
     lengths: np.ndarray  # (D,) integers, in tokens
     origins: np.ndarray  # (D,) integers; see `zerolm.shards.origins`
-    text_bytes: int  # UTF-8 bytes of the documents
+    text_bytes: int  # size of the documents in UTF-8
 
 
 class PartWriter:
@@ -62,11 +62,12 @@ class PartWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the part must be closed to limit memory and file size."""
+        """Whether the part should be closed, which limits memory use and file size."""
         return self.num_documents >= MAX_PART_DOCUMENTS or self.num_bytes >= MAX_PART_BYTES
 
     def close(self, previous: str | None, last: bool, **extra: Any) -> dict[str, Any]:
-        """Finish the part, and return its record; write the record unless the part is the last.
+        """Finish the part and return its record; write the record to a file unless this is the last
+        part.
 
         Args:
             previous: name of the previous part; None for the first part.
@@ -79,7 +80,7 @@ class PartWriter:
         return record
 
     def abort(self) -> None:
-        """Close the files, which `read_parts` removes later."""
+        """Close the files of an unfinished part; `read_parts` removes them later."""
         for each in self._splits:
             each.abort()
 
@@ -156,7 +157,9 @@ def is_record_intact(directory: Path, record: dict[str, Any]) -> bool:
 
 
 def _checksum(path: Path, size: int) -> str | None:
-    """Return the XXH3 hash of a file; None if the file is missing or has another size."""
+    """Return a file's XXH3 hash, or None if the file cannot be read or does not have the given
+    size.
+    """
     digest = xxhash.xxh3_64()
     try:
         if path.stat().st_size != size:
@@ -170,7 +173,7 @@ def _checksum(path: Path, size: int) -> str | None:
 
 
 def part_name(unit: int, number: int, writer: str) -> str:
-    """Return the name of a part; `writer` is the `attempt_token()` of the task's attempt."""
+    """Return the name of a part; `writer` is the `attempt_token()` of the task's current attempt."""
     return f"{unit:05d}-{number:05d}-{writer}"
 
 
@@ -196,9 +199,9 @@ class PartRecord(_Part, total=False):
 
 
 def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, Any]]:
-    """Return the records of a unit's consecutive intact parts, from the first, without the last.
-
-    Remove all other files of the unit, except files that another process may still be writing.
+    """Return the records of a unit's intact parts in order, up to the first missing part. Remove
+    all other files of the unit, except files that another process may still be writing. The unit's
+    last part is not included, because it has no record file.
 
     Args:
         fingerprint: hash of everything that determines the parts; parts with another hash are

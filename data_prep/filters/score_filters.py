@@ -1,7 +1,7 @@
 """Filters that store scores in documents, and a filter that drops documents by a number.
 
-A score is a number in a document's object `scores`. A first pass can run the models, and later
-passes can apply other thresholds without them.
+Scores are numbers that a document stores in its object `scores`. A first pass can run the models,
+and later passes can apply different thresholds without running the models again.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ class FastText:
     """datatrove's fastText filter with a model file; also stores the scores of all labels.
 
     Args:
-        name: prefix of the scores, `scores["NAME.LABEL"]`; by default the name of the model file.
+        name: prefix of the scores' keys, as in `scores["NAME.LABEL"]`; by default the name of the
+            model file.
     """
 
     def __init__(self, model: str, name: str = "", **parameters: Any):
