@@ -80,7 +80,7 @@ class DocumentEncoder:
         return batches, IdCounts(int(num_inner_eos), int(num_unknown))
 
     def _with_eos(self, ids: Sequence[np.ndarray]) -> np.ndarray:
-        """Concatenate the documents' ids in the shards' dtype, with an EOS id after each document."""
+        """Concatenate documents' ids in the shards' dtype, with an EOS id after each document."""
         eos = np.array([self.eos_id], np.uint32)
         joined = [np.empty(0, np.uint32)] * (2 * len(ids))
         joined[::2], joined[1::2] = ids, [eos] * len(ids)

@@ -173,7 +173,7 @@ def _checksum(path: Path, size: int) -> str | None:
 
 
 def part_name(unit: int, number: int, writer: str) -> str:
-    """Return the name of a part; `writer` is the `attempt_token()` of the task's current attempt."""
+    """Return a part's name; `writer` is the `attempt_token()` of the task's current attempt."""
     return f"{unit:05d}-{number:05d}-{writer}"
 
 
@@ -199,9 +199,10 @@ class PartRecord(_Part, total=False):
 
 
 def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, Any]]:
-    """Return the records of a unit's intact parts in order, up to the first missing part. Remove
-    all other files of the unit, except files that another process may still be writing. The unit's
-    last part is not included, because it has no record file.
+    """Return the records of a unit's intact parts in order, up to the first missing part.
+
+    The unit's last part is not included, because it has no record file. All other files of the
+    unit are removed, except files that another process may still be writing.
 
     Args:
         fingerprint: hash of everything that determines the parts; parts with another hash are

@@ -31,7 +31,9 @@ BLOCK_DOCUMENTS = 1 << 16
 
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
-    """Open the data set PREFIX (or PREFIX.bin, PREFIX.idx), or all in a directory."""
+    """Open the data set PREFIX, given as PREFIX, PREFIX.bin or PREFIX.idx, or all data sets in a
+    directory.
+    """
     if path.is_dir():
         indices = sorted(path.glob("*.idx"))
         if not indices:

@@ -28,7 +28,7 @@ NO_ENDS = np.empty(0, np.int64)
 
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
-    """Open a .bin file, or all such files in a directory in name order."""
+    """Open a .bin file, or all .bin files in a directory, sorted by name."""
     return [_open(file, options) for file in files_of(path, ".bin")]
 
 
