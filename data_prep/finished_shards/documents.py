@@ -86,7 +86,7 @@ def _read_shard(
 ) -> Iterator[Documents]:
     bounds = list(piece_bounds(ends))
     edges = [0, *(int(ends[last - 1]) for _, last in bounds)]
-    fetches: deque[Any] = deque()  # they cache content fetched from a store
+    fetches: deque[Any] = deque()  # kept because they cache fetched content
     for place, (first, last) in enumerate(bounds):
         while place + len(fetches) < min(len(bounds), place + 1 + PIECES_AHEAD):
             ahead = place + len(fetches)

@@ -98,9 +98,7 @@ def read_index(path: Path, kind: type[T]) -> T:
 
 
 def check_no_pointer(path: Path) -> Path:
-    """Return the path unchanged; raise an error if the file only points to content stored
-    elsewhere.
-    """
+    """Return the path; raise an error if the file only points to content stored elsewhere."""
     if problem := pointer_problem_of(path):
         raise ConfigError(f"{path}: {problem}")
     return path
@@ -119,9 +117,7 @@ def files_of(path: Path, suffix: str) -> list[Path]:
 
 
 def listed_file(path: Path, size: int | None) -> Path:
-    """Check that a file listed in index.json exists and has the listed size, if any; return its
-    path.
-    """
+    """Check that a file listed in index.json exists and has the listed size; return its path."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
     check_no_pointer(path)

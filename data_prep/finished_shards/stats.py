@@ -97,7 +97,7 @@ def _pieces(sources: Sequence[Source]) -> Iterator[Piece]:
 def _measure_piece(
     sources: list[Source], piece: Piece
 ) -> tuple[Piece, Counts, np.ndarray, np.ndarray]:
-    """Measure a piece; return its counts and its documents' hashes and indices, (D,) uint64 each."""
+    """Measure a piece; return its counts and its documents' hashes and indices: (D,) uint64."""
     source = sources[piece.source]
     ends = source.document_ends(piece.shard)[: piece.last].astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])[piece.first :]

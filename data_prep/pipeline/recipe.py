@@ -98,16 +98,14 @@ class Recipe:
         return self.shards.val_fraction if own is None else own
 
     def sources_before(self, source: Source) -> tuple[Source, ...]:
-        """Return the sources, in order, with whose documents the given source is compared."""
+        """Return, in order, the sources with which a source is compared to find duplicates."""
         if self.dedup is None or not self.dedup.across_sources:
             return ()
         order = self.by_preference()
         return order[: [each.name for each in order].index(source.name)]
 
     def by_preference(self) -> tuple[Source, ...]:
-        """Return the sources in order of preference: of duplicates, the first source's document is
-        kept.
-        """
+        """Return the sources in order of preference: duplicates are kept in the earliest source."""
         if self.dedup is None or not self.dedup.source_order:
             return self.sources
         place = {name: number for number, name in enumerate(self.dedup.source_order)}

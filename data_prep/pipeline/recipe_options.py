@@ -90,9 +90,7 @@ class SourceOptions:
         yield from encoding_problems(self.encoding)
 
     def rules(self, keep_records: bool = True) -> InputRules:
-        """Return the rules for reading; `keep_records` is for stages that write the documents
-        again.
-        """
+        """Return the rules for reading; stages that rewrite documents need `keep_records`."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["input"], given["val_fraction"]
         return InputRules(**given, keep_records=keep_records)

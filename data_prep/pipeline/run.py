@@ -43,9 +43,7 @@ Json = dict[str, Any]
 
 
 def prepare(recipe: Any, executor: Any) -> tuple[list["Pipeline"], "Training | None"]:
-    """Return a pipeline for each source of a recipe, and the tokenizer training; None if there is
-    none.
-    """
+    """Return one pipeline per source, and the tokenizer training (None if the recipe has none)."""
     dedup = dedup_fingerprints(recipe)
     pipelines = [Pipeline(recipe, source, executor, dedup) for source in recipe.sources]
     return pipelines, None if recipe.training is None else Training(recipe, pipelines)
@@ -80,7 +78,7 @@ class Pipeline:
         return tuple(stage for stage in self.recipe.stages if stage not in ("shards", "pack"))
 
     def keys(self) -> dict[str, str]:
-        """Return a fingerprint of everything that determines a stage's result, for each stage in order."""
+        """Return, for each stage, a fingerprint of everything that determines its result."""
         return stage_fingerprints(self.recipe, self.source, self.tokenizer_key, self.dedup_keys)
 
     def states(self) -> dict[str, str]:
