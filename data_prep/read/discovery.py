@@ -227,9 +227,8 @@ def _expand(
     for path in paths:
         try:
             stage = stage_of(path)
-            above = Path(
-                path
-            ).parent  # the stage, if the path is a directory with its dropped documents
+            # If the path is a directory with a stage's dropped documents, its parent is the stage.
+            above = Path(path).parent
             written_by = read_stage(above) if Path(path).is_dir() and is_stage(above) else stage
             if written_by is not None:
                 check_text_field(written_by, text_field)
@@ -423,7 +422,7 @@ def _file_input(argument: str, path: str, suffix: str) -> Input:
 
 
 def _printable(path: str) -> str:
-    """Return a path in which line breaks, and bytes that are not UTF-8, are escaped (`\\xe9`)."""
+    """Escape line breaks in a path, and bytes that are not UTF-8 (`\\xe9`)."""
     text = os.fsencode(path).decode(errors="backslashreplace")
     return text.replace("\n", "\\n").replace("\r", "\\r")
 
