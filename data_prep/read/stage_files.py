@@ -154,7 +154,7 @@ def is_stage(directory: str | Path) -> bool:
 
 
 def is_unfinished(directory: str | Path) -> bool:
-    """Return whether a directory is an unfinished stage: with task records, without `stage.json`."""
+    """Return whether a directory is an unfinished stage: task records but no `stage.json`."""
     if is_stage(directory):
         return False
     patterns = ("records/*/[0-9][0-9][0-9][0-9][0-9]*", "work/records/*/[0-9][0-9][0-9][0-9][0-9]*")

@@ -249,7 +249,7 @@ class Stream:
 
 
 def _fast_zlib() -> Any:
-    """Return Intel's isa-l if it is installed, else zlib; isa-l is faster, with identical output."""
+    """Return Intel's isa-l if installed, else zlib; isa-l is faster, with identical output."""
     try:
         from isal import isal_zlib
     except ImportError:  # wheels do not exist for every platform

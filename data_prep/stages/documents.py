@@ -125,7 +125,7 @@ class InputDocuments(Documents):
         return tally
 
     def bounded(self, directory: Path, executor: Executor) -> Documents:
-        """Return these documents; if a unit is large, write them to a stage and return the stage's."""
+        """Return these documents; if a unit is large, first write all of them to a stage."""
         if self.write_stage is None:
             return self
         stage = self.write_stage(directory, executor)
