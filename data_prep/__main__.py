@@ -43,8 +43,8 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
     signal.signal(signal.SIGTERM, _terminate)
     # No command multiplies matrices, and a single-threaded process starts its workers faster.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Documents and vocabularies consist of many objects without reference cycles, all of which each
-    # collection would visit.
+    # Documents and vocabularies consist of many objects without reference cycles, and every
+    # collection would visit all of them.
     gc.set_threshold(GARBAGE_OBJECTS)
     output: Any = _Output(sys.stdout)
     try:
@@ -54,7 +54,7 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
             gc.freeze()  # skips garbage collection at exit
     except (BrokenPipeError, PermissionError):
         raise
-    except ShardReadError as error:  # its own exit code is only for ranks of a training run
+    except ShardReadError as error:  # only ranks of a training run use its own exit code
         raise ShardError(error.problems) from None
     except OSError as error:  # such as a full disk or an output that cannot be written
         if error.filename is None and error.errno is None:

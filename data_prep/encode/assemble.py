@@ -110,7 +110,7 @@ class BackgroundAssembly:
     ):
         self.directories, self.parts = directories, parts
         self.shard_tokens, self.token_bytes = shard_tokens, token_bytes
-        self._records: dict[int, Record] = {}  # records of units that wait for an earlier unit
+        self._records: dict[int, Record] = {}  # records waiting for an earlier unit's
         self._next_unit = 0
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in directories]
         self._threads: list[threading.Thread] = []

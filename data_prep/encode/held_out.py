@@ -10,7 +10,7 @@ from data_prep.read.work_units import plan_units, read_batches
 from zerolm.common.url import is_url
 
 HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
-MAX_SEARCHED_BYTES = 64 << 20  # larger sources are not checked; see `_cost`
+MAX_SEARCHED_BYTES = 64 << 20  # larger sources are not checked; `_cost` weights the sizes
 
 
 def is_held_out(utf8: bytes, fraction: float) -> bool:

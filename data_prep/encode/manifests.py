@@ -21,7 +21,7 @@ from zerolm.common.files import encode_json, file_entry, sync_file, write_atomic
 from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.origins import INPUTS
 
-SYNCING_THREADS = 8  # concurrent syncs are faster than one after another
+SYNCING_THREADS = 8  # syncing concurrently is faster than one file at a time
 
 
 def split_totals(records: Sequence[Record], key: str, num_splits: int) -> list[int]:

@@ -257,7 +257,7 @@ def _has_ended(name: str) -> bool:
     if match is None or match[1] != host_name():
         return match is None
     if int(match[2]) == os.getpid():
-        return True  # this process runs one task at a time, so the earlier attempt has failed
+        return True  # this process runs one task at a time, so an earlier attempt has failed
     try:
         os.kill(int(match[2]), 0)
     except ProcessLookupError:

@@ -16,7 +16,7 @@ from zerolm.common.records import read_record
 from zerolm.shards.directory import PARTS, ShardDirectory
 
 STATE_FILE = "state.json"  # in the parts directory
-PARTS_VERSION = 5  # version of the parts' content; other versions are encoded again
+PARTS_VERSION = 5  # version of the parts' content; parts of other versions are encoded again
 CHECKING_THREADS = 4
 
 

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 from data_prep.filters.custom_filters import CUSTOM
 from zerolm.common.errors import did_you_mean
 
-DATATROVE = {  # name: module and class in datatrove.pipeline; only filters that need no network
+DATATROVE = {  # name: module and class in datatrove.pipeline; only filters that require no network
     "gopher_quality": "filters.gopher_quality_filter:GopherQualityFilter",
     "gopher_repetition": "filters.gopher_repetition_filter:GopherRepetitionFilter",
     "c4_quality": "filters.c4_filters:C4QualityFilter",

@@ -24,7 +24,7 @@ from zerolm.shards.origins import POSITION_BITS, pack_origins
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
 ITEMS, EOS = "items", "eos"
-MAX_DOCUMENT_IDS = 1 << 28  # maximum ids in a document if only EOS ids end documents
+MAX_DOCUMENT_IDS = 1 << 28  # maximum number of ids per document if documents end only at EOS ids
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Reader:
                         f"{num_left:,} consecutive ids. Give the --tokenizer (and --dtype) that "
                         "the file was written with."
                     )
-        if num_left:  # not ended by an EOS id
+        if num_left:  # ids that are not followed by an EOS id
             yield np.concatenate(left), np.array([num_left]), np.array([begun], np.uint64)
 
 

@@ -126,7 +126,7 @@ def _identity(each: Input) -> Any:
         status = Path(each.name).stat()
     except OSError:
         return each.name
-    if status.st_nlink > 1:  # some file systems give all files the same inode
+    if status.st_nlink > 1:  # on some file systems, all files have the same inode
         return status.st_dev, status.st_ino
     return os.path.realpath(each.name)
 
@@ -400,7 +400,7 @@ def _stages_problem(argument: str, stages: Sequence[str]) -> str:
 def _file_input(argument: str, path: str, suffix: str) -> Input:
     """Return the input for a file, with its `problem` if the file cannot be read."""
     printable = _printable(path)
-    if printable != path:  # the name is invalid in manifests, or would forge output lines
+    if printable != path:  # the name is not valid in manifests, or could forge lines of output
         fact = (
             "a line break in its name" if {"\n", "\r"} & set(path) else "a name that is not UTF-8"
         )
@@ -444,7 +444,9 @@ def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Itera
         hub = replace(hub, revision=HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
         open_hub(hub)
         yield Input(argument, argument, "hub", None, hub=hub)
-    except Exception as error:  # datasets, huggingface_hub and network errors have many types
+    except (
+        Exception
+    ) as error:  # datasets, huggingface_hub and the network raise errors of many types
         problems.append(
             f"--input {argument}: no such file, and it cannot be opened as a hub dataset "
             f"({reason(error)}). Check the path, or the id (namespace/name[:config][@split]) and "

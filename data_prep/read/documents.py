@@ -25,7 +25,7 @@ class Chunk(NamedTuple):
     # pages.read_pages and csv_rows.read_fields
     kind: str
     start: int  # where `data` starts: a byte of the (decompressed) file, or a row; from 0
-    data: Any  # bytes; for "rows" a list of texts (str or None) or of entire rows (dict)
+    data: Any  # bytes; for "rows", a list of texts (str or None) or of entire rows (dict)
     input_bytes: int  # bytes read from the stored (compressed) input since the last chunk
     input: int = 0  # index in the list of inputs
     next: Position = Position(0, 0)  # where the next chunk starts
@@ -119,7 +119,7 @@ class InputRules:
     """
 
     text_field: str = "text"  # key or column; if it contains dots, also a path into nested objects
-    on_bad_input: str = "fail"  # or "skip": count it and continue
+    on_bad_input: str = "fail"  # or "skip" to count bad input and continue
     max_bad_fraction: float = 0.01  # maximum fraction of documents and of bytes, with "skip"
     max_document_bytes: int = 1 << 26  # maximum size of a line, a text file, or a row's text
     max_expansion: int = 200  # maximum decompression ratio, beyond the first 64 MiB

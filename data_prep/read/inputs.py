@@ -175,7 +175,7 @@ class HubDataset:
 class Input:
     """One file or hub dataset; contains no open files, because it is sent to worker processes."""
 
-    argument: str  # the --input that named it
+    argument: str  # the value of --input that named it
     name: str  # a path or a hub id
     suffix: str  # one of SUFFIXES, `CODE` or "hub"
     size_bytes: int | None
@@ -185,7 +185,7 @@ class Input:
     problem: Failure | None = None  # why the file cannot be read, if bad input is skipped
     num_rows: int = 0  # documents lost with the file, if known
     of_stage: bool = False  # written by a stage; the limits for raw input do not apply
-    encoding: str = UTF8  # the user's --encoding; pages declare their own
+    encoding: str = UTF8  # the user's --encoding; pages declare their own encoding
     keys: tuple[tuple[str, str], ...] = ()  # further keys for its document
     version: str = ""  # version of a file in a store
     packages: tuple[str, ...] = ()  # packages used to read it, with their versions

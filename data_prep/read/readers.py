@@ -51,7 +51,7 @@ from data_prep.read.warc import read_archive
 from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.url import is_url
 
-HUB_ROWS = 64  # rows per batch of the streaming iterator
+HUB_ROWS = 64  # rows per batch from the streaming iterator
 BINARY_BYTES = 8192  # a zero byte within the first bytes marks a source file as binary, as in git
 
 
@@ -194,7 +194,10 @@ def _read_lines(
     stream = stream_of(source, max(0, part.start - 1), rules)
     limit = rules.max_document_bytes
     is_compressed = source.encoding != UTF8 or source.suffix.endswith(COMPRESSIONS)
-    counted, next_start = None, part.start  # `counted`: stored bytes in earlier chunks
+    counted, next_start = (
+        None,
+        part.start,
+    )  # `counted`: stored bytes that earlier chunks have counted
     is_plain = not is_compressed and not is_url(source.name)
     blocks = read_plain_line_blocks if is_plain else read_line_blocks
     for block in blocks(stream, part.start, part.stop, chunk_bytes, limit):

@@ -114,7 +114,7 @@ def _split_parquet(index: int, source: Input, limit: int) -> list[tuple[InputRan
     try:
         metadata = pq.read_metadata(stored_in(source))
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    except parquet_errors():  # reported by the task that reads it
+    except parquet_errors():  # the task that reads the file reports the problem
         return [(InputRange(index), stored_bytes)]
     parts: list[tuple[InputRange, int]] = []
     start = stop = 0

@@ -150,7 +150,7 @@ def _job_name(job_ids: Sequence[str], task_index: int, options: Json) -> str:
 
 
 def _lost_task_lines(logs: Path, name: str) -> list[str]:
-    """Return lines that show the Slurm state of a lost task's job and the end of the log."""
+    """Return lines with the Slurm state of a lost task's job and the end of its log."""
     lines = []
     without_log = "it never started, or the log was removed"
     if shutil.which("sacct") is not None:

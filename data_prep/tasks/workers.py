@@ -202,7 +202,7 @@ def _work(connection: Connection, prepare: Callable[[], Callable], forked: bool)
     if forked:
         gc.freeze()  # otherwise, garbage collection would cause the parent's memory to be copied
         _drop_inherited(connection)
-    # A thread detects that the parent has ended, even in the middle of an item.
+    # A thread detects that the parent has exited, even while an item is being processed.
     items: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     function = None
@@ -229,5 +229,5 @@ def _receive(connection: Connection, items: queue.SimpleQueue) -> None:
     try:
         while True:
             items.put(connection.recv())
-    except (EOFError, OSError):  # the parent has ended, so exit even in the middle of an item
+    except (EOFError, OSError):  # the parent has exited, so exit even while processing an item
         os._exit(0)
