@@ -67,7 +67,7 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
 
 
 class _Output:
-    """Standard output, with write errors that differ from those of a command's output files."""
+    """Standard output; its write errors differ from those of a command's output files."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Flags shared by all commands that read documents, and the input rules defined by these flags."""
+"""Flags shared by all commands that read documents, and the input rules that they define."""
 
 import argparse
 import sys
@@ -45,7 +45,7 @@ def find_inputs(
     """Resolve --input; return the inputs and notes on them, or empty lists if there are problems.
 
     Args:
-        text_fields: maps values of --input to their text fields, if these differ from --text_field.
+        text_fields: maps values of --input to text fields that differ from --text_field.
     """
     from data_prep.read import discovery
 

@@ -64,7 +64,9 @@ class Problems:
         self.lines += [f"--{flag} {line}" for line in output_problems(directory)]
 
     def outside_of_inputs(self, output: Path, inputs: Sequence[Any]) -> None:
-        """Check that an output is neither an input nor inside one; skip inputs that are URLs."""
+        """Check that an output is neither an input nor inside an input; ignore inputs that are
+        URLs.
+        """
         target = output.resolve()
         self.lines += [
             f"--output {output}: is the input {path}, or inside it. Choose another directory."
@@ -88,7 +90,7 @@ class Problems:
             self.lines.append(f"--{flag} {problem}")
 
     def refuse(self) -> None:
-        """Raise a ConfigError if there are problems."""
+        """Raise a ConfigError with all problems, if there are any."""
         if self.lines:
             raise ConfigError(self.lines)
 

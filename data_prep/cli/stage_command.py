@@ -36,7 +36,9 @@ def run_stage(
     chosen: Any,
     run: Callable[..., Json],
 ) -> tuple[Json, float]:
-    """Check everything, run a stage, and return its `stage.json` and the seconds it took."""
+    """Check all flags and inputs, run a stage, and return its `stage.json` and its duration in
+    seconds.
+    """
     from data_prep.stages.output_rules import output_problems, overlap_problems
     from data_prep.tasks.phases import LocalExecutor
 
@@ -59,7 +61,7 @@ def run_stage(
 
 
 def _open(arguments: list[str], rules: InputRules, output: Path) -> Any:
-    """Open a stage or other inputs; first read large inputs that cannot be split into a stage."""
+    """Open a stage or other inputs; first write large inputs that cannot be split to a stage."""
     from data_prep.filters.clean import CleanOptions, run_clean
     from data_prep.read.discovery import find_inputs
     from data_prep.read.stage_files import check_text_field, is_stage, read_stage

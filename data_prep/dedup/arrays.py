@@ -60,7 +60,7 @@ class Units:
         return self.num_old + self.num_new
 
     def path(self, kind: str, unit: int) -> Path:
-        """Return the path of a unit's array of the given kind."""
+        """Return the path of a unit's array; `kind` is the name of the array."""
         for directory, count in self.old:
             if unit < count:
                 return array_path(directory, kind, unit)
@@ -77,8 +77,8 @@ class Units:
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Read the entries whose hashes are in one of `num_partitions` equal ranges.
 
-        Entries from old units are returned only if their hash also occurs in a new unit, because no
-        other entries affect new documents.
+        An entry from an old unit is returned only if its hash also occurs in a new unit, because
+        only such entries affect new documents.
 
         Args:
             kind: name of the arrays, which are sorted by the field `hash` and have `document` as
@@ -107,12 +107,12 @@ class Units:
 
 
 def num_partitions(num_entries: int, memory_bytes: int) -> int:
-    """Return how many hash ranges are needed for each range to be sorted in memory."""
+    """Return the number of hash ranges with which each range can be sorted in memory."""
     return max(1, -(-num_entries * BYTES_PER_ENTRY // memory_bytes))
 
 
 def array_path(directory: Path, kind: str, task: int) -> Path:
-    """Return the path of the array of the given kind that belongs to a task."""
+    """Return the path of a task's array; `kind` is the name of the array."""
     return directory / kind / f"{task:05d}.npy"
 
 

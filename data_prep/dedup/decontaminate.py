@@ -51,7 +51,7 @@ class ScanTask:
 
 
 def decontaminate_identity(options: DecontaminateOptions) -> dict[str, Any]:
-    """Return everything besides the documents that determines the result, to be fingerprinted."""
+    """Return everything that determines the result except the documents, to be fingerprinted."""
     files = [(each, sha256_file(split_evaluation(each)[0])) for each in options.evaluation]
     versions = {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version, "files": files}
     return {**asdict(options), **versions}

@@ -97,7 +97,7 @@ def comparison_settings(options: DedupOptions) -> dict[str, Any]:
 
 
 def dedup_identity(options: DedupOptions, against: Sequence[str]) -> dict[str, Any]:
-    """Return everything besides the documents that determines the result, to be fingerprinted.
+    """Return everything that determines the result except the documents, to be fingerprinted.
 
     Args:
         against: ids of the signatures that the documents are compared with.

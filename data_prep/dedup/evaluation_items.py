@@ -39,10 +39,10 @@ def split_evaluation(argument: str) -> tuple[Path, list[str]]:
 
 
 def read_all_items(arguments: Sequence[str]) -> list[Item]:
-    """Return the items of all files.
+    """Read the items of all evaluation files.
 
     Raises:
-        ConfigError: lists the problems with all files.
+        ConfigError: some files have problems; the error lists all of them.
     """
     items: list[Item] = []
     problems: list[str] = []
@@ -57,13 +57,13 @@ def read_all_items(arguments: Sequence[str]) -> list[Item]:
 
 
 def read_items(argument: str) -> list[Item]:
-    """Return the items in a file, given as PATH or PATH:field,field.
+    """Read the items in a file; the argument is PATH or PATH:field,field.
 
     In text files, items are paragraphs separated by empty lines. In JSON lines and Parquet files,
     each line or row is an item. An item's texts are the values of the given fields, which are
     strings or lists of strings. The field `a.b` is the key "b" of the object stored under "a". If
-    no fields are given, the texts are HellaSwag's `ctx` followed by each of its `endings` if the
-    item has these keys, and otherwise `text`.
+    no fields are given, the texts are `ctx` followed by each of the `endings` if the item has these
+    keys of HellaSwag, and otherwise `text`.
 
     Raises:
         ConfigError: the file cannot be read, or lacks the fields.

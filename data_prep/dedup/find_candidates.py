@@ -37,7 +37,7 @@ class SignatureTask:
 
     Args:
         exact: "text" to compare texts byte by byte, "words" to compare their words.
-        layout: None to hash only the texts, to find exact copies.
+        layout: how signatures are divided into bands; None to find only exact copies.
     """
 
     documents: Documents

@@ -48,7 +48,7 @@ def choose_bands(threshold: float, permutations: int = MAX_PERMUTATIONS) -> Band
 
 
 def band_hashes(shingles: np.ndarray, ends: np.ndarray, layout: BandLayout) -> np.ndarray:
-    """Hash each band of each document; equal contents of different bands have different hashes.
+    """Hash each band of each document, so that equal values in different bands hash differently.
 
     Args:
         shingles: hashes of all documents' shingles, (S,) uint64.

@@ -1,4 +1,4 @@
-"""`NgramIndex`: the n-grams of evaluation items, and the search for them in documents.
+"""`NgramIndex`: an index of the n-grams in evaluation items, which searches documents for them.
 
 All n-gram hashes are held in memory, sorted. Each hash match is verified word by word, so hash
 collisions never drop a document.
@@ -103,8 +103,8 @@ class NgramIndex:
         at_words: np.ndarray,
         min_overlap: float,
     ) -> Match | None:
-        """Compare a document's words with each text that shares hashes with it, most hashes first,
-        and return the first match, or None if no text matches.
+        """Compare a document's words with the texts that share hashes with the document, most
+        hashes first. Return the first match, or None if no text matches.
         """
         hashes, places = np.unique(hashes, return_index=True)
         first_at = dict(zip(hashes.tolist(), at_words[places].tolist(), strict=True))

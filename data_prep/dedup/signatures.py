@@ -161,7 +161,7 @@ def _chain_problems(signatures: Signatures, before: Sequence[Signatures], given:
 
 
 def unrelated(signatures: Sequence[Signatures]) -> list[tuple[str, str]]:
-    """Return, as names, all pairs of signatures whose documents were never compared."""
+    """Return the names of all pairs of signatures whose documents were never compared."""
     found = []
     for number, later in enumerate(signatures):
         compared = {each["id"] for each in later.manifest["against"]}

@@ -27,8 +27,8 @@ from data_prep.dedup.members import Shingles
 class VerifyTask:
     """Computes the similarity of the candidate pairs whose first document is in a unit.
 
-    Pairs with a document that an earlier stage dropped are ignored: only kept documents cause
-    others to be dropped.
+    Pairs that contain a document dropped by an earlier stage are ignored, because only kept
+    documents cause other documents to be dropped.
     """
 
     units: Units

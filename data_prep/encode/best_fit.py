@@ -27,7 +27,7 @@ def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarra
             at 0.
 
     Returns:
-        Starts and lengths of the pieces, sorted by start, each (P,) int64.
+        Start and length of each piece, sorted by start; two arrays, (P,) int64.
     """
     starts = np.concatenate([[0], ends[:-1]])
     lengths = ends - starts

@@ -34,9 +34,7 @@ READ_BYTES = 1 << 20  # size of the text parsed and encoded at a time
 PART_SECONDS = 15.0  # CPU time per part, and the most work that a killed task repeats
 MIN_UNIT_BYTES = 1 << 23  # a unit's overhead is 1 ms of CPU, as for encoding 100 KB with gigatoken
 ENCODED_DIRECTORY = "encoded"  # subdirectory of the parts directory
-UNITS_PER_DIRECTORY = (
-    64  # in each directory `encoded/00000`, ...; every unit lists the files in its directory
-)
+UNITS_PER_DIRECTORY = 64  # in `encoded/00000`, ...; every unit lists its directory
 
 
 def units_of(inputs: Sequence[Input], unit_bytes: int | None) -> list[WorkUnit]:

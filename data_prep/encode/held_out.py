@@ -18,14 +18,14 @@ def is_held_out(utf8: bytes, fraction: float) -> bool:
 
     The split depends only on the document's text, not on other documents or their order. Therefore,
     all copies of a document are in the same split, and a larger fraction holds out a superset of
-    these documents.
+    the documents that a smaller fraction holds out.
     """
     digest = hashlib.blake2b(utf8, digest_size=8, person=b"zerolm-val").digest()
     return int.from_bytes(digest, "big") < fraction * (1 << 64)
 
 
 def _cost(source: Input) -> int:
-    """Return the cost of reading an input, as a multiple of reading local text of the same size."""
+    """Return how much longer reading an input takes than reading local text of the same size."""
     is_slow = source.suffix.startswith((*PAGE_FORMATS, *ARCHIVE_FORMATS)) or is_url(source.name)
     return 16 if is_slow else 1
 

@@ -32,7 +32,7 @@ def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict
     """Write a source's index unless an intact index exists, and return the index's manifest.
 
     Raises:
-        ShardError: the directory cannot be written, or another process is packing there.
+        ShardError: the directory cannot be written, or another process is writing an index there.
     """
     if (existing := _intact_index(source, seq_len)) is not None:
         return existing
@@ -68,7 +68,7 @@ def _document_ends(source: Source) -> str:
 
 @contextlib.contextmanager
 def _lock_index(directory: Path, seq_len: int) -> Iterator[None]:
-    """Prevent other processes from writing the index; the lock ends when the process exits."""
+    """Prevent other processes from writing the index; a process that exits releases its lock."""
     path = index_file(directory, seq_len, "lock")
     try:
         lock = FileLock(path)

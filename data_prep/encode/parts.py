@@ -62,7 +62,7 @@ class PartWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the part should be closed, which limits memory use and file size."""
+        """Whether the part should be closed, to limit memory use and file size."""
         return self.num_documents >= MAX_PART_DOCUMENTS or self.num_bytes >= MAX_PART_BYTES
 
     def close(self, previous: str | None, last: bool, **extra: Any) -> dict[str, Any]:

@@ -267,7 +267,9 @@ class _Run:
         return manifests
 
     def close(self, keep_parts: bool) -> None:
-        """Release the unpublished outputs; keep their parts for a later run, or remove them."""
+        """Release the unpublished outputs, and either keep their parts for a later run or remove
+        them.
+        """
         unpublished = [output for output in self.directories if output.is_locked]
         encoded = (f"{ENCODED_DIRECTORY}/*/*.json", f"{RECORDS}/*/*.json")
         has_parts = unpublished and any(path for each in encoded for path in self.parts.glob(each))

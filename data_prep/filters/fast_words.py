@@ -151,7 +151,8 @@ class FastWords:
 class _Segment(NamedTuple):
     """The words of a segment, and the special cases that may extend across its boundaries.
 
-    The special cases are bit masks; bit n represents pair n of adjacent tokens in special cases.
+    The special cases are stored as bit masks, in which bit n represents the nth pair of adjacent
+    tokens that occurs in a special case.
     """
 
     words: tuple[str, ...]

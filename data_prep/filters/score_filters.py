@@ -1,4 +1,4 @@
-"""Filters that store scores in documents, and a filter that drops documents by a number.
+"""Filters that store scores in documents, and a filter that drops documents based on a number.
 
 Scores are numbers that a document stores in its object `scores`. A first pass can run the models,
 and later passes can apply different thresholds without running the models again.
@@ -86,7 +86,7 @@ def _is_label(pair: Any) -> bool:
 
 
 class Score:
-    """Drops documents by a number that the input or an earlier stage has stored in them."""
+    """Drops documents based on a number that the input contains or an earlier stage has added."""
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class Documents(NamedTuple):
 
 
 def piece_bounds(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Group consecutive documents up to `PIECE_TOKENS` ids; yield (first, last) of each group."""
+    """Group consecutive documents up to `PIECE_TOKENS` ids; yield each group as (first, last)."""
     first = 0
     while first < len(ends):
         start = int(ends[first - 1]) if first else 0

@@ -37,7 +37,7 @@ class Excerpt(NamedTuple):
 
 
 def window_excerpt(source: Source, window: int, seq_len: int, packing: str) -> Excerpt:
-    """Return a window of a source; with best-fit packing, a row of the source's packing index."""
+    """Return a window of a source; with best-fit packing, this is a row of the packing index."""
     count = num_rows(source, seq_len, packing)
     if count == 0:
         raise ConfigError(

@@ -65,7 +65,7 @@ class _Reader:
         self.states = {_state(file) for file in files}
 
     def documents(self) -> Iterator[Documents]:
-        """Yield the documents of all files; their origins are the file and position where each
+        """Yield the documents of all files; a document's origin is the file and position where it
         begins.
         """
         by_items = self.rules.boundaries == ITEMS and all(file.has_ends for file in self.files)

@@ -105,7 +105,9 @@ class Recipe:
         return order[: [each.name for each in order].index(source.name)]
 
     def by_preference(self) -> tuple[Source, ...]:
-        """Return the sources in order of preference: duplicates are kept in the earliest source."""
+        """Return the sources in order of preference; of duplicates, the document in the earliest is
+        kept.
+        """
         if self.dedup is None or not self.dedup.source_order:
             return self.sources
         place = {name: number for number, name in enumerate(self.dedup.source_order)}

@@ -43,7 +43,7 @@ Json = dict[str, Any]
 
 
 def prepare(recipe: Any, executor: Any) -> tuple[list["Pipeline"], "Training | None"]:
-    """Return one pipeline per source, and the tokenizer training (None if the recipe has none)."""
+    """Return one pipeline per source, and the tokenizer training, or None without one."""
     dedup = dedup_fingerprints(recipe)
     pipelines = [Pipeline(recipe, source, executor, dedup) for source in recipe.sources]
     return pipelines, None if recipe.training is None else Training(recipe, pipelines)

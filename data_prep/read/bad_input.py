@@ -77,7 +77,7 @@ def describe_problems(
     """Return a message for each problem: `file:line: problem`.
 
     Line numbers are counted only here, by rereading the file up to that line. Beyond the first GiB
-    of a file, the message gives the byte offset instead.
+    of a file, the message contains the byte offset instead.
     """
     places: dict[Problem, str] = {}
     for name in {problem.name for problem in problems}:

@@ -35,7 +35,7 @@ def decode_content(
         is_truncated: whether the crawler has marked the content as truncated.
 
     Raises:
-        ValueError: the content cannot be decoded; the message gives the reason.
+        ValueError: the content cannot be decoded; the message states the reason.
     """
     codings = split_values(headers, "content-encoding")
     codings += split_values(headers, "transfer-encoding")

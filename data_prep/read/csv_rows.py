@@ -164,7 +164,7 @@ def read_rows(stream: Stream, header: Header, start: int, max_bytes: int) -> Ite
     """Yield the rows that follow byte `start`, at which a row begins.
 
     Args:
-        stream: begins at max(0, start - 1).
+        stream: the file's content from byte max(0, start - 1).
         max_bytes: maximum size of a field and of a line.
     """
     # Fields slightly over the limit are refused later, row by row.

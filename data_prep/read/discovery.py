@@ -76,7 +76,7 @@ def find_inputs(
             error; the task that reads the file then counts it as bad input.
         encoding: encoding of files that do not declare one, or "auto".
         code: whether to read each file as source code, whatever its format.
-        text_fields: maps arguments to their text fields, if these differ from `text_field`.
+        text_fields: maps arguments to text fields that differ from `text_field`.
 
     Raises:
         ConfigError: lists all arguments that match nothing, files that are named twice and,
@@ -422,7 +422,7 @@ def _file_input(argument: str, path: str, suffix: str) -> Input:
 
 
 def _printable(path: str) -> str:
-    """Escape line breaks in a path, and bytes that are not UTF-8 (`\\xe9`)."""
+    """Return a path with line breaks escaped, and bytes that are not UTF-8 (`\\xe9`)."""
     text = os.fsencode(path).decode(errors="backslashreplace")
     return text.replace("\n", "\\n").replace("\r", "\\r")
 
@@ -444,9 +444,7 @@ def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Itera
         hub = replace(hub, revision=HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
         open_hub(hub)
         yield Input(argument, argument, "hub", None, hub=hub)
-    except (
-        Exception
-    ) as error:  # datasets, huggingface_hub and the network raise errors of many types
+    except Exception as error:  # datasets and huggingface_hub raise errors of many types
         problems.append(
             f"--input {argument}: no such file, and it cannot be opened as a hub dataset "
             f"({reason(error)}). Check the path, or the id (namespace/name[:config][@split]) and "

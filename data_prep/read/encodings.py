@@ -141,7 +141,7 @@ def open_stream(path: str, suffix: str, start: int, max_expansion: int, encoding
 
 
 class DecodedStream(Stream):
-    """A `Stream` that converts a file in another encoding to UTF-8; positions are UTF-8 bytes."""
+    """A `Stream` that converts a file in another encoding to UTF-8; positions count UTF-8 bytes."""
 
     def __init__(self, path: str, suffix: str, start: int, max_expansion: int, encoding: str):
         super().__init__(path, suffix, 0, max_expansion)

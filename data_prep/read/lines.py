@@ -73,7 +73,8 @@ def read_line_blocks(
     `data`, and its length is `stop - start`.
 
     Args:
-        stream: begins at max(0, start - 1), to detect whether a line begins at `start`.
+        stream: the content from byte max(0, start - 1), which shows whether a line begins at
+            `start`.
     """
     position = max(0, start - 1)  # byte after the current block of the stream
     in_range = start == 0  # whether a line that starts in the range has been reached

@@ -23,7 +23,7 @@ class RowGroupRefused(ValueError):
 
 
 def check_parquet(stored: Any, text_field: str) -> tuple[Failure | None, int]:
-    """Return why a Parquet file has no text column, or None if it has one, and the number of rows.
+    """Check a Parquet file; return why it has no text column, or None, and its number of rows.
 
     Args:
         stored: the file, or its path.
@@ -374,7 +374,9 @@ def value_errors() -> tuple[type[Exception], ...]:
 
 
 def parquet_errors() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that pyarrow raises for damaged files, some of them Python's."""
+    """Return the exceptions that pyarrow raises for damaged files, which include built-in
+    exceptions.
+    """
     import pyarrow as pa
 
     return (pa.ArrowException, OSError, ValueError, NotImplementedError, OverflowError)

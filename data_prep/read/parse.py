@@ -245,7 +245,7 @@ def _lone_surrogate(text: str) -> str | None:
 
 
 def encoding_problem(chunk: Chunk, content: bytes, at: int) -> tuple[str, str]:
-    """Return the reason and detail of the problem that a byte is invalid in the file's encoding."""
+    """Return (reason, detail) for the problem that a byte is invalid in the file's encoding."""
     if chunk.encoding:
         return "encoding", f"not {chunk.encoding}. Name its encoding with --encoding, or auto."
     for magic, advice in CONTENTS.items():

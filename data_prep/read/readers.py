@@ -194,10 +194,7 @@ def _read_lines(
     stream = stream_of(source, max(0, part.start - 1), rules)
     limit = rules.max_document_bytes
     is_compressed = source.encoding != UTF8 or source.suffix.endswith(COMPRESSIONS)
-    counted, next_start = (
-        None,
-        part.start,
-    )  # `counted`: stored bytes that earlier chunks have counted
+    counted, next_start = None, part.start  # `counted`: stored bytes in earlier chunks
     is_plain = not is_compressed and not is_url(source.name)
     blocks = read_plain_line_blocks if is_plain else read_line_blocks
     for block in blocks(stream, part.start, part.stop, chunk_bytes, limit):

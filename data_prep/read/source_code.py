@@ -33,7 +33,7 @@ def code_keys(path: str, top: str) -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _license_of(directory: str, top: str) -> str:
-    """Return the license of a directory, from the nearest license file between it and `top`.
+    """Return a directory's license, from the nearest license file between the directory and `top`.
 
     Returns:
         SPDX identifiers joined with OR, "unknown" for any other license text, or "" if there is no

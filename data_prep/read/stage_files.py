@@ -52,7 +52,7 @@ def json_line(record: Mapping[str, Any]) -> bytes:
 
 
 class StageWriter:
-    """Writes one file of a stage, completely or not at all; equal lines produce equal bytes.
+    """Writes one file of a stage, completely or not at all; the same lines produce the same bytes.
 
     As a context manager, it removes the file on exit unless `close` was called.
     """
@@ -154,7 +154,7 @@ def is_stage(directory: str | Path) -> bool:
 
 
 def is_unfinished(directory: str | Path) -> bool:
-    """Return whether a directory is an unfinished stage: task records but no `stage.json`."""
+    """Return whether a directory contains task records but no `stage.json`: an unfinished stage."""
     if is_stage(directory):
         return False
     patterns = ("records/*/[0-9][0-9][0-9][0-9][0-9]*", "work/records/*/[0-9][0-9][0-9][0-9][0-9]*")

@@ -1,6 +1,6 @@
 """`Stream`: the decompressed bytes of a file, read in bounded memory.
 
-Bad content does not raise an error: the stream ends, and `failure` contains the reason.
+Bad content does not raise an error; instead, the stream ends and `failure` contains the reason.
 Independent of the format of documents.
 """
 
@@ -48,9 +48,9 @@ class Stream:
 
     Args:
         path: a regular file or a URL.
-        suffix: end of the file's name; with a suffix in COMPRESSIONS, the file is decompressed.
+        suffix: end of the file's name; the file is decompressed if the suffix is in COMPRESSIONS.
         start: first byte of the decompressed content to yield.
-        max_expansion: ratio of decompressed to compressed size above which the stream ends.
+        max_expansion: maximum ratio of decompressed to compressed size; above it, the stream ends.
     """
 
     encoding = ""  # the file's encoding, if not UTF-8

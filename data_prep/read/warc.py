@@ -89,9 +89,9 @@ def read_records(
     """Yield the records that start in [start, stop), and a failure for each damaged part.
 
     Args:
-        raw: the stored file, of `size` bytes.
+        raw: the stored file, which contains `size` bytes.
         start: any byte of a compressed file; in an uncompressed file, the start of a record.
-        max_bytes: maximum size of a record; a larger record is a failure.
+        max_bytes: maximum size of a record; for a larger record, a failure is yielded.
     """
     find, read = (_find_member, _read_member) if is_gzip else (_find_plain, _read_plain)
     place = find(raw, start) if start else 0
@@ -111,7 +111,7 @@ def read_records(
 
 
 def _find_member(raw: BinaryIO, start: int) -> int | None:
-    """Return the position, from `start` on, of the first gzip member with a WARC record."""
+    """Return the position of the first gzip member, at or after `start`, with a WARC record."""
     magic = GZIP_MAGIC + b"\x08"
     while True:
         raw.seek(start)
@@ -161,7 +161,7 @@ def _read_member(raw: BinaryIO, start: int, max_bytes: int) -> tuple[bytes, int,
 
 
 def _find_plain(raw: BinaryIO, start: int) -> int | None:
-    """Return the position, from `start` on, of the first record in an uncompressed file."""
+    """Return the position of an uncompressed file's first record at or after `start`."""
     start = max(0, start - 4)
     pattern = b"\r\n\r\n" + VERSION_LINE
     while True:

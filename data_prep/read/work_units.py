@@ -40,7 +40,7 @@ class WorkUnit(NamedTuple):
 
 
 def default_unit_bytes(inputs: Sequence[Input]) -> int:
-    """Return the size of a unit: a 128th of the corpus, from 4 to 256 MiB."""
+    """Return the default unit size: a 128th of the corpus, but at least 4 and at most 256 MiB."""
     total = sum(each.size_bytes or 0 for each in inputs)
     return min(max(total // UNITS_PER_CORPUS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 
@@ -76,7 +76,7 @@ def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[W
 
 
 def divide_last_units(units: list[WorkUnit], inputs: Sequence[Input]) -> list[WorkUnit]:
-    """Divide the last two units further if they are JSON lines, so that no worker waits long."""
+    """Divide the last two units further if they are JSON lines, to shorten the wait at the end."""
     divided = units[:-2]
     for unit in units[-2:]:
         part = unit.ranges[0]

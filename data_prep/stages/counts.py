@@ -1,4 +1,4 @@
-"""Counts for a stage's tasks: documents and bytes in and out, drops by reason, and examples.
+"""Counts for a stage's tasks: documents and bytes read and written, drops by reason, and examples.
 
 Each task's record contains its counts; `stage.json` and the report contain the totals.
 """

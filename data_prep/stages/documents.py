@@ -61,7 +61,7 @@ class Documents:
         raise NotImplementedError
 
     def bounded(self, directory: Path, executor: Executor) -> "Documents":
-        """Return the same documents in tasks of bounded size.
+        """Return the same documents, divided into tasks of bounded size.
 
         If inputs are too large for one task and cannot be split, the inputs are first read into a
         stage in `directory`.

@@ -37,14 +37,14 @@ def option(default: Any = MISSING, help: str = "", shows: str | None = "N", **mo
         shows: placeholder for the value in the help; `SWITCH` for a boolean flag that takes a
             value.
         more: `low`, `high` (inclusive limits), `above`, `below` (exclusive limits), `choices`,
-            `flag` (its name, if it differs from the key), `shown` (the default as shown in the
-            help).
+            `flag` (the flag's name, if it differs from the key), `shown` (the default as shown in
+            the help).
     """
     return field(default=default, metadata={"help": help, "shows": shows, **more})
 
 
 def share(default: float, help: str, **more: Any) -> Any:
-    """Describe a field that is a number from 0 to 1."""
+    """Declare a field that is a number from 0 to 1."""
     return option(default, help, "F", low=0, high=1, **more)
 
 

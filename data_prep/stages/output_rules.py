@@ -1,7 +1,5 @@
 """Checks output directories: a stage never overwrites other files, and is never written inside its
-input.
-
-Inside the input, a later command would read the output as input.
+input, where a later command would read the output as part of the input.
 """
 
 import os

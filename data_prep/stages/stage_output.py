@@ -1,4 +1,4 @@
-"""Output of a stage's tasks: kept documents, notes on dropped documents, and counts of both.
+"""Output of a stage's tasks: kept documents, notes on dropped documents, and their counts.
 
 `clean`, `dedup` and `decontaminate` each decide on one document at a time; this module contains the
 code that they share, from a task's first file to `stage.json`.
@@ -96,7 +96,7 @@ def task_output(output: Path, task: int) -> StageOutput:
 
 
 class StageRun:
-    """A run of a stage that reads documents in tasks; an interrupted run is resumed.
+    """A run of a stage whose documents are divided into tasks; an interrupted run is resumed.
 
     Attributes:
         published: the content of `stage.json` if the stage is already published, else None. If the
@@ -157,7 +157,7 @@ class StageRun:
         """Run the last phase, join the notes on dropped documents, and publish the stage.
 
         Args:
-            task: function that returns the result of `StageOutput.close` and a `tally`.
+            task: function whose result contains the result of `StageOutput.close` and a `tally`.
             more: additional keys of `stage.json`; a value may be a function of the task records.
         """
         records = self.phase(name, self.documents.num_tasks, task, is_last=True)

@@ -102,7 +102,7 @@ class Phase:
         return self.records / f"{task:05d}{suffix}"
 
     def label(self, task: int) -> str:
-        """Return the name of a task for messages."""
+        """Return a task's description for messages."""
         label = f" ({self.labels[task]})" if self.labels else ""
         return f"{self.name} {task}{label}"
 
@@ -115,8 +115,8 @@ class Executor(Protocol):
         failed.
 
         Raises:
-            ConfigError: raised by a task.
-            ZerolmError: a task was lost.
+            ConfigError: a task raised it.
+            ZerolmError: a task ended without writing a record.
         """
 
 

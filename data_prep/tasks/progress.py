@@ -96,7 +96,7 @@ class Progress:
         return time.monotonic() - self.start
 
     def close(self) -> None:
-        """Close the bar, and leave it on the terminal."""
+        """Close the bar, leaving it visible on the terminal."""
         if self.bar is not None:
             self.bar.close()
 
@@ -105,7 +105,8 @@ class TaskProgress:
     """Counts the input that a task has processed, and updates its `.running` note every second.
 
     Args:
-        path: the note, which `phases.run_task` creates and removes; its other keys are kept.
+        path: path of the note, which `phases.run_task` creates and removes; the note's other keys
+            are kept.
     """
 
     def __init__(self, path: Path, total_bytes: int):

@@ -142,7 +142,7 @@ def _cancel(phase: Phase, job_ids: Sequence[str]) -> None:
 
 
 def _job_name(job_ids: Sequence[str], task_index: int, options: Json) -> str:
-    """Return the name (`ID_INDEX`) of the job that ran a task; `tasks_per_job` tasks share a job."""
+    """Return the name of the job that ran a task, `ID_INDEX`; `tasks_per_job` tasks share a job."""
     index, array, array_size = task_index // options["tasks_per_job"], 0, options["max_array_size"]
     if array_size > 0:
         array, index = divmod(index, array_size)
@@ -150,7 +150,7 @@ def _job_name(job_ids: Sequence[str], task_index: int, options: Json) -> str:
 
 
 def _lost_task_lines(logs: Path, name: str) -> list[str]:
-    """Return lines with the Slurm state of a lost task's job and the end of its log."""
+    """Return lines with the Slurm state of a lost task's job, and with the end of its log."""
     lines = []
     without_log = "it never started, or the log was removed"
     if shutil.which("sacct") is not None:

@@ -1,4 +1,4 @@
-"""An ordered map over worker processes that cannot hang and leaves no process behind.
+"""An ordered map over worker processes; it cannot hang, and it leaves no process behind.
 
 Each worker has its own pipe, and only that worker holds the other end. Therefore the kernel
 immediately reports a worker's death, even in the middle of a message, and a parent's death to its
@@ -48,10 +48,10 @@ def ordered_map(
     """Yield `prepare()(item)` for every item, in the order of the items.
 
     Args:
-        prepare: sent to every worker and called once there.
+        prepare: function that is sent to every worker and called once in each.
         ahead_per_worker: maximum number of items and results in flight per worker.
-        on_start: called when all workers have started. Threads started by it do not prevent
-            forking.
+        on_start: called when all workers have started. Threads started while reading `items` do not
+            prevent forking.
 
     Raises:
         ConfigError, ZerolmError, OSError: as raised in a worker.
@@ -108,7 +108,7 @@ def _schedule(
 
 
 class _Worker:
-    """The parent's handle of a worker process."""
+    """The parent's handle to a worker process."""
 
     def __init__(self, prepare: Callable[[], Callable], index: int):
         forked = _has_one_thread()

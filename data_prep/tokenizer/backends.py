@@ -57,11 +57,11 @@ GIGATOKEN_SCHEMES = {
 
 
 class BackendUnavailable(Exception):
-    """A backend is not installed, or does not support the tokenizer; the message states which."""
+    """A backend is not installed or does not support the tokenizer; the message states the reason."""
 
 
 class BackendFailed(Exception):
-    """A backend failed to encode a text; the message gives the reason."""
+    """A backend failed to encode a text; the message states the reason."""
 
 
 def reference_backend(directory: Path) -> str:

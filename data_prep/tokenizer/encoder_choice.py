@@ -72,7 +72,7 @@ def choose_backend(
     """Choose the backend for a tokenizer's saved copy; takes seconds if no check result is cached.
 
     Args:
-        backend: one of `backends.BACKENDS`, or "auto" for the fast one if it passes the check.
+        backend: one of `backends.BACKENDS`, or "auto" for the fast backend if it passes the check.
         input_bytes: size of the input; a check that would cost more than it saves is skipped.
     """
     reference = reference_backend(directory)

@@ -55,7 +55,7 @@ _MAX_PLAIN_VOCAB = 100_000  # above this size, transformers may patch Mistral's 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer's properties that tokenization requires.
+    """The properties of a tokenizer that are needed for tokenization.
 
     Attributes:
         name: the value of --tokenizer.
@@ -237,7 +237,7 @@ def _describe_backend(
 
 
 def _growth(normalizer: Any) -> int:
-    """Return the maximum number of characters with which a normalizer may replace one character."""
+    """Return the maximum number of characters that a normalizer may produce from one character."""
     if not isinstance(normalizer, dict):
         return 1
     own = max((len(normalizer.get(key) or "") for key in ("content", "prepend")), default=0)

@@ -30,10 +30,10 @@ def measure_tokenizer(
     unknown_id: int | None,
     decode: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
-    """Return the report on a tokenizer.
+    """Measure a tokenizer on texts, and return the report.
 
     Args:
-        token_texts: {id: text} without special tokens.
+        token_texts: {id: text} for all tokens except special tokens.
         unknown_id: id of the unknown token, if there is one.
         decode: the inverse of `encode` for one document.
     """

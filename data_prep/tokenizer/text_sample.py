@@ -55,7 +55,8 @@ class Sample:
         """Return the sampled documents by source, in the order of their hashes.
 
         Args:
-            limit_bytes: maximum size, to return a smaller sample.
+            limit_bytes: maximum size of the returned documents, which may be smaller than the
+                sample's.
         """
         found: dict[str, list[str]] = {name: [] for name in self.sources}
         size = 0
@@ -91,7 +92,7 @@ def read_texts(
     tally: Tally,
     advance: Callable[[int, int], object],
 ) -> Iterator[tuple[str, str]]:
-    """Yield (source, text) of every document, in reading order.
+    """Yield (source, text) for every document, in reading order.
 
     Args:
         advance: called with the number of input bytes and the number of documents read.

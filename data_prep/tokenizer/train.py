@@ -35,8 +35,8 @@ class TrainingResult:
     Attributes:
         vocab_size: the size reached.
         num_documents, num_bytes: documents trained on, and their size in UTF-8.
-        read_documents, read_bytes: the same for all documents read, of which a sample may have been
-            used.
+        read_documents, read_bytes: the same for all documents that were read, even if only a sample
+            was used.
     """
 
     vocab_size: int

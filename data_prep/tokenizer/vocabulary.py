@@ -41,7 +41,7 @@ def token_texts(directory: Path) -> dict[int, str]:
 def unknown_id(directory: Path) -> int | None:
     """Return the id of the unknown token; None if every text can be encoded.
 
-    Also returns None if there is no tokenizer.json, since the id is then not known.
+    Also returns None if there is no tokenizer.json, because the id is then unknown.
     """
     if not (directory / "tokenizer.json").is_file():
         return None
