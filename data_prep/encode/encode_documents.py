@@ -20,7 +20,7 @@ from zerolm.shards.origins import pack_origins
 
 
 class IdCounts(NamedTuple):
-    """Counts of ids that a tokenizer should rarely produce."""
+    """Counts of ids that should be rare in a tokenizer's output."""
 
     inner_eos_ids: int = 0
     unknown_ids: int = 0
@@ -43,7 +43,7 @@ class DocumentEncoder:
 
     @property
     def num_splits(self) -> int:
-        """The number of splits: 1, or 2 with a validation split."""
+        """The number of splits: 2 if there is a validation split, otherwise 1."""
         return 1 if self.val_fraction is None else 2
 
     def encode(

@@ -25,7 +25,7 @@ SYNCING_THREADS = 8  # syncing concurrently is faster than one file at a time
 
 
 def split_totals(records: Sequence[Record], key: str, num_splits: int) -> list[int]:
-    """Return the sum of a count over all units, for each split."""
+    """Sum a count over all units, and return the sum for each split."""
     return [sum(record["splits"][split][key] for record in records) for split in range(num_splits)]
 
 
@@ -44,7 +44,7 @@ def refuse_empty(outputs: Sequence[Path], records: Sequence[Record]) -> None:
 
 
 def refuse_unknown(tokenizer: str, records: Sequence[Record], max_unknown: float) -> None:
-    """Raise a `ConfigError` if too many tokens are the tokenizer's unknown token."""
+    """Raise a `ConfigError` if too many of the tokens are the tokenizer's unknown token."""
     num_unknown = sum(record["unknown_ids"] for record in records)
     num_tokens = sum(split["num_tokens"] for record in records for split in record["splits"])
     if num_unknown > max_unknown * num_tokens:

@@ -1,14 +1,16 @@
 """Parts: intermediate files of encoded documents, from which shards are assembled.
 
-A part contains consecutive documents of a unit, for training (split 0) and validation (split 1).
-`NAME.0.ids` contains token ids in the format of shards, followed by a length and an origin for
+A part contains consecutive documents of a unit, divided into training (split 0) and validation
+(split 1). `NAME.0.ids` contains token ids in the format of shards, followed by a length and an
+origin for
 each document. `NAME.json` contains counts, checksums, and the input position where the next part
 begins. A task writes a part every few seconds, so a killed task resumes in the middle of its
 input. Each writer uses unique names and each part names the previous one, so two writers of a unit
-cannot mix their parts (Slurm may restart a task before the first attempt has ended).
+cannot mix their parts (Slurm may restart a task before the first attempt has exited).
 
-Creating a file or a directory takes as long as encoding 20 KB. Therefore several units share a
-directory, and the last part of a unit has no `NAME.json`: the task's record contains the same
+Creating a file or a directory takes as long as encoding 20 KB of text. Therefore several units
+share a directory, and the last part of a unit has no `NAME.json`: the task's record contains the
+same
 information.
 
 Parts are not synced to disk. Before a part is reused, its checksums are verified to detect damage
@@ -148,7 +150,7 @@ def is_intact(directory: Path, record: dict[str, Any]) -> bool:
 
 
 def is_record_intact(directory: Path, record: dict[str, Any]) -> bool:
-    """Return whether all `files` in a unit's record match its `checksums`."""
+    """Return whether all `files` listed in a unit's record match the record's `checksums`."""
     files, checksums = record["files"], record.get("checksums", [])
     return len(files) == len(checksums) and all(
         _checksum(directory / name, size) == checksum
@@ -205,7 +207,7 @@ def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, A
     unit are removed, except files that another process may still be writing.
 
     Args:
-        fingerprint: hash of everything that determines the parts; parts with another hash are
+        fingerprint: hash of everything that determines the parts; parts with a different hash are
             removed.
     """
     records: dict[str, dict[str, Any]] = {}
@@ -233,7 +235,7 @@ def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, A
 def _longest_chain(directory: Path, records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the longest chain of intact parts that starts with the first part.
 
-    In a chain, each part names the previous one; the parts may have different writers.
+    In a chain, each part names the previous part; different processes may have written the parts.
     """
     intact: dict[str, bool] = {}
     for name in sorted(records, reverse=True):  # the last part first

@@ -1,4 +1,4 @@
-"""Decides which files of an interrupted tokenization can be reused, and removes the rest."""
+"""Determines which files from an interrupted tokenization can be reused, and removes all others."""
 
 import os
 import sys

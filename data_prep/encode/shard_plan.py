@@ -17,7 +17,7 @@ from data_prep.tasks.phases import Record
 
 @dataclass(frozen=True)
 class Slice:
-    """Consecutive documents of a part; `last_document` and `last_token` are exclusive."""
+    """Consecutive documents of a part; the ends `last_document` and `last_token` are exclusive."""
 
     part: str  # path of the file
     rows_start: int  # byte offset of the document rows in the file
@@ -37,7 +37,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The name of the shard's files, without suffix."""
+        """The name of the shard's files, without the suffix."""
         return f"shard-{self.number:05d}"
 
     @property

@@ -1,8 +1,8 @@
-"""The clean stage: passes documents through filters and writes the kept ones to a stage.
+"""The clean stage: passes documents through filters and writes the kept documents to a stage.
 
 Task i reads unit i of the inputs and writes file i, or several files if the unit is large (for
-example, a compressed file). Dropped documents are counted by reason, with examples, and written to
-separate files on request.
+example, a compressed file). Dropped documents are counted by reason, with examples, and are written
+to separate files if requested.
 """
 
 import json
@@ -75,8 +75,8 @@ class CleanTask:
     """Filters one unit; see `Phase.run`.
 
     Each file of a unit contains the result of about `piece_bytes` of input text. Each file has its
-    own record, so a stopped task resumes after its last complete file, and no file depends on
-    where the task stopped.
+    own record, so a stopped task resumes after its last complete file. No file's content depends on
+    where a task was stopped.
     """
 
     inputs: tuple[Input, ...]

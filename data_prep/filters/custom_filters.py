@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class Length:
-    """Limits the number of characters, and of words separated by spaces."""
+    """Limits the number of characters and the number of words separated by spaces."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Pii:
 
 
 class Url:
-    """Datatrove's URL filter, with the public suffix list included in `tldextract`.
+    """Datatrove's URL filter, with the public suffix list that is included in `tldextract`.
 
     By default, each process would download the list. Results would then depend on the date, and
     without a network datatrove would wait and print a traceback.
@@ -97,7 +97,7 @@ class Url:
 
 
 class Language:
-    """datatrove's language filter with a model file instead of a download."""
+    """Datatrove's language filter, with a local model file instead of a download."""
 
     def __init__(self, model: str, **parameters: Any):
         from datatrove.pipeline.filters.language_filter import LanguageFilter

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 class FastText:
-    """datatrove's fastText filter with a model file; also stores the scores of all labels.
+    """Datatrove's fastText filter with a local model file; it also stores the scores of all labels.
 
     Args:
         name: prefix of the scores' keys, as in `scores["NAME.LABEL"]`; by default the name of the

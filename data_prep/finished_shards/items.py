@@ -54,7 +54,7 @@ class ReadOptions(NamedTuple):
     """Options for the readers; each format's reader refuses options that do not apply to it.
 
     Attributes:
-        column: name of the column with the ids; None for the usual names.
+        column: name of the column that contains the ids; None to look for the usual names.
         dtype: integer type of ids that are stored as bytes; None for the type that the format
             defines.
     """

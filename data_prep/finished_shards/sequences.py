@@ -1,4 +1,4 @@
-"""Shows training data as text: a window of a source, or a document.
+"""Shows training data as text, either a window of a source or a document.
 
 This module locates the window or document; `zerolm.data.window_text` reads, decodes and formats the
 tokens. Independent of the command line.

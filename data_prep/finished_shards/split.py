@@ -1,7 +1,7 @@
 """Splits the documents of finished shards by a hash of their ids, for example for validation.
 
-Reads the ids in one pass, a few megabytes at a time. The same input and parts produce the same
-bytes. Independent of the command line.
+Reads the ids in one pass, a few megabytes at a time. The same input and the same parts produce the
+same bytes. Independent of the command line.
 """
 
 import shutil

@@ -210,7 +210,7 @@ def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Clean:
-    """The options in a recipe's key `clean`."""
+    """The options under a recipe's key `clean`."""
 
     filters: list = ()  # type: ignore[assignment]
     keep_dropped: bool = False

@@ -1,7 +1,7 @@
 """Options for a recipe's sources, dedup, tokenizer, shards and packing, and for the corresponding
 commands.
 
-This module only defines and checks values. The other stages define their own options.
+This module only defines options and checks their values. The other stages define their own options.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -428,7 +428,7 @@ def _printable(path: str) -> str:
 
 
 def _kinds(paths: Sequence[str]) -> str:
-    """Return the most frequent file name extensions with their counts."""
+    """Return the most frequent file name extensions, each with its count."""
     counts = Counter(Path(path).suffix or "no suffix" for path in paths)
     more = ", ..." if len(counts) > SHOWN_KINDS else ""
     return ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common(SHOWN_KINDS)) + more

@@ -1,7 +1,7 @@
 """Reads and writes the files that stages exchange: clean -> dedup -> decontaminate -> tokenize.
 
 A stage is a directory that contains one file per task: `00000.jsonl.zst`, ..., with the same names
-in every stage. Each line is an object with the text, an `id` and the other keys of the input.
+in every stage. Each line is a JSON object with the text, an `id`, and the input's other keys.
 `stage.json` is published last, with counts, options, the sizes and checksums of the files, and the
 record of the previous stage. A directory without `stage.json` is not a stage. Independent of what
 each stage does.

@@ -50,7 +50,7 @@ def ordered_map(
     Args:
         prepare: function that is sent to every worker and called once in each.
         ahead_per_worker: maximum number of items and results in flight per worker.
-        on_start: called when all workers have started. Threads started while reading `items` do not
+        on_start: called when all workers have started, so threads that this function starts do not
             prevent forking.
 
     Raises:

@@ -57,7 +57,7 @@ GIGATOKEN_SCHEMES = {
 
 
 class BackendUnavailable(Exception):
-    """A backend is not installed or does not support the tokenizer; the message states the reason."""
+    """A backend is not installed or does not support the tokenizer; the message states which."""
 
 
 class BackendFailed(Exception):

@@ -50,7 +50,7 @@ def check_equivalence(
     """Compare an encoder with the reference on several MB of text; this takes seconds on one core.
 
     Args:
-        vocabulary: the texts of tokens, including special ones.
+        vocabulary: the texts of all tokens, including special tokens.
     """
     comparison = _Comparison(reference, candidate)
     different = comparison.differing(fuzz_texts.ascii_texts())

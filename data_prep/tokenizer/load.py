@@ -73,7 +73,7 @@ class Tokenizer:
     notices: tuple[str, ...] = ()
 
     def write_copy(self, directory: Path) -> dict[str, Any]:
-        """Write the copy to a new directory and return its entry for the manifest."""
+        """Write a copy of the tokenizer to a new directory, and return its manifest entry."""
         directory.mkdir()
         self.save(directory)
         make_portable(directory)
