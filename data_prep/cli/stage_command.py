@@ -61,7 +61,9 @@ def run_stage(
 
 
 def _open(arguments: list[str], rules: InputRules, output: Path) -> Any:
-    """Open a stage or other inputs; first write large inputs that cannot be split to a stage."""
+    """Open a stage or other inputs; if inputs are large and cannot be split, they are first read
+    into a stage.
+    """
     from data_prep.filters.clean import CleanOptions, run_clean
     from data_prep.read.discovery import find_inputs
     from data_prep.read.stage_files import check_text_field, is_stage, read_stage

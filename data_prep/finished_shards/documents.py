@@ -48,7 +48,9 @@ def piece_bounds(ends: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def hash_documents(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the XXH3 hash of each document's ids, as (D,) uint64; `ends` are the document ends."""
+    """Return the XXH3 hash of each document's ids as (D,) uint64; `ends` contains the document
+    ends.
+    """
     data = np.ascontiguousarray(ids).view(np.uint8).data
     edges = (ends * ids.itemsize).tolist()
     pairs = zip([0, *edges], edges, strict=False)

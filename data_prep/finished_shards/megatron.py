@@ -1,8 +1,8 @@
 """Megatron-LM's indexed data sets: ids in PREFIX.bin, lengths and documents in PREFIX.idx.
 
-    .idx   "MMIDIDX\\0\\0", uint64 version 1, uint8 code of the dtype, uint64 S, uint64 D + 1; int32
-           (S,) lengths of sequences; int64 (S,) their first bytes in the .bin; int64 (D + 1,) first
-           sequence of each document, then S; for multimodal data also int8 (S,)
+    .idx   "MMIDIDX\\0\\0", uint64 version 1, uint8 code of the dtype, uint64 S, uint64 D + 1;
+           int32 (S,) lengths of sequences; int64 (S,) their first bytes in the .bin;
+           int64 (D + 1,) first sequence of each document, then S; with multimodal data, int8 (S,)
 
 All little-endian. A document may have several sequences, which are joined. Source:
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py

@@ -52,8 +52,8 @@ class _Reader:
     """Reads documents from the input files, and counts how they differ from the files' content.
 
     Attributes:
-        appended, dropped: number of EOS ids that were added, and number that were dropped because
-            they end an empty document.
+        appended, dropped: numbers of EOS ids that were appended to documents, and that were dropped
+            because they end an empty document.
         empty: number of documents that were left out because they contain no ids.
     """
 

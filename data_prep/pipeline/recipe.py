@@ -98,7 +98,7 @@ class Recipe:
         return self.shards.val_fraction if own is None else own
 
     def sources_before(self, source: Source) -> tuple[Source, ...]:
-        """Return, in order, the sources with which a source is compared to find duplicates."""
+        """Return, in order, the sources that a source is compared with to find duplicates."""
         if self.dedup is None or not self.dedup.across_sources:
             return ()
         order = self.by_preference()

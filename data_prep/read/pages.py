@@ -115,7 +115,7 @@ _extractor = _Extractor()
 
 
 def serve(descriptor: int) -> None:
-    """Answer extraction requests until the parent closes the connection or exits."""
+    """Process extraction requests until the parent closes the connection or exits."""
     import logging
 
     import trafilatura

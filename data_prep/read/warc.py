@@ -205,7 +205,7 @@ def _too_long(size: int, max_bytes: int) -> Failure:
 
 
 def page_of(record: Record, max_bytes: int) -> Page | Failure | None:
-    """Return the page in a record, which may be one to skip, or None if the record contains no
+    """Return a record's page, which may be marked as skipped, or None if the record contains no
     page.
     """
     from warcio.recordloader import ArcWarcRecordLoader

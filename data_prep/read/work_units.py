@@ -1,4 +1,4 @@
-"""Work units: slices of the inputs, one for each task.
+"""Work units: slices of the inputs, each processed by one task.
 
 Units depend only on the inputs and their sizes. Together, they yield every document once, in
 reading order. A stopped task resumes within its unit, at a `Position`.

@@ -75,7 +75,7 @@ class FailedNote(TypedDict):
 
 @dataclass(frozen=True)
 class Phase:
-    """A set of tasks, identified by their indices.
+    """A set of tasks, which are numbered from 0.
 
     `run` is a module-level function, a `functools.partial` of one, or a frozen dataclass with
     `__call__`, because other processes and machines unpickle it. It must be idempotent, and return

@@ -19,7 +19,7 @@ ANY_DIGITS = "any"
 # The parts of each split pattern, in order: contractions and words, then symbols. `split_pattern`
 # inserts the pattern for digits before the symbols, and appends the one for white space.
 # Sources: gpt2: Radford et al. 2019, encoder.py. llama3: meta-llama/llama-models, tokenizer.py,
-# which is cl100k_base of tiktoken. o200k: tiktoken_ext/openai_public.py.
+# which is tiktoken's cl100k_base. o200k: tiktoken_ext/openai_public.py.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _PARTS = {
     "gpt2": ["'s|'t|'re|'ve|'m|'ll|'d", r" ?\p{L}+", r" ?[^\s\p{L}\p{N}]+"],
