@@ -33,7 +33,7 @@ class Interrupted(ZerolmError):
 
 @contextmanager
 def _around(argv: Sequence[str]) -> Iterator[None]:
-    """Prepare this process for a command, and turn a full disk and Ctrl-C into messages."""
+    """Configure this process for a command; report a full disk and Ctrl-C without a traceback."""
     if invalid := [argument for argument in argv if not _is_utf8(argument)]:
         raise ConfigError(
             f"{argument!a}: is not UTF-8, so a manifest cannot contain it. Rename the file, or "
@@ -43,20 +43,20 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
     signal.signal(signal.SIGTERM, _terminate)
     # No command multiplies matrices, and a single-threaded process starts its workers faster.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # Documents and vocabularies are many objects without cycles; each collection would visit them
-    # all.
+    # Documents and vocabularies consist of many objects without reference cycles, and every
+    # collection would visit all of them.
     gc.set_threshold(GARBAGE_OBJECTS)
     output: Any = _Output(sys.stdout)
     try:
         with redirect_stdout(output):
             yield
             output.flush()
-            gc.freeze()  # skips the search for garbage at exit
+            gc.freeze()  # skips garbage collection at exit
     except (BrokenPipeError, PermissionError):
         raise
-    except ShardReadError as error:  # only ranks of a run exit with its own code
+    except ShardReadError as error:  # only ranks of a training run use its own exit code
         raise ShardError(error.problems) from None
-    except OSError as error:  # a full disk, an output that cannot be written
+    except OSError as error:  # such as a full disk or an output that cannot be written
         if error.filename is None and error.errno is None:
             raise
         raise ZerolmError(
@@ -67,7 +67,7 @@ def _around(argv: Sequence[str]) -> Iterator[None]:
 
 
 class _Output:
-    """Standard output, with errors distinguished from errors in a command's output files."""
+    """Standard output; its write errors differ from those of a command's output files."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -102,7 +102,7 @@ def _terminate(*_: object) -> None:
 def _is_utf8(argument: str) -> bool:
     try:
         argument.encode()
-    except UnicodeEncodeError:  # Python decodes invalid bytes to lone surrogates
+    except UnicodeEncodeError:  # Python decodes invalid bytes in arguments to lone surrogates
         return False
     return True
 

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _read_filters(path: Path) -> Any:
-    """Return the list of filters in a file, which may be a recipe."""
+    """Return the list of filters in a JSON file, which may be an entire recipe."""
     from data_prep.filters.parameters import filter_problems, resolve_model_paths
 
     try:

@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _measure(tokenizer: Any, texts: dict[str, list[str]]) -> dict[str, Any]:
-    """Encode each source's texts with one tokenizer; return the tokenizer's report and speed."""
+    """Encode each source's texts with one tokenizer, and return its report and encoding speed."""
     from data_prep.tokenizer.encoder_choice import choose_backend
     from data_prep.tokenizer.encoders import load_encoder
     from data_prep.tokenizer.train import measure_copy

@@ -1,4 +1,4 @@
-"""Flags shared by the commands that read documents, and the input rules that these flags set."""
+"""Flags shared by all commands that read documents, and the input rules that they define."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ from data_prep.stages.options import add_option_flags
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --input, --text_field and the rules for bad input."""
+    """Add the flags --input and --text_field, and the flags for handling bad input."""
     add_option_flags(parser, SourceOptions)
 
 
@@ -30,7 +30,7 @@ def add_workers_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def input_rules(options: argparse.Namespace, problems: Problems) -> InputRules:
-    """Return the rules set by the flags of `add_input_flags`."""
+    """Return the input rules defined by the flags that `add_input_flags` added."""
     if options.max_bad_fraction is not None and options.on_bad_input != "skip":
         problems.lines.append("--max_bad_fraction: needs --on_bad_input skip.")
     return problems.options(SourceOptions, options).rules(keep_records=False)
@@ -42,10 +42,10 @@ def find_inputs(
     problems: Problems,
     text_fields: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[list[Input], list[str]]:
-    """Return the inputs named by --input and notes on them; no inputs if there are problems.
+    """Resolve --input; return the inputs and notes on them, or empty lists if there are problems.
 
     Args:
-        text_fields: {value of --input: its text field, if it differs from --text_field}.
+        text_fields: maps values of --input to text fields that differ from --text_field.
     """
     from data_prep.read import discovery
 
@@ -68,7 +68,7 @@ def print_notes(notes: Sequence[str]) -> None:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the manifest keys for the command as typed, and for the release."""
+    """Return the manifest keys that record the command line and the version of zerolm."""
     from zerolm.common.provenance import installed_version
     from zerolm.common.secrets import masked_values
 

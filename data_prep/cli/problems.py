@@ -33,23 +33,23 @@ class Problems:
     def number(
         self, flag: str, text: str | None, low: int, high: float = math.inf, default: int = 0
     ) -> int:
-        """Parse a whole number, such as `1e8` or `15M`, and check its limits."""
+        """Parse a whole number, such as `1e8` or `15M`, and check it against the limits."""
         return self._whole(parse_number, flag, text, low, high, default)
 
     def size(
         self, flag: str, text: str | None, low: int, high: float = math.inf, default: int = 0
     ) -> int:
-        """Parse a number of bytes, such as `500MB` or `2GiB`, and check its limits."""
+        """Parse a number of bytes, such as `500MB` or `2GiB`, and check it against the limits."""
         return self._whole(parse_bytes, flag, text, low, high, default)
 
     def workers(self, text: str | None, high: int = MAX_WORKERS) -> int:
-        """Read --workers; the default is one per core that this process may use."""
+        """Parse --workers; the default is one worker per core that this process may use."""
         return self.number("workers", text, 1, high, default=len(os.sched_getaffinity(0)))
 
     def fraction(
         self, flag: str, text: str | None, default: float, exclusive: bool = False
     ) -> float:
-        """Read a number from 0 to 1; `exclusive` excludes 0 and 1."""
+        """Parse a number from 0 to 1; with `exclusive`, 0 and 1 are not allowed."""
         value = default if text is None else _value(parse_number, text)
         if not 0 <= value <= 1 or (exclusive and value in (0, 1)):
             limits = "between 0 and 1" if exclusive else "from 0 to 1"
@@ -64,7 +64,9 @@ class Problems:
         self.lines += [f"--{flag} {line}" for line in output_problems(directory)]
 
     def outside_of_inputs(self, output: Path, inputs: Sequence[Any]) -> None:
-        """Check that an output is neither an input nor inside an input; URLs are skipped."""
+        """Check that an output is neither an input nor inside an input; ignore inputs that are
+        URLs.
+        """
         target = output.resolve()
         self.lines += [
             f"--output {output}: is the input {path}, or inside it. Choose another directory."
@@ -73,7 +75,9 @@ class Problems:
         ]
 
     def collect(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Return a function's result; on a ConfigError, record its problems and return None."""
+        """Call a function; return its result, or None after recording the problems of a
+        ConfigError.
+        """
         try:
             return step(*arguments)
         except ConfigError as error:
@@ -81,12 +85,12 @@ class Problems:
             return None
 
     def file_to_write(self, flag: str, path: Path | None) -> None:
-        """Check that a file, if one is given, can be written later."""
+        """Check that a file can be written later; do nothing if the path is None."""
         if path is not None and (problem := write_problem(path)):
             self.lines.append(f"--{flag} {problem}")
 
     def refuse(self) -> None:
-        """Raise a ConfigError if there are problems."""
+        """Raise a ConfigError with all problems, if there are any."""
         if self.lines:
             raise ConfigError(self.lines)
 

@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print every phase below a directory: tasks done, running and failed, rate, stragglers."""
+    """Print each phase below a directory: tasks (done, running, failed), rate and stragglers."""
     walk = os.walk(options.directory, onerror=_refuse)
     parents = [Path(place) for place, _, _ in walk if Path(place).name == "records"]
     phases = sorted(path for parent in parents for path in parent.iterdir() if path.is_dir())
@@ -75,7 +75,7 @@ def _print_phase(phase: Path, name: Path) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """Return a record or note, or None if it is damaged or has been removed."""
+    """Read a task record or note; return None if it is damaged or has been removed."""
     with contextlib.suppress(RecordError):
         return read_record(path, kind)
     return None

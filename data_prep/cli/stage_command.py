@@ -1,4 +1,4 @@
-"""Shared by `dedup` and `decontaminate`: flags, checks, input and the summary."""
+"""Code shared by `dedup` and `decontaminate`: flags, checks, opening the input, and the summary."""
 
 import argparse
 import sys
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 
 
 def add_stage_flags(parser: argparse.ArgumentParser, options_class: type) -> None:
-    """Add the flags for input, output and workers, and the flags of the stage."""
+    """Add the flags for input, output and workers, and the flags for the stage's options."""
     add_input_flags(parser)
     add_output_flag(parser, "DIR", "a new directory for the documents that are kept (a stage)")
     add_workers_flag(parser)
@@ -36,7 +36,9 @@ def run_stage(
     chosen: Any,
     run: Callable[..., Json],
 ) -> tuple[Json, float]:
-    """Check everything, run a stage, and return its `stage.json` and the seconds it took."""
+    """Check all flags and inputs, run a stage, and return its `stage.json` and its duration in
+    seconds.
+    """
     from data_prep.stages.output_rules import output_problems, overlap_problems
     from data_prep.tasks.phases import LocalExecutor
 
@@ -59,7 +61,9 @@ def run_stage(
 
 
 def _open(arguments: list[str], rules: InputRules, output: Path) -> Any:
-    """Open a stage or other inputs; first read large unsplittable inputs into a stage."""
+    """Open a stage or other inputs; if inputs are large and cannot be split, they are first read
+    into a stage.
+    """
     from data_prep.filters.clean import CleanOptions, run_clean
     from data_prep.read.discovery import find_inputs
     from data_prep.read.stage_files import check_text_field, is_stage, read_stage
@@ -88,7 +92,7 @@ def _open(arguments: list[str], rules: InputRules, output: Path) -> Any:
 
 
 def print_summary(output: Path, manifest: Json, seconds: float, details: Path) -> None:
-    """Print what was dropped and why, and the speed."""
+    """Print how much was dropped and why, and the processing speed."""
     before, after = manifest["documents_in"], manifest["documents_out"]
     print(
         f"documents   {before:,} -> {after:,}, {manifest['text_bytes_in'] / 1e6:,.1f} -> "

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path]:
-    """Check the output directories, also against each other, and return them."""
+    """Check the output directories, including that they do not overlap, and return them."""
     if (options.val_fraction is None) != (options.val_output is None):
         given, other = "--val_fraction", "--val_output"
         if options.val_fraction is None:
@@ -102,7 +102,7 @@ def _check_outputs(options: argparse.Namespace, problems: Problems) -> list[Path
 
 
 def print_summary(outputs: Sequence[Path], summary: Any, workers: int) -> None:
-    """Print what was written, what was skipped, and the speed."""
+    """Print what was written, what was skipped, and the processing speed."""
     for output, manifest in zip(outputs, summary.manifests, strict=True):
         documents, tokens = manifest["num_documents"], manifest["num_tokens"]
         print(

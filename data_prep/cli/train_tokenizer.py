@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _text_fields(options: argparse.Namespace, problems: Problems) -> dict[str, str]:
-    """Return {value of --input: its text field} from --text_field_of."""
+    """Parse --text_field_of; return a mapping from values of --input to their text fields."""
     fields = {}
     for given in options.text_field_of:
         name, _, field = given.rpartition("=")

@@ -1,8 +1,9 @@
-"""Arrays that the tasks of dedup exchange: one sorted file per task.
+"""Arrays that the dedup tasks exchange, each stored as one sorted file per task.
 
-A document id is one integer: the number of its work unit in the high bits, its number within that
-unit in the low bits. Ids sort in input order, however the input is divided into units. Since files
-are sorted, each task reads only its range of every file, and no file is needed per pair of tasks.
+A document id is an integer: the high bits contain the index of the document's work unit, and the
+low bits its index within that unit. Ids sort in input order, however the input is divided into
+units. Because the files are sorted, each task reads only its range of every file, so no separate
+file is needed for each pair of tasks.
 """
 
 import os
@@ -16,8 +17,8 @@ import numpy as np
 
 from zerolm.common.files import write_atomically
 
-# Peak memory per entry of a hash range, with sorting: 101 bytes with 2 million entries (growth of
-# the resident set in BucketTask, 2026-11-21), plus copies.
+# Peak memory per entry while sorting a hash range: 101 bytes, measured with 2 million entries as
+# the growth of the resident set in BucketTask (2026-11-21), plus a reserve for copies.
 BYTES_PER_ENTRY = 120
 UNIT_BITS = 32  # a unit contains at most 2^32 documents
 NUMBER_MASK = np.uint64((1 << UNIT_BITS) - 1)
@@ -33,11 +34,12 @@ DROPPED = np.dtype([("document", "<u4"), ("similarity", "<f8")])
 
 @dataclass(frozen=True)
 class Units:
-    """The work units of a stage, preceded by the units of the signatures that it compares with.
+    """The work units of a stage, preceded by the units of the signatures that its documents are
+    compared with.
 
     Args:
-        old: directories with `exact`, `bands`, `members` and `dropped`, and the number of units in
-            each.
+        old: directories that contain `exact`, `bands`, `members` and `dropped`, each with its
+            number of units.
         work: directory for the arrays of the new units.
         hashes: directory for the new units' `exact` and `bands`, which may be kept as signatures.
     """
@@ -49,16 +51,16 @@ class Units:
 
     @property
     def num_old(self) -> int:
-        """The number of the first new unit."""
+        """The number of old units, which is also the index of the first new unit."""
         return sum(count for _, count in self.old)
 
     @property
     def total(self) -> int:
-        """The number of all units."""
+        """The total number of units."""
         return self.num_old + self.num_new
 
     def path(self, kind: str, unit: int) -> Path:
-        """Return the path of a unit's array."""
+        """Return the path of a unit's array; `kind` is the name of the array."""
         for directory, count in self.old:
             if unit < count:
                 return array_path(directory, kind, unit)
@@ -66,7 +68,7 @@ class Units:
         return array_path(self.hashes if kind in ("exact", "bands") else self.work, kind, unit)
 
     def decisions(self, task: int) -> np.ndarray:
-        """Return the decisions for the dropped documents of a new unit: DECISION, sorted."""
+        """Return the decisions about a new unit's dropped documents: a sorted DECISION array."""
         path = array_path(self.work, "decisions", 0)
         return rows_of_unit([path], "dropped", self.num_old + task)[0]
 
@@ -75,15 +77,15 @@ class Units:
     ) -> tuple[list[np.ndarray], np.ndarray]:
         """Read the entries whose hashes are in one of `num_partitions` equal ranges.
 
-        From old units, return only entries whose hash also occurs in a new unit: no others affect
-        new documents.
+        An entry from an old unit is returned only if its hash also occurs in a new unit, because
+        only such entries affect new documents.
 
         Args:
-            kind: name of arrays that are sorted by the field `hash` and whose last field is
-                `document`.
+            kind: name of the arrays, which are sorted by the field `hash` and have `document` as
+                their last field.
 
         Returns:
-            All columns except the last, and the document ids: (N,) each.
+            All columns except the last, and the document ids; each has shape (N,).
         """
         low, high = ((number << 64) // num_partitions for number in (partition, partition + 1))
         units = range(self.num_old, self.total)
@@ -105,20 +107,20 @@ class Units:
 
 
 def num_partitions(num_entries: int, memory_bytes: int) -> int:
-    """Return how many hash ranges are needed so that sorting one range fits in memory."""
+    """Return the number of hash ranges with which each range can be sorted in memory."""
     return max(1, -(-num_entries * BYTES_PER_ENTRY // memory_bytes))
 
 
 def array_path(directory: Path, kind: str, task: int) -> Path:
-    """Return the path of a task's array."""
+    """Return the path of a task's array; `kind` is the name of the array."""
     return directory / kind / f"{task:05d}.npy"
 
 
 def save_array(path: Path, array: np.ndarray) -> int:
-    """Write an array atomically; return the size of the file in bytes."""
+    """Write an array atomically, and return the file size in bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Given a real file, numpy writes to it directly, and on a full disk reports only "4 items
-    # requested".
+    # If numpy is passed a real file, it writes to the file directly, and on a full disk its error
+    # says only "4 items requested".
     write_atomically(
         path, lambda file: np.save(SimpleNamespace(write=file.write), array), many_writers=True
     )
@@ -134,25 +136,25 @@ def load_array(path: Path) -> np.ndarray:
 
 
 def find_range(array: np.ndarray, field: str | None, low: int, high: int) -> np.ndarray:
-    """Return the entries in [low, high) of an array that is sorted by the field."""
+    """Return the entries whose `field` is in [low, high), from an array sorted by that field."""
     column = array[field] if field else array
     return array[bisect_left(column, low) : bisect_left(column, high)]
 
 
 def to_ids(unit: int, numbers: np.ndarray) -> np.ndarray:
-    """Return the ids of documents from their numbers in a unit: (N,) uint64."""
+    """Convert document indices within a unit to document ids: (N,) uint64."""
     return numbers.astype(np.uint64) + np.uint64(unit << UNIT_BITS)
 
 
 def by_unit(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield each unit in order, with the indices of its documents in `ids`: (N,) int64."""
+    """Yield each unit in order with the positions of its documents in `ids`, as (N,) int64."""
     units = ids >> np.uint64(UNIT_BITS)
     for unit in np.unique(units).tolist():
         yield unit, np.flatnonzero(units == unit)
 
 
 def rows_of_unit(paths: Sequence[Path], field: str | None, unit: int) -> list[np.ndarray]:
-    """Return the rows of each sorted file whose `field`, a document id, belongs to a unit."""
+    """Return, from each sorted file, the rows whose `field` is the id of a document in the unit."""
     low, high = unit << UNIT_BITS, (unit + 1) << UNIT_BITS
     return [np.array(find_range(load_array(path), field, low, high)) for path in paths]
 
@@ -166,11 +168,11 @@ def structured_array(dtype: np.dtype, *columns: np.ndarray) -> np.ndarray:
 
 
 def task_record(directory: Path, sizes: dict[Path, int], **more: int) -> dict:
-    """Return the record of a task that wrote files with these sizes in bytes."""
+    """Return the record of a task, given the sizes in bytes of the files that it wrote."""
     return {"files": {os.path.relpath(path, directory): n for path, n in sizes.items()}, **more}
 
 
 def save_arrays(directory: Path, arrays: dict[Path, np.ndarray], **more: int) -> dict:
-    """Write the arrays of a task atomically, and return its record."""
+    """Write a task's arrays atomically, and return the task's record."""
     sizes = {path: save_array(path, array) for path, array in arrays.items()}
     return task_record(directory, sizes, **more)

@@ -1,7 +1,8 @@
 """The decontaminate stage: drops documents that share an n-gram with an evaluation item.
 
-The stage writes an index of the items, then runs one phase with a task per work unit; each process
-reads the index. docs/deduplication.md defines a match.
+The stage writes an index of the evaluation items, and then runs a phase with one task per work
+unit, in which each process reads the index. docs/deduplication.md defines when a document matches
+an item.
 """
 
 import unicodedata
@@ -19,12 +20,12 @@ from data_prep.tasks.phases import Executor, Record
 from zerolm.common.files import sha256_file
 
 CONTAMINATED = "contaminated.jsonl.zst"
-ALGORITHM = 1  # increment it when the result for the same input changes
+ALGORITHM = 1  # increment when the result for the same input changes
 
 
 @dataclass(frozen=True)
 class ScanTask:
-    """Writes the documents of a unit that match no item, and a note on each dropped document."""
+    """Writes those documents of a unit that match no item, and a note on each dropped document."""
 
     documents: Documents
     output: Path
@@ -50,7 +51,7 @@ class ScanTask:
 
 
 def decontaminate_identity(options: DecontaminateOptions) -> dict[str, Any]:
-    """Return what determines the result in addition to the documents, for a fingerprint."""
+    """Return everything that determines the result except the documents, to be fingerprinted."""
     files = [(each, sha256_file(split_evaluation(each)[0])) for each in options.evaluation]
     versions = {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version, "files": files}
     return {**asdict(options), **versions}
@@ -59,7 +60,7 @@ def decontaminate_identity(options: DecontaminateOptions) -> dict[str, Any]:
 def run_decontaminate(
     options: DecontaminateOptions, given: StageInput, output: Path, executor: Executor
 ) -> dict[str, Any]:
-    """Write a stage without the contaminated documents, and return its `stage.json`."""
+    """Copy all but the contaminated documents to a new stage, and return its `stage.json`."""
     items = read_all_items(options.evaluation)
     identity = decontaminate_identity(options)
     run = StageRun("decontaminate", asdict(options), identity, given, output, executor)

@@ -1,13 +1,13 @@
 """The dedup stage: drops exact copies, and near-duplicates found by MinHash.
 
-Phases: signatures (a task per work unit) -> copies and buckets (one task per range of hashes) ->
-members -> verify -> decide (one task) -> write (a task per unit). Tasks exchange data only through
-files. The result depends on the documents, their order and the options, but not on the number of
-units, tasks or workers, nor on memory. docs/deduplication.md contains the definitions.
+Phases: signatures (one task per work unit) -> copies and buckets (one task per range of hashes) ->
+members -> verify -> decide (one task) -> write (one task per unit). Tasks exchange data only
+through files. The result depends on the documents, their order and the options, but not on the
+number of units, tasks or workers, nor on memory. docs/deduplication.md contains the definitions.
 
 Documents may also be compared with the documents of earlier stages that kept their signatures
-(`signatures.py`). Each decision depends only on earlier documents, so the result equals that of a
-single pass over the documents of all stages.
+(`signatures.py`). Each decision depends only on earlier documents, so the result is the same as if
+one stage had processed the documents of all these stages.
 """
 
 import unicodedata
@@ -38,12 +38,12 @@ from data_prep.stages.stage_output import StageRun, task_output
 from data_prep.tasks.phases import Executor, Record
 
 DUPLICATES = "duplicates.jsonl.zst"
-ALGORITHM = 1  # increment it when the result for the same input changes
+ALGORITHM = 1  # increment when the result for the same input changes
 MIN_PARTITIONS = 16  # or the number of work units, if smaller
 
 
 def band_layout(options: DedupOptions) -> BandLayout | None:
-    """Return how signatures are divided into bands, or None if only exact copies are found."""
+    """Return how signatures are divided into bands, or None if only exact copies are dropped."""
     return choose_bands(options.threshold, options.permutations) if options.near else None
 
 
@@ -56,12 +56,12 @@ def open_against(options: DedupOptions) -> list[Signatures]:
 
 @dataclass(frozen=True)
 class WriteTask:
-    """Writes the kept documents of a unit, and a note on each duplicate."""
+    """Writes a unit's kept documents, and a note on each duplicate."""
 
     documents: Documents
     output: Path
     units: Units
-    stores: tuple[str, ...]  # names of the signatures that documents are compared with
+    stores: tuple[str, ...]  # names of the signatures that the documents are compared with
 
     def __call__(self, task: int) -> Record:
         decisions = self.units.decisions(task)
@@ -87,7 +87,7 @@ class WriteTask:
 
 
 def comparison_settings(options: DedupOptions) -> dict[str, Any]:
-    """Return the settings that must match between signatures and the new documents."""
+    """Return the settings that must be the same for old signatures and for the new documents."""
     keys = ("threshold", "shingle_words", "exact", "near", "permutations")
     settings: dict[str, Any] = {key: getattr(options, key) for key in keys}
     settings |= {"algorithm": ALGORITHM, "unicode": unicodedata.unidata_version}
@@ -97,7 +97,7 @@ def comparison_settings(options: DedupOptions) -> dict[str, Any]:
 
 
 def dedup_identity(options: DedupOptions, against: Sequence[str]) -> dict[str, Any]:
-    """Return what determines the result in addition to the documents, for a fingerprint.
+    """Return everything that determines the result except the documents, to be fingerprinted.
 
     Args:
         against: ids of the signatures that the documents are compared with.
@@ -146,7 +146,7 @@ def run_dedup(
 
 
 def _find_duplicates(options: DedupOptions, units: Units, run: StageRun) -> dict[str, int]:
-    """Run all phases except the last, and return counts for `stage.json`."""
+    """Run all phases except the last, and return the counts to record in `stage.json`."""
     documents = run.documents
     layout, num_units, work = band_layout(options), documents.num_tasks, units.work
     exact, shingle_words = options.exact, options.shingle_words

@@ -1,4 +1,4 @@
-"""Reads the items of evaluation sets: texts that a training corpus must not contain.
+"""Reads evaluation items: texts from evaluation sets that a training corpus must not contain.
 
 `NgramIndex` searches documents for them.
 """
@@ -37,7 +37,7 @@ class Item(NamedTuple):
 
 
 def split_evaluation(argument: str) -> tuple[Path, list[str]]:
-    """Split PATH or PATH:field,field into the file and the fields."""
+    """Split an argument, PATH or PATH:field,field, into the path and the list of fields."""
     path, colon, fields = argument.rpartition(":")
     if colon and not Path(argument).exists():
         return Path(path), [field.strip() for field in fields.split(",")]
@@ -45,10 +45,10 @@ def split_evaluation(argument: str) -> tuple[Path, list[str]]:
 
 
 def read_all_items(arguments: Sequence[str]) -> list[Item]:
-    """Return the items of all files.
+    """Read the items of all evaluation files.
 
     Raises:
-        ConfigError: lists the problems with all files.
+        ConfigError: some files have problems; the error lists all of them.
     """
     items: list[Item] = []
     problems: list[str] = []
@@ -63,12 +63,13 @@ def read_all_items(arguments: Sequence[str]) -> list[Item]:
 
 
 def read_items(argument: str) -> list[Item]:
-    """Return the items in a file, given as PATH or PATH:field,field.
+    """Read the items in a file; the argument is PATH or PATH:field,field.
 
-    In a text file each paragraph is an item, separated by empty lines. In JSON lines and Parquet
-    each line or row is an item. An item's texts are the values of the fields (strings, or lists of
-    strings; `a.b` is the key "b" of the object at "a"). Without fields, they are HellaSwag's `ctx`
-    followed by each of the `endings`, or else `text`.
+    In text files, items are paragraphs separated by empty lines. In JSON lines and Parquet files,
+    each line or row is an item. An item's texts are the values of the given fields, which are
+    strings or lists of strings. The field `a.b` is the key "b" of the object stored under "a". If
+    no fields are given, the texts are `ctx` followed by each of the `endings` if the item has these
+    keys of HellaSwag, and otherwise `text`.
 
     Raises:
         ConfigError: the file cannot be read, or lacks the fields.
@@ -107,7 +108,7 @@ def read_items(argument: str) -> list[Item]:
 
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield ("file:number", item): items are lines, rows or paragraphs, numbered from 1."""
+    """Yield each item (a line, row or paragraph) as ("file:number", item), numbered from 1."""
     if path.suffix == ".parquet":
         import pyarrow.parquet as pq
 
@@ -143,7 +144,7 @@ def _content(path: Path) -> bytes:
 
 
 def _texts(record: Any, fields: list[str]) -> list[str] | str:
-    """Return the texts of an item, or a message if it is not valid."""
+    """Return the texts of an item, or an error message if the item is not valid."""
     if not isinstance(record, dict):
         return f"a JSON {type(record).__name__}, not an object."
     if not fields and {"ctx", "endings"} <= set(record):
@@ -167,5 +168,5 @@ def _hellaswag(record: dict[str, Any]) -> list[str] | str:
     if not isinstance(context, str) or not isinstance(endings, list):
         return "ctx is not a string, or endings is not a list."
     texts = [f"{context} {ending}" for ending in endings]
-    # The WikiHow pages that the items come from do not contain these marks.
+    # The WikiHow pages from which the items were taken do not contain these marks.
     return list(dict.fromkeys([*texts, *(WIKIHOW_MARK.sub(" ", text) for text in texts)]))

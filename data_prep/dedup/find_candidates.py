@@ -25,19 +25,19 @@ from data_prep.dedup.minhash import BandLayout, band_hashes
 from data_prep.dedup.word_hashes import hash_ngrams, hash_words
 from data_prep.stages.documents import Documents, batch_rows
 
-# Each document in a bucket is compared with this many documents before it and this many at the
-# start of the bucket. That covers all pairs of up to 17 documents, but at most 160,000 pairs of
-# 10,000 pages made from one template.
+# Each document in a bucket is compared with this many documents immediately before it, and with
+# this many at the start of the bucket. In buckets of up to 17 documents, this covers all pairs; for
+# 10,000 pages made from one template, it yields at most 160,000 pairs.
 NEIGHBOURS = 8
 
 
 @dataclass(frozen=True)
 class SignatureTask:
-    """Writes hashes of a unit's documents: of their texts, and of their signatures' bands.
+    """Writes two kinds of hashes of a unit's documents: text hashes and signature band hashes.
 
     Args:
         exact: "text" to compare texts byte by byte, "words" to compare their words.
-        layout: None to find exact copies only.
+        layout: how signatures are divided into bands; None to find only exact copies.
     """
 
     documents: Documents
@@ -80,7 +80,7 @@ class SignatureTask:
         return save_arrays(self.directory, arrays, **counts)
 
     def _digests(self, texts: list[str], words: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return 128 bits for each document, equal for equal texts (or words): (N, 2) uint64."""
+        """Return a 128-bit hash of each document's text (or words), as (N, 2) uint64."""
         if self.exact == "text":
             contents = [text.encode() for text in texts]
         else:
@@ -91,9 +91,9 @@ class SignatureTask:
 
 @dataclass(frozen=True)
 class ExactTask:
-    """Finds new documents that are exact copies, among the documents with hashes in one range.
+    """Finds new documents that are exact copies, among all documents whose hashes are in one range.
 
-    The first document with each text is kept.
+    Of the documents with the same text, the first is kept.
     """
 
     units: Units
@@ -115,7 +115,9 @@ class ExactTask:
 
 @dataclass(frozen=True)
 class BucketTask:
-    """Finds pairs of a document and a later, new document that share a band, in one hash range."""
+    """Finds pairs of documents that share a band, among the bands whose hashes are in one range.
+    The later document of each pair is new.
+    """
 
     units: Units
     num_partitions: int
@@ -131,19 +133,20 @@ class BucketTask:
 def _save_with_members(
     directory: Path, kind: str, partition: int, array: np.ndarray, members: np.ndarray
 ) -> dict:
-    """Write copies or pairs, and the ids of all documents in them; return the task's record."""
+    """Write an array of copies or pairs and the ids of its documents; return the task's record."""
     arrays = {kind: array, f"{kind}-members": members}
     files = {array_path(directory, name, partition): each for name, each in arrays.items()}
     return save_arrays(directory, files, **{kind: len(array)})
 
 
 def candidate_pairs(hashes: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Return the distinct pairs of documents in the same bucket, sorted: PAIR, `one` before `two`.
+    """Return the pairs of documents in the same bucket: a sorted PAIR array without repetitions, in
+    which `one` precedes `two` in input order.
 
-    A bucket contains all documents with the same band, but only the first document with each text.
+    A bucket contains all documents that share a band, except copies of an earlier document in it.
 
     Args:
-        hashes, texts, ids: (N,) uint64 each: hashes of bands, hashes of texts, and document ids.
+        hashes, texts, ids: hashes of bands, hashes of texts, and document ids; (N,) uint64 each.
     """
     order = np.lexsort((ids, texts, hashes))
     hashes, texts, ids = hashes[order], texts[order], ids[order]
@@ -155,8 +158,8 @@ def candidate_pairs(hashes: np.ndarray, texts: np.ndarray, ids: np.ndarray) -> n
     begins = np.ones(len(ids), bool)
     begins[1:] = hashes[1:] != hashes[:-1]
     numbers = np.arange(len(ids))
-    start = np.maximum.accumulate(np.where(begins, numbers, 0))  # of the bucket
-    place = numbers - start  # in the bucket
+    start = np.maximum.accumulate(np.where(begins, numbers, 0))  # index of the bucket's first row
+    place = numbers - start  # position in the bucket
     pairs = np.empty(0, PAIR)
     for step in range(1, NEIGHBOURS + 1):
         later = np.flatnonzero(place >= step)

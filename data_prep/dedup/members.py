@@ -1,8 +1,8 @@
-"""The ids and shingles of documents, for comparing candidates and naming what was kept.
+"""Ids and shingles of documents, used to compare candidates and to name the kept documents.
 
-`MembersTask` reads the candidates and exact copies of a stage a second time, so only documents
-with a possible duplicate take disk space. Kept signatures (`signatures.py`) store the ids and
-shingles of every kept document.
+`MembersTask` reads a stage's candidates and exact copies a second time, so that only documents with
+possible duplicates take up disk space. Signatures that a stage keeps (`signatures.py`) store the
+ids and shingles of every kept document.
 """
 
 import json
@@ -31,7 +31,7 @@ from zerolm.common.files import write_atomically
 
 @dataclass(frozen=True)
 class MembersTask:
-    """Writes the ids of a new unit's possible duplicates, and the shingles of candidate pairs."""
+    """Writes the ids of a new unit's possible duplicates, and the shingles of candidates."""
 
     documents: Documents
     units: Units
@@ -48,7 +48,7 @@ class MembersTask:
         return task_record(self.units.work, sizes, members=len(members))
 
     def _members(self, task: int, kind: str) -> np.ndarray:
-        """Return the sorted numbers of a unit's documents that occur in copies or pairs."""
+        """Return the sorted indices of the documents in a unit that occur in any copy or pair."""
         paths = [array_path(self.units.work, kind, each) for each in range(self.num_partitions)]
         found = rows_of_unit(paths, None, self.units.num_old + task)
         return np.unique(np.concatenate(found) & NUMBER_MASK)
@@ -62,14 +62,14 @@ def write_members(
     paired: np.ndarray,
     shingle_words: int,
 ) -> dict[Path, int]:
-    """Write the ids of some documents of a task, and the shingles of the documents in `paired`.
+    """Write the ids of some of a task's documents, and the shingles of those that are in `paired`.
 
     Args:
-        path: path of the array; two more files are written next to it.
-        members: sorted numbers of the documents within the task.
+        path: where to write the array; two more files are written next to it.
+        members: sorted indices, within the task, of the documents to write.
 
     Returns:
-        The sizes of the files.
+        The size in bytes of each file written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     entries: list[tuple[int, int]] = []
@@ -103,17 +103,17 @@ def _shingles(rows: list[DocumentRow], shingle_words: int) -> list[np.ndarray]:
 
 
 def names_path(path: Path) -> Path:
-    """Return the path of the file with the input ids of an array's documents."""
+    """Return the path of the file that lists the input ids of an array's documents."""
     return path.with_suffix(".names.json")
 
 
 def shingles_path(members: Path) -> Path:
-    """Return the path of the file with the members' shingles: little-endian uint64."""
+    """Return the path of the file that contains the members' shingles as little-endian uint64."""
     return members.with_suffix(".shingles")
 
 
 class Shingles:
-    """The shingles of a unit's documents, at least of its candidates."""
+    """The shingles of documents in a unit; documents that are not candidates may be missing."""
 
     def __init__(self, path: Path):
         members = np.array(load_array(path))
@@ -122,7 +122,7 @@ class Shingles:
         self.values = np.memmap(shingles_path(path), "<u8", "r", shape=(size,)) if size else None
 
     def of(self, document: int) -> np.ndarray:
-        """Return a document's distinct shingles: sorted (S,) uint64."""
+        """Return a document's distinct shingles, sorted, as (S,) uint64."""
         place = int(np.searchsorted(self.documents, document & int(NUMBER_MASK)))
         assert self.values is not None
         return self.values[self.ends[place - 1] if place else 0 : self.ends[place]]
@@ -131,12 +131,12 @@ class Shingles:
 def find_names(
     units: Units, stores: Sequence[str], kept: np.ndarray
 ) -> list[tuple[Any, str | None]]:
-    """Return the input ids of kept documents, each with the signatures that contain it (None: new).
-
-    For a document that an earlier stage dropped, return the document that was kept instead.
+    """Return the input id of each kept document and the name of the signatures that contain it. The
+    name is None for a new document. A document that an earlier stage dropped is replaced by the
+    document that was kept instead.
 
     Args:
-        stores: the names of `units.old`.
+        stores: names of the signatures in `units.old`.
     """
     owners = [
         name for name, (_, count) in zip(stores, units.old, strict=True) for _ in range(count)

@@ -18,7 +18,7 @@ from zerolm.common.errors import ConfigError
 
 SEED = 2026  # seed of the permutations; signatures with different seeds cannot be compared
 MAX_PERMUTATIONS = 128
-MISSED_AT_THRESHOLD = 0.001  # for pairs whose similarity equals the threshold
+MISSED_AT_THRESHOLD = 0.001  # allowed for pairs whose similarity equals the threshold
 
 
 class BandLayout(NamedTuple):
@@ -29,10 +29,11 @@ class BandLayout(NamedTuple):
 
 
 def choose_bands(threshold: float, permutations: int = MAX_PERMUTATIONS) -> BandLayout:
-    """Return the layout with the most rows that misses at most 1 in 1,000 pairs at the threshold.
+    """Return the layout with the most rows per band that misses at most 1 in 1,000 pairs whose
+    similarity equals the threshold.
 
     More rows give fewer false candidates, but need more permutations, which cost time and space.
-    Candidates are verified later; a pair that is missed here is never found.
+    Candidates are verified later, but a pair that is missed here is never found.
     """
     best = None
     for rows in range(1, permutations + 1):
@@ -47,11 +48,12 @@ def choose_bands(threshold: float, permutations: int = MAX_PERMUTATIONS) -> Band
 
 
 def band_hashes(shingles: np.ndarray, ends: np.ndarray, layout: BandLayout) -> np.ndarray:
-    """Return the hash of each band of each document; hashes of different bands differ.
+    """Hash each band of each document, so that equal values in different bands hash differently.
 
     Args:
-        shingles: (S,) uint64, hashes of the shingles of all documents.
-        ends: (D,) int64, where each document's shingles end; every document has at least one.
+        shingles: hashes of all documents' shingles, (S,) uint64.
+        ends: index at which each document's shingles end, (D,) int64; every document has at least
+            one shingle.
 
     Returns:
         (D, bands) uint64.
@@ -68,7 +70,7 @@ def band_hashes(shingles: np.ndarray, ends: np.ndarray, layout: BandLayout) -> n
 
 
 def load_rensa() -> Any:
-    """Import rensa, the fastest MinHash we measured (benchmarks/results/dedup.md)."""
+    """Import rensa, the fastest MinHash library that we measured (benchmarks/results/dedup.md)."""
     try:
         import rensa
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`NgramIndex`: the n-grams of evaluation items, and the search for them in documents.
+"""`NgramIndex`: an index of the n-grams in evaluation items, which searches documents for them.
 
 All n-gram hashes are held in memory, sorted. Each hash match is verified word by word, so hash
 collisions never drop a document.
@@ -26,10 +26,10 @@ class Match(NamedTuple):
     """A contaminated document; notes on dropped documents have these keys."""
 
     document: int  # index in the batch
-    item: str  # file and line or paragraph of the item
+    item: str  # the item's file, and its line or paragraph
     words: str  # the first n-gram found
-    at_word: int  # position of that n-gram in the document, in words
-    overlap: float  # fraction of the n-grams in the item's text that the document contains
+    at_word: int  # index of the n-gram's first word in the document
+    overlap: float  # fraction of the item text's n-grams that the document contains
 
 
 @dataclass
@@ -38,9 +38,9 @@ class NgramTable:
 
     length: int  # in words
     hashes: np.ndarray  # (N,) uint64
-    texts: np.ndarray  # (N,) uint32, index of the text
-    starts: np.ndarray  # (N,) uint32, index of its first word in the text
-    filter: np.ndarray = field(init=False, repr=False)  # (2^bits,) bool, by the hash's high bits
+    texts: np.ndarray  # (N,) uint32, index of the text that contains the n-gram
+    starts: np.ndarray  # (N,) uint32, index of the n-gram's first word in its text
+    filter: np.ndarray = field(init=False, repr=False)  # (2^bits,) bool, indexed by high bits
 
     def __post_init__(self) -> None:
         bits = min(MAX_FILTER_BITS, max(8, (16 * len(self.hashes)).bit_length()))
@@ -49,7 +49,7 @@ class NgramTable:
         self.filter[self.hashes >> self.shift] = True
 
     def find(self, hashes: np.ndarray) -> np.ndarray:
-        """Return the indices of the hashes that occur in the table."""
+        """Return the indices of those hashes that occur in the table."""
         places = np.flatnonzero(self.filter[hashes >> self.shift])
         entries = np.searchsorted(self.hashes, hashes[places])
         entries[entries == len(self.hashes)] = 0
@@ -60,9 +60,9 @@ class NgramIndex:
     """The n-grams of all items.
 
     Args:
-        places: the source of each text, as file and line or paragraph.
-        tables: one per n-gram length, longest first.
-        num_short: number of texts that are too short to be searched for.
+        places: file, and line or paragraph, from which each text was read.
+        tables: one table per n-gram length, longest first.
+        num_short: number of texts that are too short to search for.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class NgramIndex:
         self.texts, self.places, self.tables, self.num_short = texts, places, tables, num_short
 
     def find(self, documents: Sequence[str], min_overlap: float) -> list[Match]:
-        """Return a match for each document that contains enough of an item's text.
+        """Return one match for each document that contains enough of any item's text.
 
         Args:
-            min_overlap: fraction of the text's distinct n-grams that the document must contain; at
-                least one is always required.
+            min_overlap: fraction of a text's distinct n-grams that a document must contain to match
+                it; at least one n-gram is always required.
         """
         words, ends = hash_words(documents)
         matches: dict[int, Match] = {}
@@ -103,7 +103,9 @@ class NgramIndex:
         at_words: np.ndarray,
         min_overlap: float,
     ) -> Match | None:
-        """Compare words with each text, starting with the text that shares the most hashes."""
+        """Compare a document's words with the texts that share hashes with the document, most
+        hashes first. Return the first match, or None if no text matches.
+        """
         hashes, places = np.unique(hashes, return_index=True)
         first_at = dict(zip(hashes.tolist(), at_words[places].tolist(), strict=True))
         low = np.searchsorted(table.hashes, hashes)
@@ -141,7 +143,7 @@ class NgramIndex:
 
 
 def build_index(items: Sequence[Item], length: int, min_words: int) -> NgramIndex:
-    """Build the index of all n-grams of `length` words; shorter texts are indexed in full.
+    """Build an index of all n-grams of `length` words; shorter texts are indexed as one n-gram.
 
     Args:
         min_words: texts with fewer words are not searched for.
@@ -171,7 +173,7 @@ def build_index(items: Sequence[Item], length: int, min_words: int) -> NgramInde
 
 @lru_cache(maxsize=1)
 def load_index(path: Path) -> NgramIndex:
-    """Read an index from its file, once per process."""
+    """Read an index from a file; the index is cached, so each process reads it once."""
     with np.load(path) as arrays:
         texts, places, num_short = json.loads(arrays["names"].tobytes())
         lengths = sorted(

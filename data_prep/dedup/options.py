@@ -14,7 +14,9 @@ MIN_MEMORY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class DedupOptions:
-    """Defines what a duplicate is. Of each group, the first document in input order is kept."""
+    """Options that define which documents are duplicates. Of each group of duplicates, the first
+    document in input order is kept.
+    """
 
     threshold: float = option(
         0.8,
@@ -55,13 +57,15 @@ class DedupOptions:
     )
 
     def relative_to(self, directory: Path) -> "DedupOptions":
-        """Return the options with their directories resolved against the recipe's directory."""
+        """Return the options with directories resolved relative to the recipe's directory."""
         return replace(self, against=tuple(str(directory / each) for each in self.against))
 
 
 @dataclass(frozen=True)
 class DecontaminateOptions:
-    """The evaluation items to search for, and how much of an item makes a match."""
+    """The evaluation items to search for, and how much of an item a document must contain to match
+    it.
+    """
 
     evaluation: tuple[str, ...] = option(
         help="evaluation sets: HellaSwag's JSON lines, .txt (one item per paragraph), .jsonl(.gz, "
@@ -82,7 +86,7 @@ class DecontaminateOptions:
             yield "min_item_words", f"{self.min_item_words} is greater than ngram_words."
 
     def relative_to(self, directory: Path) -> "DecontaminateOptions":
-        """Return the options with their files resolved against the recipe's directory."""
+        """Return the options with file paths resolved relative to the recipe's directory."""
         return replace(self, evaluation=tuple(str(directory / each) for each in self.evaluation))
 
 

@@ -1,8 +1,8 @@
-"""Signatures that a dedup stage keeps so that later documents can be compared with it.
+"""Signatures that a dedup stage keeps so that later documents can be compared with its documents.
 
 For each work unit, `OUTPUT/signatures/` contains the hashes of all documents (`exact`, `bands`),
-the ids and shingles of the kept documents (`members`), and for each dropped document the kept one
-that it duplicates (`dropped`). `signatures.json` is written last; it lists the files with their
+the ids and shingles of the kept documents (`members`), and which kept document each dropped
+document duplicates (`dropped`). `signatures.json` is written last; it lists the files with their
 checksums, and the options that later stages must use. The texts are not needed for later
 comparisons.
 """
@@ -64,14 +64,14 @@ class _Manifest(TypedDict):
 
 @dataclass(frozen=True)
 class Signatures:
-    """Complete signatures of a stage."""
+    """The completed signatures of a stage."""
 
     directory: Path
     manifest: Json
 
     @property
     def id(self) -> str:
-        """A fingerprint of the documents, the options and the signatures compared with."""
+        """A fingerprint of the documents, the options, and the signatures used for comparison."""
         return self.manifest["id"]
 
     @property
@@ -92,11 +92,12 @@ class Signatures:
 
 
 def open_signatures(arguments: Sequence[str], settings: Mapping[str, Any]) -> list[Signatures]:
-    """Open the signatures to compare with, in order; check only file sizes.
+    """Open the signatures to compare with, in the given order, and check their file sizes.
 
     Args:
         arguments: outputs of dedup stages, or their `signatures` directories.
-        settings: `comparison_settings` of the new documents, which must match.
+        settings: `comparison_settings` for the new documents; the signatures' settings must be
+            equal.
     """
     found: list[Signatures] = []
     problems: list[str] = []
@@ -146,7 +147,7 @@ def _setting_problems(signatures: Signatures, settings: Mapping[str, Any]) -> li
 
 
 def _chain_problems(signatures: Signatures, before: Sequence[Signatures], given: str) -> list[str]:
-    """Return a problem if signatures depend on others that were not given before them."""
+    """Return a problem if signatures were given twice, or before others that they depend on."""
     ids = [each.id for each in before]
     if signatures.id in ids:
         return [f"{given}: these signatures were already given. Name them once."]
@@ -160,7 +161,7 @@ def _chain_problems(signatures: Signatures, before: Sequence[Signatures], given:
 
 
 def unrelated(signatures: Sequence[Signatures]) -> list[tuple[str, str]]:
-    """Return the names of each pair of signatures whose documents were never compared."""
+    """Return the names of all pairs of signatures whose documents were never compared."""
     found = []
     for number, later in enumerate(signatures):
         compared = {each["id"] for each in later.manifest["against"]}
@@ -172,7 +173,7 @@ def unrelated(signatures: Sequence[Signatures]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class CheckTask:
-    """Verifies the checksums of all files in one unit of kept signatures."""
+    """Verifies the checksums of all files that belong to one unit of kept signatures."""
 
     old: tuple[tuple[Path, int], ...]
     directory: Path  # of the phase
@@ -198,10 +199,10 @@ def _units(manifest: Path, modified_ns: int) -> list[list[_File]]:
 
 @dataclass(frozen=True)
 class KeepTask:
-    """Completes the signatures of a unit after `DecideTask` has decided which documents to drop.
+    """Completes a unit's signatures after `DecideTask` has decided which documents to drop.
 
     Args:
-        stores: the names of `units.old`.
+        stores: names of the signatures in `units.old`.
     """
 
     documents: Documents
@@ -269,7 +270,9 @@ def publish_signatures(
 
 
 def withdraw_signatures(output: Path, keep: bool) -> None:
-    """Invalidate the signatures of an earlier run of the stage; delete them unless kept."""
+    """Invalidate the signatures of an earlier run of the stage, and delete them unless `keep` is
+    set.
+    """
     signatures_manifest(output).unlink(missing_ok=True)
     if not keep:
         shutil.rmtree(output / SIGNATURES, ignore_errors=True)

@@ -1,6 +1,7 @@
 """Tasks that compute the exact similarity of candidate pairs, and decide which documents to drop.
 
-`VerifyTask` compares the shingles that `members.py` has written, and `DecideTask` decides.
+`VerifyTask` compares the shingles written by `members.py`, and `DecideTask` uses the results to
+decide which documents to drop.
 """
 
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from data_prep.dedup.members import Shingles
 class VerifyTask:
     """Computes the similarity of the candidate pairs whose first document is in a unit.
 
-    Pairs with a document that an earlier stage dropped are ignored: only kept documents cause
-    others to be dropped.
+    Pairs that contain a document dropped by an earlier stage are ignored, because only kept
+    documents cause other documents to be dropped.
     """
 
     units: Units
@@ -57,7 +58,7 @@ class VerifyTask:
 def jaccard(one: np.ndarray, two: np.ndarray, threshold: float = 0.0) -> float:
     """Return the Jaccard index of two sorted arrays of distinct values.
 
-    Returns 0 if their sizes alone show that it is below the threshold.
+    Returns 0 if the sizes of the arrays alone show that the index is below the threshold.
     """
     small, large = sorted((one, two), key=len)
     if len(small) < threshold * len(large):
@@ -70,11 +71,12 @@ def jaccard(one: np.ndarray, two: np.ndarray, threshold: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class DecideTask:
-    """Decides which documents to drop, in one task; its memory grows with the number of duplicates.
+    """Decides which documents to drop. This is a single task, whose memory use grows with the
+    number of duplicates.
 
     It visits documents in input order and drops each document that is similar to one already kept.
-    So the similarity of each dropped document to a kept one is at least the threshold. Transitive
-    clustering (A near B, B near C) would not guarantee that.
+    Therefore, each dropped document's similarity to a kept document is at least the threshold,
+    which transitive clustering (A near B, B near C) would not guarantee.
     """
 
     units: Units
@@ -110,7 +112,7 @@ class DecideTask:
         instead.
 
         Args:
-            copies: DECISION, changed in place.
+            copies: a DECISION array, which is modified in place.
         """
         for unit, places in by_unit(copies["kept"]):
             if unit >= self.units.num_old:
@@ -128,10 +130,10 @@ class DecideTask:
 
 
 def decide(links: np.ndarray) -> np.ndarray:
-    """Decide which documents to drop in favor of which kept ones: DECISION, sorted by `dropped`.
+    """Decide which documents to drop, and which kept document each of them duplicates.
 
     Args:
-        links: LINK, each similar pair once.
+        links: a LINK array that contains each pair of similar documents once.
     """
     ids = np.unique(np.concatenate([links["one"], links["two"]]))
     if not len(ids):
@@ -142,7 +144,7 @@ def decide(links: np.ndarray) -> np.ndarray:
     by_end = np.lexsort((others, ends))
     starts = np.searchsorted(ends[by_end], np.arange(len(ids) + 1)).tolist()
     others, similarities = others[by_end], similarities[by_end]
-    kept_for = np.full(len(ids), -1, np.int64)  # index of the kept document that causes each drop
+    kept_for = np.full(len(ids), -1, np.int64)  # index of the document kept instead
     similarity = np.zeros(len(ids))
     for node in range(len(ids)):
         if kept_for[node] >= 0:

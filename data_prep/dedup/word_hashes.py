@@ -1,4 +1,4 @@
-"""Splits texts into words, and hashes words and word n-grams for dedup and decontaminate.
+"""Splits texts into words and hashes words and word n-grams, for dedup and decontaminate.
 
 A text is normalised (NFKC, case folded, NFKC again), invisible characters (Unicode's Cf) are
 removed, and the rest is split: a word is a sequence of letters, marks and digits (L, M, N), and
@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-BATCH_CHARACTERS = 1 << 18  # hashed at a time; 8 bytes per character fit in the CPU cache
+BATCH_CHARACTERS = 1 << 18  # hashed at a time: 8 bytes per character fit in the CPU cache
 _CHARACTER_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2^64
 _WORD_BASE = 0xD6E8FEB86659FD93
 _SEPARATOR, _IN_WORD, _SINGLE_WORD, _INVISIBLE = range(4)  # kinds of characters
@@ -48,7 +48,9 @@ def split_words(text: str) -> list[str]:
 
 
 def hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the word hashes of all texts: (W,) uint64, and where each text ends: (D,) int64."""
+    """Return the word hashes of all texts, (W,) uint64, and where each text's hashes end, (D,)
+    int64.
+    """
     hashes = [np.empty(0, np.uint64)]
     counts = np.zeros(len(texts), np.int64)
     for numbers, pieces in _batches(texts):
@@ -59,7 +61,7 @@ def hash_words(texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hash_ngrams(words: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the hashes of all n-grams: (N,) uint64, and where each text ends: (D,) int64.
+    """Return the hashes of all n-grams, (N,) uint64, and where each text's hashes end, (D,) int64.
 
     An n-gram consists of `length` consecutive words of one text.
 
@@ -83,7 +85,7 @@ def hash_ngrams(words: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.nd
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Mix the bits of (N,) uint64: a bijection in which every input bit affects all output bits.
+    """Apply a bijection to (N,) uint64 in which every input bit affects all output bits.
 
     Source: splitmix64 (Steele, Lea, Flood, 2014).
     """
@@ -93,7 +95,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def _batches(texts: Sequence[str]) -> Iterator[tuple[list[int], list[str]]]:
-    """Yield (indices of texts, normalised pieces); a long text yields several pieces."""
+    """Yield batches as (text indices, normalised pieces); a long text forms several pieces."""
     numbers: list[int] = []
     pieces: list[str] = []
     size = 0
@@ -122,7 +124,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _hash_batch(pieces: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the word hashes of all pieces, and the index at which each piece ends.
+    """Return the word hashes of all pieces, and the index at which each piece's hashes end.
 
     The hash of a word is a polynomial in its characters: the sum of value * base^position over the
     batch, divided by the power at the word's start.
@@ -156,7 +158,7 @@ _cached_powers: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
 
 def _powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return at least `count` powers of the base, and of its inverse, modulo 2^64."""
+    """Return at least `count` powers of the base, and as many of its inverse, modulo 2^64."""
     cached = _cached_powers.get(base)
     if cached is None or len(cached[0]) < count:
         size = 1 << max(16, int(count).bit_length())
@@ -173,7 +175,7 @@ def _powers(base: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def _tables() -> tuple[np.ndarray, np.ndarray]:
-    """Return the kind of each code point, and its value in a word hash: (0x110000,) each."""
+    """Return each code point's kind, and its value in word hashes; both have shape (0x110000,)."""
     names = "".join(unicodedata.category(chr(code)) for code in range(0x110000))
     categories = np.frombuffer(names.encode(), "S2")
     kinds = np.full(0x110000, _SEPARATOR, np.uint8)
@@ -189,7 +191,7 @@ def _tables() -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return regular expressions that match a word and an invisible character."""
+    """Return two regular expressions: one matches a word, the other an invisible character."""
     kinds, _ = _tables()
     in_word, single, invisible = (
         _character_class(kinds == kind) for kind in (_IN_WORD, _SINGLE_WORD, _INVISIBLE)
@@ -198,7 +200,7 @@ def _patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _character_class(chosen: np.ndarray) -> str:
-    """Return a regular expression that matches the chosen code points: (0x110000,) bool."""
+    """Return a regular expression that matches the code points selected by (0x110000,) bool."""
     edges = np.flatnonzero(np.diff(chosen.astype(np.int8), prepend=0, append=0))
     ranges = [f"\\U{low:08x}-\\U{high - 1:08x}" for low, high in edges.reshape(-1, 2).tolist()]
     return f"[{''.join(ranges)}]"

@@ -1,7 +1,7 @@
 """Assembles shards from parts: in background threads during encoding, or as tasks afterwards.
 
-The bytes of a shard do not depend on how documents are divided into parts (see
-`data_prep.encode.shard_plan`), or on whether a thread or a task assembles it.
+A shard's bytes depend neither on how documents are divided into parts (see
+`data_prep.encode.shard_plan`), nor on whether a thread or a task assembles the shard.
 """
 
 import os
@@ -21,8 +21,8 @@ from data_prep.tasks.phases import Executor, LocalExecutor, Phase, Record, finge
 from zerolm.common.files import sha256_file
 from zerolm.shards.manifest import files_of
 
-SINGLE_PROCESS_BYTES = 1 << 28  # below this, copying takes less time than starting processes
-MAX_LEFT_BYTES = 1 << 28  # if more remains when encoding ends, tasks replace the threads
+SINGLE_PROCESS_BYTES = 1 << 28  # below this size, copying takes less time than starting processes
+MAX_LEFT_BYTES = 1 << 28  # if more is left when encoding ends, tasks replace the threads
 
 Entry = dict[str, Any]  # a shard's entry in the manifest
 
@@ -36,12 +36,12 @@ def run_assembly(
     assembled: Mapping[tuple[Path, int], Entry],
     executor: Executor,
 ) -> list[list[Entry]]:
-    """Assemble the missing shards; return the manifest entries of all shards, by output.
+    """Assemble all missing shards, and return the manifest entries of each output's shards.
 
     Args:
-        directories: the outputs; other shards in them are removed.
-        records: the records of all units, as returned by `EncodeUnits`.
-        assembled: entries of shards that `BackgroundAssembly` has already assembled.
+        directories: the output directories; any other shards there are removed.
+        records: records of all units, as returned by `EncodeUnits`.
+        assembled: manifest entries of the shards that `BackgroundAssembly` has already assembled.
     """
     shards = [
         shard
@@ -76,8 +76,8 @@ class AssembleShards:
     """Task j assembles shard j; its record contains the shard's manifest entry.
 
     Args:
-        relative_to: directory to which file names in the records are relative.
-        entries: manifest entries of the shards that are already assembled; None for the others.
+        relative_to: directory that file names in the task records are relative to.
+        entries: each shard's manifest entry if it is already assembled, otherwise None.
     """
 
     shards: tuple[Shard, ...]
@@ -86,7 +86,7 @@ class AssembleShards:
     entries: tuple[Entry | None, ...]
 
     def __call__(self, task: int) -> dict[str, Any]:
-        """Write the files of a shard, unless it is already assembled."""
+        """Write a shard's files unless it is already assembled, and return the task record."""
         shard = self.shards[task]
         entry = self.entries[task]
         if entry is None:
@@ -110,7 +110,7 @@ class BackgroundAssembly:
     ):
         self.directories, self.parts = directories, parts
         self.shard_tokens, self.token_bytes = shard_tokens, token_bytes
-        self._records: dict[int, Record] = {}  # records of units that wait for an earlier unit
+        self._records: dict[int, Record] = {}  # records waiting for an earlier unit's
         self._next_unit = 0
         self._queues: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in directories]
         self._threads: list[threading.Thread] = []
@@ -129,7 +129,7 @@ class BackgroundAssembly:
             self._threads[-1].start()
 
     def add(self, record: Record) -> None:
-        """Add the record of a unit; units may arrive in any order."""
+        """Add the record of an encoded unit; units may be added in any order."""
         self._records[record["task"]] = record
         while (record := self._records.pop(self._next_unit, {})) != {}:
             self._next_unit += 1
@@ -139,7 +139,9 @@ class BackgroundAssembly:
                     part_queue.put(part)
 
     def finish(self) -> dict[tuple[Path, int], Entry]:
-        """Return the manifest entries of the assembled shards, by directory and number."""
+        """Wait for the threads; return the assembled shards' manifest entries, by directory and
+        number.
+        """
         self._all_added = True
         self._join()
         for error in self._errors:
@@ -191,7 +193,7 @@ def _is_intact(shard: Shard, entry: Entry) -> bool:
 
 
 def _remove_other_shards(directories: Sequence[Path], shards: Sequence[Shard]) -> None:
-    """Remove unfinished files, and all shards except the given ones."""
+    """Remove unfinished files, and all shards except the given shards."""
     kept = {(shard.directory, shard.name) for shard in shards}
     for directory in directories:
         for path in directory.glob("shard-*"):

@@ -1,10 +1,10 @@
-"""Best-fit-decreasing bin packing of documents into rows. Uses only numpy, no files.
+"""Best-fit-decreasing bin packing of documents into rows. Uses only numpy; accesses no files.
 
-Each document, longest first, is placed in the row with the least sufficient space, or in a new
-row. Documents of equal length l are placed together: they fill the rows with the least sufficient
-space r, r // l documents per row, because a row that has just received one has less space than any
-other candidate. This takes one step per length and group of rows with equal space, instead of one
-step per document, with the same result.
+Each document, longest first, is placed in the row with the least sufficient space, or in a new row.
+All documents of the same length l are placed together. They fill the rows with the least sufficient
+space r, with r // l documents in each, because a row that has just received a document has less
+space left than any other candidate. The result is the same, but takes one step per length and group
+of rows with equal space instead of one step per document.
 
 Source: Ding et al., "Fewer truncations improve language modeling" (2024), section 3, for best-fit
 packing of a corpus; grouping by length is ours.
@@ -16,17 +16,18 @@ import numpy as np
 
 
 def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut concatenated documents into pieces; only a document longer than a row yields several.
+    """Cut concatenated documents into pieces; only documents longer than a row are cut.
 
-    A row contains `seq_len` + 1 ids; the last one is only a target. Each further piece of a
-    document begins with the last id of the previous piece, so that every id except the first is a
-    target exactly once.
+    A row contains `seq_len` + 1 ids, of which the last is only a target. Each piece after a
+    document's first begins with the last id of the piece before it, so every id except the
+    document's first is a target exactly once.
 
     Args:
-        ends: (D,) int64, ascending; the first document starts at 0.
+        ends: index after each document's last id, ascending, (D,) int64; the first document starts
+            at 0.
 
     Returns:
-        Starts and lengths of the pieces, (P,) int64 each, sorted by start.
+        Start and length of each piece, sorted by start; two arrays, (P,) int64.
     """
     starts = np.concatenate([[0], ends[:-1]])
     lengths = ends - starts
@@ -38,13 +39,14 @@ def cut_documents(ends: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarra
 
 
 def fill_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Assign pieces to rows by best fit, longest first; equal lengths keep the given order.
+    """Assign pieces to rows by best fit, longest first; pieces of equal length keep their order.
 
     Args:
-        lengths: (P,) int64 from 1 to `capacity`.
+        lengths: lengths of the pieces, from 1 to `capacity`, (P,) int64.
 
     Returns:
-        The row of each piece, (P,) int64, and the number of rows, numbered in opening order.
+        The row of each piece, (P,) int64, and the number of rows. Rows are numbered in the order in
+        which they were opened.
     """
     by_length = np.argsort(capacity - lengths, kind="stable")
     counts = np.bincount(lengths, minlength=capacity + 1)
@@ -72,15 +74,17 @@ def fill_rows(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
 
 
 class _OpenRows:
-    """Rows with free space, by the number of ids that still fit ("room"), in order of insertion."""
+    """Rows with free space, grouped by how many more ids fit (their "room"), in insertion order."""
 
     def __init__(self, capacity: int):
         self.capacity, self.num_rows = capacity, 0
         self._queues: list[deque[np.ndarray]] = [deque() for _ in range(capacity + 1)]
-        self._present = 0  # bit r is set if any rows have room r
+        self._present = 0  # bit r is set if any row has room r
 
     def take_fullest(self, length: int, num_pieces: int) -> tuple[int, np.ndarray]:
-        """Remove and return the rows with the least sufficient room, or open enough new rows."""
+        """Remove rows with the least sufficient room, or open new rows; return the room and the
+        rows.
+        """
         above = self._present >> length
         if not above:
             opened = -(-num_pieces // (self.capacity // length))
@@ -94,13 +98,13 @@ class _OpenRows:
         return room, rows
 
     def put(self, room: int, rows: np.ndarray) -> None:
-        """Append rows to the queue for this room."""
+        """Append rows to the queue of rows with the given room."""
         if room and len(rows):
             self._queues[room].append(rows)
             self._present |= 1 << room
 
     def return_unused(self, room: int, rows: np.ndarray) -> None:
-        """Put rows back at the front of the queue for this room."""
+        """Put rows back at the front of the queue of rows with the given room."""
         if len(rows):
             self._queues[room].appendleft(rows)
             self._present |= 1 << room
@@ -109,17 +113,17 @@ class _OpenRows:
 def order_rows(
     starts: np.ndarray, rows: np.ndarray, lengths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sort rows in corpus order, by the start of their longest piece.
+    """Sort rows into corpus order, by the start of each row's longest piece.
 
-    In opening order, the first rows would hold the longest documents, and validation reads the
-    first rows.
+    In the order in which rows were opened, the longest documents would come first, and validation
+    reads only the first rows.
 
     Args:
-        starts, rows, lengths: one entry per piece, (P,) int64, sorted by start.
+        starts, rows, lengths: start, row and length of each piece, sorted by start, (P,) int64.
 
     Returns:
-        Indices of the pieces by row and then by start, (P,) int64, and the end of each row in
-        pieces, (R,) int64.
+        Indices of the pieces, ordered by row and then by start, (P,) int64, and for each row the
+        number of pieces up to its end, (R,) int64.
     """
     last_to_first = len(lengths) - 1 - np.argsort(lengths[::-1], kind="stable")
     lead = np.empty(int(rows.max()) + 1, np.int64)

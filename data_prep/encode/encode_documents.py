@@ -20,7 +20,7 @@ from zerolm.shards.origins import pack_origins
 
 
 class IdCounts(NamedTuple):
-    """Counts of ids that a tokenizer should rarely produce."""
+    """Counts of ids that should be rare in a tokenizer's output."""
 
     inner_eos_ids: int = 0
     unknown_ids: int = 0
@@ -28,11 +28,11 @@ class IdCounts(NamedTuple):
 
 @dataclass(frozen=True)
 class DocumentEncoder:
-    """Encodes documents, appends EOS ids, and divides the documents into splits.
+    """Encodes documents, appends an EOS id to each, and assigns each document to a split.
 
     Args:
-        vocab_size: size of the tokenizer's vocabulary; larger ids are an error.
-        val_fraction: fraction of the documents held out for validation; None for a single split.
+        vocab_size: size of the tokenizer's vocabulary; ids outside it are an error.
+        val_fraction: fraction of documents to hold out for validation; None for a single split.
         unknown_id: id of the unknown token, if there is one.
     """
 
@@ -43,7 +43,7 @@ class DocumentEncoder:
 
     @property
     def num_splits(self) -> int:
-        """The number of splits: 1, or 2 with a validation split."""
+        """The number of splits: 2 if there is a validation split, otherwise 1."""
         return 1 if self.val_fraction is None else 2
 
     def encode(
@@ -52,14 +52,14 @@ class DocumentEncoder:
         """Encode documents.
 
         Returns:
-            A batch for each split (only the first split if no document is held out), and counts.
+            One batch per split (only the first split's if no document is held out), and the counts.
         """
         texts, inputs, starts, _ = zip(*documents, strict=True)
         ids, text_bytes = encoder.encode(texts)
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         origins = pack_origins(np.array(inputs, np.uint64), np.array(starts, np.uint64))
-        # A document may yield no ids, for example if it has only spaces and the tokenizer drops
-        # them.
+        # A document may yield no ids, for example if it contains only spaces and the tokenizer
+        # drops them.
         kept = lengths > 0
         members = [kept]
         if self.val_fraction is not None:
@@ -80,7 +80,7 @@ class DocumentEncoder:
         return batches, IdCounts(int(num_inner_eos), int(num_unknown))
 
     def _with_eos(self, ids: Sequence[np.ndarray]) -> np.ndarray:
-        """Concatenate the ids of documents, each followed by the EOS id, in the shards' dtype."""
+        """Concatenate documents' ids in the shards' dtype, with an EOS id after each document."""
         eos = np.array([self.eos_id], np.uint32)
         joined = [np.empty(0, np.uint32)] * (2 * len(ids))
         joined[::2], joined[1::2] = ids, [eos] * len(ids)

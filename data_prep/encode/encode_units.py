@@ -1,7 +1,7 @@
 """Encodes units of the input into parts, as the tasks of the phase `tokenize.encode`.
 
-A task reads its unit from the input files and writes parts (`data_prep.encode.parts`); it sends
-only its record to other processes. The content of parts depends only on the documents and the
+A task reads its unit from the input files and writes parts (`data_prep.encode.parts`); only the
+task's record is sent to other processes. The content of parts depends only on the documents and the
 tokenizer.
 """
 
@@ -30,9 +30,9 @@ from data_prep.tokenizer.encoders import Encoder
 from zerolm.common.errors import ZerolmError
 from zerolm.common.files import attempt_token
 
-READ_BYTES = 1 << 20  # text parsed and encoded at a time
-PART_SECONDS = 15.0  # work per part, and the maximum that a killed task repeats
-MIN_UNIT_BYTES = 1 << 23  # a unit costs 1 ms of CPU, like encoding 100 KB with gigatoken
+READ_BYTES = 1 << 20  # size of the text parsed and encoded at a time
+PART_SECONDS = 15.0  # CPU time per part, and the most work that a killed task repeats
+MIN_UNIT_BYTES = 1 << 23  # a unit's overhead is 1 ms of CPU, as for encoding 100 KB with gigatoken
 ENCODED_DIRECTORY = "encoded"  # subdirectory of the parts directory
 UNITS_PER_DIRECTORY = 64  # in `encoded/00000`, ...; every unit lists its directory
 
@@ -50,11 +50,11 @@ def units_of(inputs: Sequence[Input], unit_bytes: int | None) -> list[WorkUnit]:
 
 @dataclass(frozen=True)
 class EncodeUnits:
-    """Task i encodes unit i; its record lists the parts, and counts encoded and skipped input.
+    """Task i encodes unit i; its record lists the parts and counts the encoded and skipped input.
 
     Args:
-        units: units, each with the fingerprint of everything that determines its parts; parts with
-            another fingerprint are removed.
+        units: each unit with a fingerprint of everything that determines its parts; parts with a
+            different fingerprint are removed.
         open_encoder: called once in each process.
         running: directory in which tasks record their progress.
     """
@@ -70,7 +70,7 @@ class EncodeUnits:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The encoder of this process, inherited by forked workers."""
+        """The process's encoder, which forked workers inherit."""
         return self.open_encoder()
 
     def load(self) -> None:
@@ -95,7 +95,7 @@ class EncodeUnits:
 
 
 class _UnitEncoder:
-    """Encodes the rest of a unit, and appends the records of new parts to `records`."""
+    """Encodes the rest of a unit, appending the records of new parts to `records`."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _UnitEncoder:
         self.deadline = time.monotonic() + self.job.part_seconds
 
     def _add(self, documents: Sequence[Document]) -> int:
-        """Encode documents into the part, and return their number of tokens."""
+        """Encode documents into the current part, and return their number of tokens."""
         try:
             batches, counts = self.job.documents.encode(self.job.encoder, documents)
         except ZerolmError as error:

@@ -10,29 +10,30 @@ from data_prep.read.work_units import plan_units, read_batches
 from zerolm.common.url import is_url
 
 HELD_OUT_HASH = "blake2b-64 of the UTF-8 text"
-MAX_SEARCHED_BYTES = 64 << 20  # larger sources are not checked; see `_cost`
+MAX_SEARCHED_BYTES = 64 << 20  # larger sources are not checked; `_cost` weights the sizes
 
 
 def is_held_out(utf8: bytes, fraction: float) -> bool:
     """Return whether a document belongs to the validation split.
 
-    This depends only on its text, not on other documents or their order. Copies of a document are
-    in the same split, and a larger fraction holds out a superset of the documents.
+    The split depends only on the document's text, not on other documents or their order. Therefore,
+    all copies of a document are in the same split, and a larger fraction holds out a superset of
+    the documents that a smaller fraction holds out.
     """
     digest = hashlib.blake2b(utf8, digest_size=8, person=b"zerolm-val").digest()
     return int.from_bytes(digest, "big") < fraction * (1 << 64)
 
 
 def _cost(source: Input) -> int:
-    """Return how much slower an input is to read than local text of the same size."""
+    """Return how much longer reading an input takes than reading local text of the same size."""
     is_slow = source.suffix.startswith((*PAGE_FORMATS, *ARCHIVE_FORMATS)) or is_url(source.name)
     return 16 if is_slow else 1
 
 
 def held_out_problem(inputs: Sequence[Input], rules: InputRules, fraction: float) -> str | None:
-    """Return a problem if none of a small source's documents would be held out.
+    """Return a problem if a source is small and none of its documents would be held out.
 
-    A source larger than MAX_SEARCHED_BYTES or on the hub is not read.
+    Sources on the hub and sources larger than MAX_SEARCHED_BYTES are not read.
     """
     size = sum((each.size_bytes or 0) * _cost(each) for each in inputs)
     if not fraction or size > MAX_SEARCHED_BYTES or any(each.hub for each in inputs):

@@ -21,11 +21,11 @@ from zerolm.common.files import encode_json, file_entry, sync_file, write_atomic
 from zerolm.shards.directory import ShardDirectory
 from zerolm.shards.origins import INPUTS
 
-SYNCING_THREADS = 8  # concurrent syncs share the cost
+SYNCING_THREADS = 8  # syncing concurrently is faster than one file at a time
 
 
 def split_totals(records: Sequence[Record], key: str, num_splits: int) -> list[int]:
-    """Return the sum of a count over all units, for each split."""
+    """Sum a count over all units, and return the sum for each split."""
     return [sum(record["splits"][split][key] for record in records) for split in range(num_splits)]
 
 
@@ -44,7 +44,7 @@ def refuse_empty(outputs: Sequence[Path], records: Sequence[Record]) -> None:
 
 
 def refuse_unknown(tokenizer: str, records: Sequence[Record], max_unknown: float) -> None:
-    """Raise a `ConfigError` if too many tokens are the tokenizer's unknown token."""
+    """Raise a `ConfigError` if too many of the tokens are the tokenizer's unknown token."""
     num_unknown = sum(record["unknown_ids"] for record in records)
     num_tokens = sum(split["num_tokens"] for record in records for split in record["splits"])
     if num_unknown > max_unknown * num_tokens:
@@ -58,7 +58,7 @@ def refuse_unknown(tokenizer: str, records: Sequence[Record], max_unknown: float
 def input_keys(
     inputs: Sequence[Input], records: Sequence[Record], rules: InputRules
 ) -> dict[str, Any]:
-    """Return the manifest keys about the inputs, and about documents left out of the shards."""
+    """Return the manifest keys that describe the inputs and the documents left out of shards."""
     tally = Tally.from_records([record["tally"] for record in records])
     skipped: Counter[str] = Counter()
     for record in records:
@@ -86,7 +86,9 @@ def input_keys(
 
 
 def encoder_entry(records: Sequence[Record], choice: dict[str, Any]) -> dict[str, Any]:
-    """Return the `encoder` key: the chosen backend, and documents and bytes by backend."""
+    """Return the value of the key `encoder`: the chosen backend, and each backend's documents and
+    bytes.
+    """
     counts: Counter[str] = Counter()
     for record in records:
         counts.update(record["encoded"])
@@ -94,7 +96,7 @@ def encoder_entry(records: Sequence[Record], choice: dict[str, Any]) -> dict[str
 
 
 def write_input_list(directory: Path, inputs: Sequence[Input]) -> dict[str, Any]:
-    """Write the list of inputs that origins refer to, and return its entry for the manifest.
+    """Write the list of inputs that origins refer to, and return the list's manifest entry.
 
     `publish_all` makes it durable.
     """
@@ -114,8 +116,8 @@ def publish_all(directories: Sequence[ShardDirectory], manifests: Sequence[dict[
     """Sync all files of the outputs, then write the manifests.
 
     Raises:
-        OSError: a file cannot be synced; in this case, nothing is published.
-        ZerolmError: only some of the outputs could be published.
+        OSError: a file cannot be synced; nothing has been published.
+        ZerolmError: some of the outputs could not be published, but others have been.
     """
     paths = [path for each in directories for path in each.directory.iterdir() if path.is_file()]
     with ThreadPoolExecutor(SYNCING_THREADS) as threads:

@@ -11,13 +11,13 @@ MAX_UNKNOWN = 0.01  # of the tokens
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """Options for tokenization, in addition to inputs and tokenizer.
+    """The options for tokenization, besides the inputs and the tokenizer.
 
     Attributes:
-        encoder: a backend, or "auto" for the fastest one equivalent to the reference.
-        val_fraction: fraction of the documents for the second output; None for a single output.
+        encoder: an encoding backend, or "auto" for the fastest backend equivalent to the reference.
+        val_fraction: fraction of documents to write to the second output; None for a single output.
         shard_tokens: maximum number of tokens per shard.
-        unit_bytes: size of an input unit; None derives it from the size of the input.
+        unit_bytes: size of a work unit; None to derive it from the size of the input.
         max_unknown: maximum fraction of tokens that may be the tokenizer's unknown token.
     """
 

@@ -23,16 +23,16 @@ from zerolm.data.order import num_windows
 from zerolm.data.packing import FORMAT, PARTS, PIECE, ROW_END, VERSION, index_file, open_packing
 from zerolm.shards.reader import Source
 
-# Packing one block takes about 0.7 GB of memory. Almost every length occurs a thousand times in a
-# block of this size, so its rows are as full as if all pieces were packed together.
+# Packing one block takes about 0.7 GB of memory. In a block of this size, almost every length
+# occurs a thousand times, so the block's rows are as full as if all pieces were packed together.
 BLOCK_PIECES = 1 << 23
 
 
 def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict[str, Any]:
-    """Write a source's index unless an intact one exists, and return its manifest.
+    """Write a source's index unless an intact index exists, and return the index's manifest.
 
     Raises:
-        ShardError: the directory cannot be written, or another process is packing there.
+        ShardError: the directory cannot be written, or another process is writing an index there.
     """
     if (existing := _intact_index(source, seq_len)) is not None:
         return existing
@@ -48,7 +48,7 @@ def pack(source: Source, seq_len: int, block_pieces: int = BLOCK_PIECES) -> dict
 
 
 def _intact_index(source: Source, seq_len: int) -> dict[str, Any] | None:
-    """Return the manifest of the existing index; None if it is absent, stale or damaged.
+    """Return the manifest of the existing index, or None if the index is absent, stale or damaged.
 
     Also return None for an index from an older release, which did not verify document ends.
     """
@@ -61,14 +61,14 @@ def _intact_index(source: Source, seq_len: int) -> dict[str, Any] | None:
 
 
 def _document_ends(source: Source) -> str:
-    """Return the hex SHA-256 that identifies the document ends of a source."""
+    """Return a hex SHA-256 digest that identifies a source's document ends."""
     digests = [shard["index_sha256"] for shard in source.manifest["shards"]]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 @contextlib.contextmanager
 def _lock_index(directory: Path, seq_len: int) -> Iterator[None]:
-    """Prevent other processes from writing the index; a process that dies releases the lock."""
+    """Prevent other processes from writing the index; a process that exits releases its lock."""
     path = index_file(directory, seq_len, "lock")
     try:
         lock = FileLock(path)
@@ -127,7 +127,7 @@ def _write(source: Source, seq_len: int, block_pieces: int) -> dict[str, Any]:
 def _blocks(
     source: Source, seq_len: int, block_pieces: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the starts and lengths of pieces, at most `block_pieces` at a time."""
+    """Yield the starts and lengths of all pieces, in blocks of at most `block_pieces`."""
     starts, lengths = np.empty(0, np.int64), np.empty(0, np.int64)
     for number in range(len(source.manifest["shards"])):
         ends = source.document_ends(number).astype(np.int64)
@@ -143,13 +143,13 @@ def _blocks(
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The rows, padding and cut documents that result from one kind of packing.
+    """Statistics on a packing method: its rows, padding and cut documents.
 
     Attributes:
         packing: "concat" or "best_fit".
         padding: number of padding ids in all rows.
-        cut_documents: number of documents whose tokens are not all in one row.
-        cut_tokens: number of tokens in those documents.
+        cut_documents: number of documents whose tokens are spread over several rows.
+        cut_tokens: total number of tokens in those documents.
     """
 
     packing: str
@@ -159,7 +159,7 @@ class Efficiency:
     cut_tokens: int
 
     def line(self, source_documents: int, source_tokens: int, seq_len: int) -> str:
-        """Return a row of the table with the header EFFICIENCY_HEADER."""
+        """Return these statistics as a table row; EFFICIENCY_HEADER is the header of the table."""
         ids = self.rows * (seq_len + 1)
         return (
             f"{self.packing:<10} {self.rows:>12,} {self.padding / ids:>9.2%} "
@@ -183,7 +183,7 @@ def efficiency(source: Source, seq_len: int, counts: dict[str, int]) -> list[Eff
     windows = num_windows(source.num_tokens, seq_len)
     used = windows * seq_len + 1 if windows else 0
     cut = [0, 0]  # documents cut by concatenation, and their tokens
-    long = [0, 0]  # documents longer than a row, which best-fit packing cuts, and their tokens
+    long = [0, 0]  # documents longer than a row, which best-fit packing must cut, and their tokens
     for number in range(len(source.manifest["shards"])):
         ends = source.document_ends(number).astype(np.int64)
         lengths = np.diff(ends, prepend=0)

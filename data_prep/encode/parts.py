@@ -1,14 +1,16 @@
 """Parts: intermediate files of encoded documents, from which shards are assembled.
 
-A part contains consecutive documents of a unit, for training (split 0) and validation (split 1).
-`NAME.0.ids` contains token ids in the format of shards, followed by a length and an origin for
+A part contains consecutive documents of a unit, divided into training (split 0) and validation
+(split 1). `NAME.0.ids` contains token ids in the format of shards, followed by a length and an
+origin for
 each document. `NAME.json` contains counts, checksums, and the input position where the next part
 begins. A task writes a part every few seconds, so a killed task resumes in the middle of its
 input. Each writer uses unique names and each part names the previous one, so two writers of a unit
-cannot mix their parts (Slurm may restart a task before the first attempt has ended).
+cannot mix their parts (Slurm may restart a task before the first attempt has exited).
 
-Creating a file or a directory takes as long as encoding 20 KB. Therefore several units share a
-directory, and the last part of a unit has no `NAME.json`: the task's record contains the same
+Creating a file or a directory takes as long as encoding 20 KB of text. Therefore several units
+share a directory, and the last part of a unit has no `NAME.json`: the task's record contains the
+same
 information.
 
 Parts are not synced to disk. Before a part is reused, its checksums are verified to detect damage
@@ -39,10 +41,10 @@ MAX_PART_BYTES = 1 << 30
 class Batch(NamedTuple):
     """Encoded documents of one split."""
 
-    token_ids: np.ndarray  # (N,) in the shards' dtype; each document ends with the EOS id
+    token_ids: np.ndarray  # (N,) ids in the shards' dtype; each document ends with the EOS id
     lengths: np.ndarray  # (D,) integers, in tokens
     origins: np.ndarray  # (D,) integers; see `zerolm.shards.origins`
-    text_bytes: int  # UTF-8 bytes of the documents
+    text_bytes: int  # size of the documents in UTF-8
 
 
 class PartWriter:
@@ -62,11 +64,12 @@ class PartWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether the part must be closed to limit memory and file size."""
+        """Whether the part should be closed, to limit memory use and file size."""
         return self.num_documents >= MAX_PART_DOCUMENTS or self.num_bytes >= MAX_PART_BYTES
 
     def close(self, previous: str | None, last: bool, **extra: Any) -> dict[str, Any]:
-        """Finish the part, and return its record; write the record unless the part is the last.
+        """Finish the part and return its record; write the record to a file unless this is the last
+        part.
 
         Args:
             previous: name of the previous part; None for the first part.
@@ -79,7 +82,7 @@ class PartWriter:
         return record
 
     def abort(self) -> None:
-        """Close the files, which `read_parts` removes later."""
+        """Close the files of an unfinished part; `read_parts` removes them later."""
         for each in self._splits:
             each.abort()
 
@@ -147,7 +150,7 @@ def is_intact(directory: Path, record: dict[str, Any]) -> bool:
 
 
 def is_record_intact(directory: Path, record: dict[str, Any]) -> bool:
-    """Return whether all `files` in a unit's record match its `checksums`."""
+    """Return whether all `files` listed in a unit's record match the record's `checksums`."""
     files, checksums = record["files"], record.get("checksums", [])
     return len(files) == len(checksums) and all(
         _checksum(directory / name, size) == checksum
@@ -156,7 +159,9 @@ def is_record_intact(directory: Path, record: dict[str, Any]) -> bool:
 
 
 def _checksum(path: Path, size: int) -> str | None:
-    """Return the XXH3 hash of a file; None if the file is missing or has another size."""
+    """Return a file's XXH3 hash, or None if the file cannot be read or does not have the given
+    size.
+    """
     digest = xxhash.xxh3_64()
     try:
         if path.stat().st_size != size:
@@ -170,7 +175,7 @@ def _checksum(path: Path, size: int) -> str | None:
 
 
 def part_name(unit: int, number: int, writer: str) -> str:
-    """Return the name of a part; `writer` is the `attempt_token()` of the task's attempt."""
+    """Return a part's name; `writer` is the `attempt_token()` of the task's current attempt."""
     return f"{unit:05d}-{number:05d}-{writer}"
 
 
@@ -196,12 +201,13 @@ class PartRecord(_Part, total=False):
 
 
 def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, Any]]:
-    """Return the records of a unit's consecutive intact parts, from the first, without the last.
+    """Return the records of a unit's intact parts in order, up to the first missing part.
 
-    Remove all other files of the unit, except files that another process may still be writing.
+    The unit's last part is not included, because it has no record file. All other files of the
+    unit are removed, except files that another process may still be writing.
 
     Args:
-        fingerprint: hash of everything that determines the parts; parts with another hash are
+        fingerprint: hash of everything that determines the parts; parts with a different hash are
             removed.
     """
     records: dict[str, dict[str, Any]] = {}
@@ -229,7 +235,7 @@ def read_parts(directory: Path, unit: int, fingerprint: str) -> list[dict[str, A
 def _longest_chain(directory: Path, records: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the longest chain of intact parts that starts with the first part.
 
-    In a chain, each part names the previous one; the parts may have different writers.
+    In a chain, each part names the previous part; different processes may have written the parts.
     """
     intact: dict[str, bool] = {}
     for name in sorted(records, reverse=True):  # the last part first
@@ -253,7 +259,7 @@ def _has_ended(name: str) -> bool:
     if match is None or match[1] != host_name():
         return match is None
     if int(match[2]) == os.getpid():
-        return True  # this process runs one task at a time, so the earlier attempt has failed
+        return True  # this process runs one task at a time, so an earlier attempt has failed
     try:
         os.kill(int(match[2]), 0)
     except ProcessLookupError:

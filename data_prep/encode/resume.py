@@ -1,4 +1,4 @@
-"""Decides which files of an interrupted tokenization can be reused, and removes the rest."""
+"""Determines which files from an interrupted tokenization can be reused, and removes all others."""
 
 import os
 import sys
@@ -16,16 +16,16 @@ from zerolm.common.records import read_record
 from zerolm.shards.directory import PARTS, ShardDirectory
 
 STATE_FILE = "state.json"  # in the parts directory
-PARTS_VERSION = 5  # version of the parts' content; other versions are encoded again
+PARTS_VERSION = 5  # version of the parts' content; parts of other versions are encoded again
 CHECKING_THREADS = 4
 
 
 def parts_settings(
     rules: InputRules, val_fraction: float | None, tokenizer_fingerprint: str
 ) -> dict[str, Any]:
-    """Return the settings that determine the content of parts; messages show the keys."""
+    """Return the settings that determine the content of parts; their keys are shown in messages."""
     content_rules = rules.content()
-    for key in ("on_bad_input", "max_bad_fraction"):  # these do not affect documents
+    for key in ("on_bad_input", "max_bad_fraction"):  # these do not affect which documents are read
         del content_rules[key]
     return {
         "version": PARTS_VERSION,
@@ -49,7 +49,7 @@ def unit_fingerprint(settings: dict[str, Any], inputs: Sequence[Input], unit: Wo
 def resume_or_clear(
     directories: Sequence[ShardDirectory], inputs: Sequence[Input], settings: dict[str, Any]
 ) -> None:
-    """Keep the parts of an interrupted run of the same command; remove other runs' parts."""
+    """Keep the parts of an interrupted run of the same command; remove any other run's parts."""
     state = {
         **settings,
         "--input": [each.name for each in inputs],
@@ -80,10 +80,10 @@ def resume_or_clear(
 
 
 def discard_damaged(phase: Phase, is_intact: Callable[[int, Record], bool]) -> list[int]:
-    """Remove the records of tasks with damaged outputs; return the tasks with intact outputs.
+    """Remove the records of tasks whose outputs are damaged; return the tasks with intact outputs.
 
     Args:
-        is_intact: checks the outputs of a task; called from several threads.
+        is_intact: returns whether a task's outputs are intact; called from several threads.
     """
 
     def check(task: int, record: Record | None) -> bool:

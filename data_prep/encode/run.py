@@ -2,8 +2,8 @@
 
 The tasks of `tokenize.encode` encode units of the input into parts, the tasks of
 `tokenize.assemble` copy parts into shards, and the manifests are written last. Until they exist,
-parts and records remain in `parts/` of the first output, so an interrupted run can resume. Any
-executor can run the tasks. Independent of the command line and of pipelines.
+parts and records remain in `parts/` of the first output, so an interrupted run can resume. The
+tasks can run on any executor. Independent of the command line and of pipelines.
 """
 
 import shutil
@@ -50,7 +50,7 @@ class Summary:
     """The result of a tokenization.
 
     Attributes:
-        input_lines: messages about skipped and bad input.
+        input_lines: messages about skipped input and bad input.
         note: reason why the fast encoder was not used.
     """
 
@@ -69,7 +69,7 @@ def run_tokenization(
     executor: Executor,
     provenance: dict[str, Any],
 ) -> Summary:
-    """Write all documents of the inputs to shards, or resume an interrupted run.
+    """Write all documents of the inputs to shards, resuming an interrupted run if there is one.
 
     Args:
         outputs: directories for the training shards and, with `val_fraction`, the held-out shards.
@@ -106,7 +106,7 @@ def run_tokenization(
 
 
 class _Run:
-    """The steps of tokenization; `directories` is filled before the first step."""
+    """The steps of tokenization; the caller fills `directories` before the first step."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class _Run:
         self.token_bytes = token_dtype(tokenizer.vocab_size).itemsize
         self.tokenizer_entry: dict[str, Any] = {}
         self.choice = EncoderChoice("", "")
-        self.assembled: dict[tuple[Path, int], Entry] = {}  # in the background
+        self.assembled: dict[tuple[Path, int], Entry] = {}  # shards assembled in the background
 
     @property
     def parts(self) -> Path:
@@ -132,7 +132,7 @@ class _Run:
         return self.directories[0].directory / PARTS
 
     def encode(self, executor: Executor) -> list[Record]:
-        """Run the first phase, and return its records."""
+        """Run the first phase, and return its task records."""
         resume.resume_or_clear(self.directories, self.inputs, self.settings)
         for output in self.directories:
             copy = output.directory / TOKENIZER_DIRECTORY
@@ -148,7 +148,7 @@ class _Run:
         resume.discard_damaged(
             phase,
             lambda task, record: (
-                record["fingerprint"] == job.units[task][1]  # if not, an input has changed
+                record["fingerprint"] == job.units[task][1]  # otherwise, an input has changed
                 and parts.is_record_intact(self.parts, record)
             ),
         )
@@ -194,7 +194,7 @@ class _Run:
         return name + (f" and {len(unit.ranges) - 1} more" if len(unit.ranges) > 1 else "")
 
     def _run_locally(self, phase: Phase, executor: LocalExecutor) -> list[Record]:
-        """Run the first phase in local processes, while threads in this process assemble shards."""
+        """Run the first phase in local processes while threads in this process assemble shards."""
         before = valid_records(phase)
         assert isinstance(phase.run, EncodeUnits)
         if None in before:
@@ -267,7 +267,9 @@ class _Run:
         return manifests
 
     def close(self, keep_parts: bool) -> None:
-        """Release the unpublished outputs; keep their parts for a later run, or remove them."""
+        """Release the unpublished outputs, and either keep their parts for a later run or remove
+        them.
+        """
         unpublished = [output for output in self.directories if output.is_locked]
         encoded = (f"{ENCODED_DIRECTORY}/*/*.json", f"{RECORDS}/*/*.json")
         has_parts = unpublished and any(path for each in encoded for path in self.parts.glob(each))

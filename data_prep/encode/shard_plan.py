@@ -17,10 +17,10 @@ from data_prep.tasks.phases import Record
 
 @dataclass(frozen=True)
 class Slice:
-    """Consecutive documents of a part; `last_document` and `last_token` are exclusive."""
+    """Consecutive documents of a part; the ends `last_document` and `last_token` are exclusive."""
 
     part: str  # path of the file
-    rows_start: int  # byte offset in the file at which its document rows begin
+    rows_start: int  # byte offset of the document rows in the file
     first_document: int
     last_document: int
     first_token: int
@@ -37,7 +37,7 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The name of the shard's files, without suffix."""
+        """The name of the shard's files, without the suffix."""
         return f"shard-{self.number:05d}"
 
     @property
@@ -54,10 +54,10 @@ def plan_output(
     shard_tokens: int,
     token_bytes: int,
 ) -> list[Shard]:
-    """Return the shards of an output, which contains one split of all units.
+    """Return the shards of an output, which contains one split of the documents in all units.
 
     Args:
-        records: the records of all units, as returned by `EncodeUnits`.
+        records: records of all units, as returned by `EncodeUnits`.
     """
     unit_parts = (each for record in records for each in parts_of_unit(record, parts, split))
     slices = plan_shards(unit_parts, shard_tokens, token_bytes)
@@ -68,7 +68,7 @@ def plan_output(
 
 
 def parts_of_unit(record: Record, parts: Path, split: int) -> list[tuple[str, int, int]]:
-    """Return (path, number of documents, number of tokens) for each part of a unit in a split."""
+    """Return (path, number of documents, number of tokens) for a unit's parts of one split."""
     return [
         (str((parts / name).absolute()), num_documents, num_tokens)
         for name, num_documents, num_tokens in record["parts"][split]
@@ -78,10 +78,10 @@ def parts_of_unit(record: Record, parts: Path, split: int) -> list[tuple[str, in
 def plan_shards(
     parts: Iterable[tuple[str, int, int]], shard_tokens: int, token_bytes: int
 ) -> Iterator[tuple[int, Slice]]:
-    """Yield (shard number, next slice of that shard).
+    """Plan shards: yield each slice with the number of the shard that contains it.
 
-    A shard ends before the document that would make it exceed `shard_tokens`; a longer document
-    forms its own shard. Each slice is yielded before the next part is requested.
+    A shard ends before the document that would make it exceed `shard_tokens`; a document longer
+    than that forms a shard of its own. Each slice is yielded before the next part is requested.
 
     Args:
         parts: path, number of documents and number of tokens of each part.

@@ -1,6 +1,6 @@
-"""Writes a shard from slices of parts: copies ids in blocks and hashes them in the same pass.
+"""Writes a shard from slices of parts: copies the ids in blocks, hashing them in the same pass.
 
-Independent of which slices make up a shard; `data_prep.encode.shard_plan` decides that.
+`data_prep.encode.shard_plan` determines which slices make up a shard.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from zerolm.common.files import temporary_path
 from zerolm.shards.checksums import ShardChecksums, write_sidecars
 from zerolm.shards.origins import ORIGINS_SUFFIX
 
-BLOCK_BYTES = 1 << 19  # copied at a time; each block is hashed while in the CPU cache
+BLOCK_BYTES = 1 << 19  # copied at a time; each block is hashed while it is in the CPU cache
 SYNC_BYTES = 1 << 25  # written between two syncs
 
 
 def write_shard(
     directory: Path, number: int, slices: Iterable[Slice], token_bytes: int
 ) -> dict[str, Any]:
-    """Write the files of a shard, and return its manifest entry."""
+    """Write a shard's files, and return its manifest entry."""
     stem = directory / f"shard-{number:05d}"
     checksums = ShardChecksums()
     documents: list[np.ndarray] = []
@@ -63,7 +63,7 @@ def _read_documents(each: Slice) -> np.ndarray:
 
 
 def _token_blocks(each: Slice, token_bytes: int, buffer: memoryview) -> Iterator[memoryview]:
-    """Yield the ids of a slice in blocks; each block is valid until the next is requested."""
+    """Yield the ids of a slice in blocks; a block is valid only until the next is requested."""
     bytes_left = (each.last_token - each.first_token) * token_bytes
     with open(each.part, "rb", buffering=0) as file:
         file.seek(each.first_token * token_bytes)
@@ -78,10 +78,10 @@ def _token_blocks(each: Slice, token_bytes: int, buffer: memoryview) -> Iterator
 def _write(
     path: Path, blocks: Iterator[memoryview], on_block: Callable[[Any], object]
 ) -> tuple[int, str]:
-    """Write a file under a temporary name and rename it; return its size and SHA-256.
+    """Write a file under a temporary name, then rename it; return the file's size and SHA-256.
 
-    Large files are synced while being written, in parallel with other work. `publish_all` syncs
-    all files once more before it publishes the manifest.
+    Large files are synced while they are being written, in parallel with other work. `publish_all`
+    syncs all files once more before it publishes the manifest.
     """
     digest = hashlib.sha256()
     size = synced = 0

@@ -1,6 +1,6 @@
 """Builds the filters of a recipe, and applies them to documents.
 
-datatrove's code makes the decisions; only its word splitting is replaced by `fast_words`, which
+The filters are datatrove's own code, except that `fast_words` replaces its word splitting and
 returns the same words.
 """
 
@@ -28,13 +28,13 @@ Json = dict[str, Any]
 
 
 class FilterResult(NamedTuple):
-    """The filters' decision on a document."""
+    """What the filters decided about a document."""
 
     kept: bool
     reason: str  # "gopher_quality.gopher_short_doc"; empty for a kept document
-    text: str  # after all filters; for a dropped document, before the filter that dropped it
+    text: str  # text after all filters, or before the filter that dropped the document
     changed: tuple[str, ...]  # names of the filters that changed the text
-    added: Json  # keys added by the filters, such as the language; also set for a dropped document
+    added: Json  # keys that filters added, such as the language; also set for dropped documents
 
 
 @dataclass
@@ -44,12 +44,13 @@ class Filters:
     steps: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)  # by name
 
     def apply(self, text: str, document_id: str, record: Json) -> FilterResult:
-        """Pass a document through the filters, up to the first that drops it.
+        """Pass a document through the filters until one of them drops it.
 
-        Filters see LF line ends; a text that they do not change keeps its original line ends.
+        Line ends are converted to LF for the filters; a text that no filter changes keeps its
+        original line ends.
 
         Args:
-            record: the document's keys except text and id.
+            record: the document's keys and values, except its text and id.
         """
         if not self.steps:  # without datatrove
             return FilterResult(True, "", text, (), {})
@@ -77,7 +78,7 @@ class Filters:
 
 
 def _added(metadata: Json, record: Json) -> Json:
-    """Return the keys of a record that filters have added or changed."""
+    """Return the metadata keys, with their values, that filters have added or changed."""
     return {
         key: value
         for key, value in metadata.items()
@@ -109,10 +110,10 @@ def _build_filter(name: str, parameters: Json) -> Callable[[Any], Any]:
 
 
 def filters_identity(specifications: Sequence[Json]) -> Json:
-    """Return what determines the results of filters besides parameters, for a fingerprint.
+    """Return what determines the filters' results besides their parameters, to be fingerprinted.
 
-    These are package versions, a hash of each user function's module (but not of the modules that
-    it imports), and the sizes and modification times of models.
+    This covers package versions, a hash of each user function's module (but not of the modules that
+    this module imports), and the sizes and modification times of model files.
     """
     identity: Json = {}
     for specification in specifications:

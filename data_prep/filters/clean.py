@@ -1,8 +1,8 @@
-"""The clean stage: passes documents through filters and writes the kept ones to a stage.
+"""The clean stage: passes documents through filters and writes the kept documents to a stage.
 
 Task i reads unit i of the inputs and writes file i, or several files if the unit is large (for
-example, a compressed file). Dropped documents are counted by reason, with examples, and written to
-separate files on request.
+example, a compressed file). Dropped documents are counted by reason, with examples, and are written
+to separate files if requested.
 """
 
 import json
@@ -43,7 +43,7 @@ from zerolm.common.records import Count, read_record
 
 ID = "id"
 RECORDS = "records/clean"
-FILE_RECORDS = f"{RECORDS}/pieces"  # records of files whose task has not ended
+FILE_RECORDS = f"{RECORDS}/pieces"  # records of finished files whose task has not finished
 # Filters such as Gopher's and FineWeb's take about a minute for this much text. A stopped task
 # repeats at most this much work, and each task of the next stage reads this much.
 PIECE_BYTES = 1 << 27
@@ -61,13 +61,13 @@ class _FileRecord(TypedDict):
 
 @dataclass(frozen=True)
 class CleanOptions:
-    """Options for reading and filtering documents."""
+    """The options for reading and filtering documents."""
 
     filters: tuple[Json, ...] = ()  # as in the recipe; already checked by `filter_problems`
     rules: InputRules = field(default_factory=lambda: InputRules(keep_records=True))
-    unit_bytes: int | None = None  # input per task; None derives it from the size of all inputs
+    unit_bytes: int | None = None  # input per task; None to derive it from the size of all inputs
     keep_dropped: Path | None = None  # directory for dropped documents
-    piece_bytes: int = PIECE_BYTES  # text read per file of the stage
+    piece_bytes: int = PIECE_BYTES  # size of the text read for each file of the stage
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class CleanTask:
     """Filters one unit; see `Phase.run`.
 
     Each file of a unit contains the result of about `piece_bytes` of input text. Each file has its
-    own record, so a stopped task resumes after its last complete file, and no file depends on
-    where the task stopped.
+    own record, so a stopped task resumes after its last complete file. No file's content depends on
+    where a task was stopped.
     """
 
     inputs: tuple[Input, ...]
     units: tuple[WorkUnit, ...]
     options: CleanOptions
     output: Path
-    key: str  # fingerprint of the phase; files with another key are rewritten
+    key: str  # fingerprint of the phase; files with a different key are rewritten
 
     def __call__(self, task: int) -> Json:
         """Write the missing files of a unit."""
@@ -116,7 +116,9 @@ class CleanTask:
     def _fill(
         self, file: StageOutput, batches: Iterator[Batch], progress: TaskProgress
     ) -> Sequence[int] | None:
-        """Filter documents until a file is full; return where to resume, or None at the end."""
+        """Filter documents into a file until it is full; return where to resume, or None at the end
+        of the unit.
+        """
         filters = _build_once(json.dumps(self.options.filters))
         for batch in batches:
             for document in batch.documents:
@@ -136,7 +138,9 @@ class CleanTask:
         return self.output / FILE_RECORDS / f"{task:05d}_{number:05d}.json"
 
     def _finished_files(self, task: int) -> list[Json]:
-        """Return the records of the consecutive files that a stopped task finished."""
+        """Return the records of the files that a stopped task finished, up to the first missing
+        file.
+        """
         done: list[Json] = []
         while True:
             try:
@@ -151,7 +155,7 @@ class CleanTask:
             done.append(dict(record))
 
     def _filter(self, filters: Filters, document: Document, file: StageOutput) -> None:
-        """Keep or drop one document."""
+        """Apply the filters to one document, and write it to the file or count it as dropped."""
         text_field = self.options.rules.text_field
         record = dict(document.record or {})
         document_id = record.get(ID)
@@ -218,7 +222,7 @@ def run_clean(
 
 
 def _clean_phase(options: CleanOptions, inputs: Sequence[Input], output: Path) -> Phase:
-    """Return the phase that writes the files."""
+    """Return the phase that filters the documents and writes the files."""
     units = plan_units(inputs, options.unit_bytes)
     labels = [_unit_label(inputs, unit) for unit in units]
     filters = [options.filters, filters_identity(options.filters)]
@@ -236,5 +240,5 @@ def _unit_label(inputs: Sequence[Input], unit: WorkUnit) -> str:
 
 @lru_cache(1)
 def _build_once(filters: str) -> Filters:
-    """Build filters from JSON, once per process, because their models take a second to load."""
+    """Build filters from JSON; cached, because loading a filter's model takes about a second."""
     return build_filters(json.loads(filters))

@@ -1,10 +1,10 @@
-"""Custom filters: our own, and thin wrappers of datatrove's classes.
+"""Custom filters: our own filters, and thin wrappers around datatrove's classes.
 
 A filter is built from its parameters in the recipe, called with a datatrove document, and returns
-what datatrove's filters return: True, False, or (False, reason). To add a filter, write a class
-and list it in `CUSTOM`. The recipe is checked against the names, types and defaults of the
+what datatrove's filters return: True, False, or (False, reason). To add a filter, write a class and
+list it in `CUSTOM`. The recipe is checked against the names, types and defaults of the
 constructor's parameters. To check values, add a static method `problems(parameters)` that yields a
-line for each wrong value.
+line for each invalid value.
 """
 
 import importlib
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class Length:
-    """Limits the number of characters, and of words separated by spaces."""
+    """Limits the number of characters and the number of words separated by spaces."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Length:
 
 
 class Pii:
-    """Datatrove's replacement of e-mail and IP addresses, restarted in each document.
+    """Datatrove's replacement of e-mail and IP addresses, restarted for each document.
 
     By default, datatrove cycles through its replacements across all documents of a task, so a
     document's text would depend on the task's other documents.
@@ -71,10 +71,10 @@ class Pii:
 
 
 class Url:
-    """Datatrove's URL filter, with the public suffix list included in `tldextract`.
+    """Datatrove's URL filter, with the public suffix list that is included in `tldextract`.
 
-    By default, datatrove would download a list in each process, so results would depend on the
-    date, and without a network it would wait and print a traceback.
+    By default, each process would download the list. Results would then depend on the date, and
+    without a network datatrove would wait and print a traceback.
     """
 
     def __init__(self, **parameters: Any):
@@ -97,7 +97,7 @@ class Url:
 
 
 class Language:
-    """datatrove's language filter with a model file instead of a download."""
+    """Datatrove's language filter, with a local model file instead of a download."""
 
     def __init__(self, model: str, **parameters: Any):
         from datatrove.pipeline.filters.language_filter import LanguageFilter
@@ -172,7 +172,7 @@ CUSTOM: dict[str, Callable[..., Callable[[Any], Any]]] = {
 
 
 def as_tuples(parameters: Json) -> Json:
-    """Convert lists in parameters to tuples, also nested lists, as datatrove expects."""
+    """Convert all lists in parameters to tuples, including nested lists, as datatrove expects."""
     return {
         key: tuple(tuple(each) if isinstance(each, list) else each for each in value)
         if isinstance(value, list)

@@ -1,10 +1,11 @@
-"""`FastWords`: splits words like spaCy at a fraction of the cost, each distinct segment once.
+"""`FastWords`: splits words like spaCy at a fraction of the cost, by splitting each distinct
+segment only once.
 
 datatrove's filters call `load_word_tokenizer(language).word_tokenize(text)`. A segment is the text
 between two spaces. With spaCy's rules, the tokens of a segment do not depend on its neighbours,
-with one exception: special cases (":)", "a.m.") are matched against the tokens of the entire text.
-The longest of overlapping matches wins, and a match that spans a space changes nothing. Therefore
-segments that a special case may span are also split together. If the tokens then differ,
+with one exception: special cases (":)", "a.m.") are matched against the tokens of the whole text.
+The longest of overlapping matches wins, and a match that spans a space changes nothing. Therefore,
+adjacent segments that a special case may span are also split together. If the tokens then differ,
 datatrove's own function splits the document. It is also used if the tokenizer is not spaCy's
 rule-based one. Source: spacy/tokenizer.pyx, `_tokenize_affixes`, `_apply_special_cases`,
 `_filter_special_spans`.
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-# Maximum size of a cache, about 60 MB. A full cache is emptied; frequent segments soon return.
+# Maximum size of a cache, about 60 MB. A full cache is emptied; frequent segments are soon cached
+# again.
 MAX_SEGMENTS = 1 << 18
 
 # spaCy's string number 1. At the end of a memory zone, `preshed` does not remove the key 1, so the
@@ -70,7 +72,7 @@ def import_spacy() -> None:
 
 
 class FastWords:
-    """Replaces `word_tokenize` of a spaCy tokenizer; caches the words of each segment.
+    """Replaces the `word_tokenize` method of a spaCy tokenizer; caches the words of each segment.
 
     Args:
         nlp: a spaCy language with its rule-based tokenizer.
@@ -92,7 +94,7 @@ class FastWords:
             self.seconds[second[0]].append((1 << number, second))
 
     def __call__(self, text: str) -> list[str]:
-        """Return the same words of a text as datatrove."""
+        """Split a text into the same words as datatrove."""
         parts = text.split()
         segments = self.segments
         if new := [part for part in dict.fromkeys(parts) if part not in segments]:
@@ -119,8 +121,8 @@ class FastWords:
         return words
 
     def _split(self, new: list[str]) -> None:
-        """Add segments to the cache; newlines between them keep their tokens separate."""
-        tokens = iter(self._tokens("\n".join(new)))
+        """Split new segments into words, and add them to the cache."""
+        tokens = iter(self._tokens("\n".join(new)))  # newlines keep the segments' tokens separate
         for part in new:
             words = tuple(iter(tokens.__next__, "\n")) if part != new[-1] else tuple(tokens)
             begins_second = ends_first = 0
@@ -131,7 +133,7 @@ class FastWords:
             self.segments[part] = _Segment(words, begins_second, ends_first)
 
     def _is_independent(self, chain: str) -> bool:
-        """Return whether adjacent segments yield the same tokens together as separately."""
+        """Return whether adjacent segments yield the same tokens together as they do separately."""
         independent = self.independent.get(chain)
         if independent is None:
             alone = [word for part in chain.split() for word in self.segments[part].words]
@@ -147,21 +149,24 @@ class FastWords:
 
 
 class _Segment(NamedTuple):
-    """The words of a segment, and the special cases that may extend beyond it.
+    """The words of a segment, and the special cases that may extend across its boundaries.
 
-    Bit n stands for pair n of adjacent tokens in special cases.
+    The special cases are stored as bit masks, in which bit n represents the nth pair of adjacent
+    tokens that occurs in a special case.
     """
 
     words: tuple[str, ...]
-    begins_second: int  # whether it begins with the second token of the pair
-    ends_first: int  # whether it ends with the first token of the pair
+    begins_second: int  # pairs whose second token the segment begins with
+    ends_first: int  # pairs whose first token the segment ends with
 
 
 NO_SEGMENT = _Segment((), 0, 0)
 
 
 def _without_special_cases(rules: Any) -> Any:
-    """Return the tokenizer whose tokens spaCy matches against special cases."""
+    """Return a tokenizer without special cases, whose tokens spaCy matches against the special
+    cases.
+    """
     import spacy.tokenizer
 
     return spacy.tokenizer.Tokenizer(

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_origin
 from data_prep.filters.custom_filters import CUSTOM
 from zerolm.common.errors import did_you_mean
 
-DATATROVE = {  # name: module and class in datatrove.pipeline; only filters that need no network
+DATATROVE = {  # name: module and class in datatrove.pipeline; only filters that require no network
     "gopher_quality": "filters.gopher_quality_filter:GopherQualityFilter",
     "gopher_repetition": "filters.gopher_repetition_filter:GopherRepetitionFilter",
     "c4_quality": "filters.c4_filters:C4QualityFilter",
@@ -57,7 +57,7 @@ def filter_problems(specifications: Any, where: str) -> list[str]:
 
 
 def resolve_model_paths(directory: Path, specifications: Any) -> Any:
-    """Return the filters with model paths resolved against the recipe's directory."""
+    """Return the filters with model paths resolved relative to the recipe's directory."""
     if not isinstance(specifications, list):
         return specifications
     return [
@@ -74,13 +74,13 @@ def parameters_of(specification: Json) -> Json:
 
 
 def datatrove_class(name: str) -> Any:
-    """Return the datatrove class of a filter; its constructor takes the filter's parameters."""
+    """Return a filter's datatrove class, whose constructor takes the filter's parameters."""
     module, attribute = DATATROVE[name].split(":")
     return getattr(importlib.import_module(f"datatrove.pipeline.{module}"), attribute)
 
 
 def filter_parameters(name: str) -> dict[str, inspect.Parameter]:
-    """Return a filter's parameters, from datatrove's class and its wrapper in `CUSTOM`."""
+    """Return a filter's parameters: those of datatrove's class and of its wrapper in `CUSTOM`."""
     constructors = [datatrove_class(name)] if name in DATATROVE else []
     constructors += [CUSTOM[name]] if name in CUSTOM else []
     return {
@@ -92,7 +92,7 @@ def filter_parameters(name: str) -> dict[str, inspect.Parameter]:
 
 
 def _parameter_problems(name: str, parameters: Json, place: str) -> list[str]:
-    """Return the problems with one filter's parameters: names, types, then values."""
+    """Return the problems with a filter's parameters: unknown names, wrong types, bad values."""
     known = filter_parameters(name)
     problems = []
     for key, value in parameters.items():
@@ -119,7 +119,7 @@ def _parameter_problems(name: str, parameters: Json, place: str) -> list[str]:
 
 
 def _expected_type(value: Any, parameter: inspect.Parameter) -> str:
-    """Return which type a value should have; empty if it has that type, or any type is allowed."""
+    """Return the type that a value should have; empty if its type is right or any is allowed."""
     default = parameter.default
     if default is parameter.empty:
         kind = get_origin(parameter.annotation) or parameter.annotation
@@ -153,7 +153,7 @@ def _language_problems(language: Any, place: str) -> list[str]:
 
 
 def missing_package(place: str, name: str, error: ImportError) -> str:
-    """Return the message for a filter whose package is not installed."""
+    """Return the error message for a filter whose package is not installed."""
     fix = "Install the extra: bash launch/setup.sh pipeline."
     if "fasttext" in str(error) and sys.version_info >= (3, 13):
         fix = "fastText has no package for this Python version: use Python 3.12, or another filter."

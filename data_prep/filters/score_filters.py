@@ -1,7 +1,7 @@
-"""Filters that store scores in documents, and a filter that drops documents by a number.
+"""Filters that store scores in documents, and a filter that drops documents based on a number.
 
-A score is a number in a document's object `scores`. A first pass can run the models, and later
-passes can apply other thresholds without them.
+Scores are numbers that a document stores in its object `scores`. A first pass can run the models,
+and later passes can apply different thresholds without running the models again.
 """
 
 from collections.abc import Iterator
@@ -18,10 +18,11 @@ Json = dict[str, Any]
 
 
 class FastText:
-    """datatrove's fastText filter with a model file; also stores the scores of all labels.
+    """Datatrove's fastText filter with a local model file; it also stores the scores of all labels.
 
     Args:
-        name: prefix of the scores, `scores["NAME.LABEL"]`; by default the name of the model file.
+        name: prefix of the scores' keys, as in `scores["NAME.LABEL"]`; by default the name of the
+            model file.
     """
 
     def __init__(self, model: str, name: str = "", **parameters: Any):
@@ -85,7 +86,7 @@ def _is_label(pair: Any) -> bool:
 
 
 class Score:
-    """Drops documents by a number that the input or an earlier stage has stored in them."""
+    """Drops documents based on a number that the input contains or an earlier stage has added."""
 
     def __init__(
         self,

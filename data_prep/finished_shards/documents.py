@@ -12,15 +12,15 @@ from zerolm.shards.origins import POSITION_BITS, list_inputs, pack_origins
 from zerolm.shards.reader import Source
 
 PIECE_TOKENS = 1 << 22  # tokens read at a time, unless a document is longer
-PIECES_AHEAD = 2  # pieces that are fetched from a store while one is read
+PIECES_AHEAD = 2  # pieces fetched from a store while another is being read
 
 
 class Documents(NamedTuple):
     """Consecutive documents.
 
     Attributes:
-        ids: (N,) of an integer dtype; each document ends with the EOS id.
-        ends: (D,) int64, ascending; the last one is N.
+        ids: token ids, (N,) of an integer dtype; each document ends with the EOS id.
+        ends: index after each document's last id, ascending, (D,) int64; the last end is N.
         origins: (D,) uint64; see `zerolm.shards.origins`.
     """
 
@@ -29,7 +29,7 @@ class Documents(NamedTuple):
     origins: np.ndarray
 
     def take(self, numbers: np.ndarray) -> "Documents":
-        """Return the documents with the given (M,) ascending numbers."""
+        """Return the documents with the given indices, which are ascending: (M,)."""
         lengths = np.diff(self.ends, prepend=0)
         kept = np.zeros(len(lengths), bool)
         kept[numbers] = True
@@ -38,7 +38,7 @@ class Documents(NamedTuple):
 
 
 def piece_bounds(ends: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield (first, last) for groups of consecutive documents with at most `PIECE_TOKENS` ids."""
+    """Group consecutive documents up to `PIECE_TOKENS` ids; yield each group as (first, last)."""
     first = 0
     while first < len(ends):
         start = int(ends[first - 1]) if first else 0
@@ -48,7 +48,9 @@ def piece_bounds(ends: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def hash_documents(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return the XXH3 hash of each document's ids, (D,) uint64; `ends` are the document ends."""
+    """Return the XXH3 hash of each document's ids as (D,) uint64; `ends` contains the document
+    ends.
+    """
     data = np.ascontiguousarray(ids).view(np.uint8).data
     edges = (ends * ids.itemsize).tolist()
     pairs = zip([0, *edges], edges, strict=False)
@@ -57,13 +59,13 @@ def hash_documents(ids: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def listed_inputs(source: Source) -> list[dict[str, Any]]:
-    """Return the inputs that origins refer to; without origins, this is the source itself."""
+    """Return the inputs that origins refer to; if the source has no origins, the source itself."""
     entry = {"name": str(source.directory), "size_bytes": None, "unit": "document"}
     return list_inputs(source) or [entry]
 
 
 def read_documents(source: Source) -> Iterator[Documents]:
-    """Yield all documents in pieces of about `PIECE_TOKENS`, in order; ids are verified."""
+    """Yield all documents in order, in pieces of about `PIECE_TOKENS` ids; the ids are verified."""
     inputs, first = list_inputs(source), 0
     for shard, entry in enumerate(source.shards):
         ends = source.document_ends(shard).astype(np.int64)
@@ -86,7 +88,7 @@ def _read_shard(
 ) -> Iterator[Documents]:
     bounds = list(piece_bounds(ends))
     edges = [0, *(int(ends[last - 1]) for _, last in bounds)]
-    fetches: deque[Any] = deque()  # which cache content fetched from a store
+    fetches: deque[Any] = deque()  # kept because they cache fetched content
     for place, (first, last) in enumerate(bounds):
         while place + len(fetches) < min(len(bounds), place + 1 + PIECES_AHEAD):
             ahead = place + len(fetches)

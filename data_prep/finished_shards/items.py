@@ -1,4 +1,4 @@
-"""`InputFile` and `Items`, which the reader of each format returns, and functions to build them."""
+"""`InputFile` and `Items`, which every format's reader returns, and functions to build them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ T = TypeVar("T")
 
 
 class Items(NamedTuple):
-    """Consecutive items of a file; an item is a document, unless boundaries are ignored.
+    """Consecutive items of a file; each item is a document, unless boundaries are ignored.
 
     Attributes:
-        ids: (N,) of any integer dtype.
-        ends: (D,) int64, ascending; the last one is N, and an empty item repeats the previous end.
+        ids: token ids, (N,) of any integer dtype.
+        ends: index after each item's last id, ascending, (D,) int64. The last end is N, and an
+            empty item repeats the previous end.
     """
 
     ids: np.ndarray
@@ -29,15 +30,16 @@ class Items(NamedTuple):
 
 @dataclass(frozen=True)
 class InputFile:
-    """One file of token ids, whose header has been checked.
+    """A file of token ids whose header has been checked.
 
     Attributes:
-        path: the file with the ids, for origins and messages.
-        unit: what positions in the file count: "document", "sample" or "row".
-        size_bytes: total size of the files that belong to it.
-        num_ids: number of ids; None if it is only known after reading.
-        read: yields the items; raises a ConfigError for damage that the header does not reveal.
-        has_ends: whether `ends` are item ends; if not, only EOS ids mark where documents end.
+        path: the file that contains the ids, for origins and messages.
+        unit: what a position in the file counts: "document", "sample" or "row".
+        size_bytes: total size of this file and of the files that belong to it.
+        num_ids: number of ids; None if it is known only after reading.
+        read: yields the items; raises a ConfigError for damage that the header did not reveal.
+        has_ends: whether `ends` contains the ends of items; if not, only EOS ids mark where
+            documents end.
     """
 
     path: Path
@@ -49,11 +51,12 @@ class InputFile:
 
 
 class ReadOptions(NamedTuple):
-    """Options of readers; a format refuses options that do not apply to it.
+    """Options for the readers; each format's reader refuses options that do not apply to it.
 
     Attributes:
-        column: name of the column with the ids; None for the usual names.
-        dtype: integer type of ids that are stored as bytes; None for the format's own type.
+        column: name of the column that contains the ids; None to look for the usual names.
+        dtype: integer type of ids that are stored as bytes; None for the type that the format
+            defines.
     """
 
     column: str | None = None
@@ -61,7 +64,7 @@ class ReadOptions(NamedTuple):
 
 
 def grouped(arrays: Iterable[np.ndarray]) -> Iterator[Items]:
-    """Join items into groups of about `PIECE_TOKENS` ids."""
+    """Join items, and yield them in groups of about `PIECE_TOKENS` ids."""
     group: list[np.ndarray] = []
     size = 0
     for array in arrays:
@@ -79,7 +82,7 @@ def _join(group: list[np.ndarray]) -> Items:
 
 
 def read_index(path: Path, kind: type[T]) -> T:
-    """Read a JSON file that another program has written, as a `TypedDict`."""
+    """Read a JSON file written by another program, and check it against a `TypedDict`."""
     check_no_pointer(path)
     try:
         content = read_record(path, kind)
@@ -95,14 +98,14 @@ def read_index(path: Path, kind: type[T]) -> T:
 
 
 def check_no_pointer(path: Path) -> Path:
-    """Return a file; refuse a pointer to content that is stored elsewhere."""
+    """Return the path; raise an error if the file only points to content stored elsewhere."""
     if problem := pointer_problem_of(path):
         raise ConfigError(f"{path}: {problem}")
     return path
 
 
 def files_of(path: Path, suffix: str) -> list[Path]:
-    """Return a file, or a directory's files with the given suffix in name order."""
+    """Return the file itself, or a directory's files with the given suffix, sorted by name."""
     if not path.is_dir():
         if not path.is_file():
             raise ConfigError(f"{path}: no such file or directory. Check the path.")
@@ -114,7 +117,7 @@ def files_of(path: Path, suffix: str) -> list[Path]:
 
 
 def listed_file(path: Path, size: int | None) -> Path:
-    """Return a file that index.json lists, after checking its size if that is listed."""
+    """Check that a file listed in index.json exists and has the listed size; return its path."""
     if not path.is_file():
         raise ConfigError(f"{path}: no such file, but index.json lists it. Restore it.")
     check_no_pointer(path)
@@ -124,7 +127,7 @@ def listed_file(path: Path, size: int | None) -> Path:
 
 
 def damaged(path: Path, what: str) -> ConfigError:
-    """Return the error for a damaged input file."""
+    """Return an error that reports a damaged input file."""
     return ConfigError(f"{path}: {what}. The file is damaged or truncated: restore it.")
 
 
@@ -132,7 +135,7 @@ def read_whole(path: Path, compression: str | None) -> np.ndarray:
     """Return the content of a file as (N,) uint8, mapped or decompressed.
 
     Args:
-        compression: None, or "zstd" with or without a level.
+        compression: None, "zstd", or "zstd" followed by a level.
     """
     if compression is None:
         return np.memmap(path, np.uint8, "r")
@@ -150,12 +153,12 @@ def read_whole(path: Path, compression: str | None) -> np.ndarray:
 
 
 def offsets_of(path: Path, content: np.ndarray, expected: Any) -> np.ndarray:
-    """Return the (N + 1,) int64 offsets of a file's items, from its first bytes.
+    """Read the offsets of a file's items from the beginning of the file: (N + 1,) int64.
 
     MDS shards and litdata chunks begin the same way: uint32 N, then N + 1 uint32 file offsets.
 
     Args:
-        expected: N as listed in the index.
+        expected: the value of N that the index lists.
     """
     count = int(content[:4].view("<u4")[0]) if len(content) >= 4 else -1
     if count != expected:

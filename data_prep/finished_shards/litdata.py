@@ -2,8 +2,9 @@
 
     .bin   uint32 N; uint32 (N + 1,) offsets of the items in the file; then the ids of all items
 
-`TokensLoader` cuts a chunk's ids into blocks and ignores the items, which are documents here.
-Source: https://github.com/Lightning-AI/litData, streaming/writer.py and streaming/item_loader.py
+`TokensLoader` cuts a chunk's ids into blocks and ignores item boundaries; here, each item is a
+document. Source: https://github.com/Lightning-AI/litData, streaming/writer.py and
+streaming/item_loader.py
 """
 
 from collections.abc import Iterator

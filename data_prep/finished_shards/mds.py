@@ -3,9 +3,10 @@
     .mds   uint32 N; uint32 (N + 1,) offsets of the samples in the file; JSON of the columns; then
            each sample: uint32 size of each column without a fixed one, then the columns' bytes
 
-A column `ndarray:uint16` has a byte `4 ndim + log2(bytes of a dimension)`, the shape, and the
-values; without a dtype, a byte with its code comes first; with a fixed shape, the values only.
-Source: https://github.com/mosaicml/streaming/tree/main/streaming/base/format/mds
+A column `ndarray:uint16` consists of a byte `4 ndim + log2(bytes per dimension)`, the shape, and
+the values. If the column type has no dtype, a byte with the dtype's code comes first; if it has a
+fixed shape, only the values are stored. Source:
+https://github.com/mosaicml/streaming/tree/main/streaming/base/format/mds
 """
 
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ def _open(directory: Path, shard: _Shard, options: ReadOptions) -> InputFile:
 
 
 def _values(path: Path, data: np.ndarray, dtype: str, has_shape: bool) -> np.ndarray:
-    """Return the ids of one encoded array."""
+    """Decode an array, and return its ids."""
     try:
         if not dtype:
             dtype, data = VALUE_DTYPES[int(data[0])], data[1:]

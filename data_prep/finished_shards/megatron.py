@@ -2,7 +2,7 @@
 
     .idx   "MMIDIDX\\0\\0", uint64 version 1, uint8 code of the dtype, uint64 S, uint64 D + 1;
            int32 (S,) lengths of sequences; int64 (S,) their first bytes in the .bin;
-           int64 (D + 1,) first sequence of each document, then S; of multimodal data int8 (S,)
+           int64 (D + 1,) first sequence of each document, then S; with multimodal data, int8 (S,)
 
 All little-endian. A document may have several sequences, which are joined. Source:
 https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/datasets/indexed_dataset.py
@@ -31,7 +31,9 @@ BLOCK_DOCUMENTS = 1 << 16
 
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
-    """Open the data set PREFIX (or PREFIX.bin, PREFIX.idx), or all in a directory."""
+    """Open the data set PREFIX, given as PREFIX, PREFIX.bin or PREFIX.idx, or all data sets in a
+    directory.
+    """
     if path.is_dir():
         indices = sorted(path.glob("*.idx"))
         if not indices:

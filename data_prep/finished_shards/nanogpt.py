@@ -1,8 +1,8 @@
 """nanoGPT's flat files: the ids of all documents one after another, without an index.
 
-Only EOS ids mark where documents end. Files from llm.c and modded-nanogpt, which are also
-supported, begin with 256 int32 values: magic, version, number of ids. Sources:
-https://github.com/karpathy/nanoGPT/blob/master/data/openwebtext/prepare.py,
+Only EOS ids mark where documents end. Files from llm.c and modded-nanogpt are also supported; they
+begin with 256 int32 values, including the magic number, the version, and the number of ids.
+Sources: https://github.com/karpathy/nanoGPT/blob/master/data/openwebtext/prepare.py,
 https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 """
 
@@ -28,7 +28,7 @@ NO_ENDS = np.empty(0, np.int64)
 
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
-    """Open a .bin file, or all such files in a directory in name order."""
+    """Open a .bin file, or all .bin files in a directory, sorted by name."""
     return [_open(file, options) for file in files_of(path, ".bin")]
 
 

@@ -1,7 +1,7 @@
-"""`Outputs`: shard directories that are written together, with their counts and provenance.
+"""Writes one or more shard directories together, with counts and provenance in their manifests.
 
 All files of all outputs are durable before the first manifest is published. Independent of where
-documents come from.
+the documents come from.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from zerolm.shards.reader import Source
 from zerolm.shards.token_bytes import TokenBytes, read_token_bytes
 from zerolm.shards.writer import ShardWriter
 
-SPARE_BYTES = 16 << 20  # reserve for the file system and small files
+SPARE_BYTES = 16 << 20  # left free for the file system and small files
 NOT_PROVENANCE = {"format", "version", "shards", "tokenizer", "input_files", "digest"}
 
 
@@ -31,7 +31,8 @@ class Output:
     """One shard directory that is being written.
 
     Args:
-        copy_tokenizer: writes the tokenizer to a new directory, and returns its manifest entry.
+        copy_tokenizer: writes a copy of the tokenizer to a new directory, and returns the
+            tokenizer's manifest entry.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class Output:
             self.text_bytes += int((self.table.first - self.table.counts)[firsts].sum())
 
     def counted(self) -> dict[str, Any]:
-        """Return the manifest keys with counts; `text_bytes` is included only if exact."""
+        """Return the manifest keys that contain counts; `text_bytes` is included only if it is
+        exact.
+        """
         keys: dict[str, Any] = {"text_bytes": self.text_bytes} if self.table is not None else {}
         keys["inner_eos_ids"] = self.eos_ids - self.writer.num_documents
         return {**keys, "unknown_ids": self.unknown_ids}
@@ -84,7 +87,7 @@ def write_outputs(
 
     Args:
         input_entries: the inputs that origins refer to.
-        keys: returns additional manifest keys for an output, given its number.
+        keys: returns additional manifest keys, given the index of an output and the output.
     """
     directory: Any = ""
     with ExitStack() as stack:
@@ -121,7 +124,7 @@ def write_outputs(
 
 
 def _finish(output: Output, input_entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make all files of an output durable; return the manifest entry for its list of inputs."""
+    """Complete an output's files, and return the manifest entry for its list of inputs."""
     output.writer.finish_shard()
     directory = output.writer.directory
     path = directory / INPUTS
@@ -130,7 +133,7 @@ def _finish(output: Output, input_entries: Sequence[dict[str, Any]]) -> dict[str
 
 
 def parent_entry(source: Source) -> dict[str, Any]:
-    """Return the manifest entry for a source of the documents."""
+    """Return a manifest entry that describes a source from which the documents were read."""
     content = source.files.read_bytes(MANIFEST)
     own = {key: value for key, value in source.head.items() if key not in NOT_PROVENANCE}
     return {
@@ -142,7 +145,7 @@ def parent_entry(source: Source) -> dict[str, Any]:
 
 
 def space_problems(directory: Path, size_bytes: int) -> list[str]:
-    """Return a problem if a directory's disk lacks the free bytes; the directory need not exist."""
+    """Return a problem if the disk has too little free space; the directory need not exist yet."""
     existing = directory.absolute()
     while not existing.exists():
         existing = existing.parent
@@ -156,7 +159,7 @@ def space_problems(directory: Path, size_bytes: int) -> list[str]:
 
 
 def _token_bytes(copy: Path, vocab_size: int) -> TokenBytes | None:
-    """Return the bytes of each token; None if they do not add up to the size of the text."""
+    """Return the tokens' sizes in bytes, or None if they do not add up to the size of the text."""
     try:
         table = read_token_bytes(copy, vocab_size)
     except ConfigError:

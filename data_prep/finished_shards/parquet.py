@@ -15,7 +15,7 @@ BATCH_ROWS = 1024
 
 
 def find(path: Path, options: ReadOptions) -> list[InputFile]:
-    """Open a Parquet file, or all such files in a directory in name order."""
+    """Open a Parquet file, or all Parquet files in a directory, sorted by name."""
     return [_open(file, options) for file in files_of(path, ".parquet")]
 
 

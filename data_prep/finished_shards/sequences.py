@@ -1,7 +1,7 @@
-"""Shows training data as text: a window of a source, or a document.
+"""Shows training data as text, either a window of a source or a document.
 
-This module finds the window or document; `zerolm.data.window_text` reads, decodes and shows it.
-Independent of the command line.
+This module locates the window or document; `zerolm.data.window_text` reads, decodes and formats the
+tokens. Independent of the command line.
 """
 
 import json
@@ -27,8 +27,8 @@ class Excerpt(NamedTuple):
     """Consecutive tokens of one source.
 
     Attributes:
-        labels: keys that identify the tokens: `window` and `tokens`, or `document`.
-        parts: the tokens, one part per document.
+        labels: keys and values that identify the tokens: `window` and `tokens`, or `document`.
+        parts: the tokens, divided into one part per document.
     """
 
     source: Source
@@ -37,7 +37,7 @@ class Excerpt(NamedTuple):
 
 
 def window_excerpt(source: Source, window: int, seq_len: int, packing: str) -> Excerpt:
-    """Return a window of a source, or a row of its index with best-fit packing."""
+    """Return a window of a source; with best-fit packing, this is a row of the packing index."""
     count = num_rows(source, seq_len, packing)
     if count == 0:
         raise ConfigError(
@@ -58,7 +58,7 @@ def window_excerpt(source: Source, window: int, seq_len: int, packing: str) -> E
 
 
 def document_excerpt(source: Source, document: int) -> Excerpt:
-    """Return a complete document of a source, by its number from 0."""
+    """Return an entire document of a source, given its index, which starts at 0."""
     if document >= source.num_documents:
         raise ConfigError(
             f"--document {document}: {source.directory} has {source.num_documents:,} documents, "
@@ -68,7 +68,7 @@ def document_excerpt(source: Source, document: int) -> Excerpt:
 
 
 def text_lines(excerpt: Excerpt) -> Iterator[str]:
-    """Yield the lines that show an excerpt as text."""
+    """Format an excerpt as text, and yield the lines."""
     source, labels, parts = excerpt
     title = f"document {parts[0].document}"
     if "window" in labels:

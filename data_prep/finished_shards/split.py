@@ -1,7 +1,7 @@
-"""Splits the documents of finished shards by a hash of their ids, such as for validation.
+"""Splits the documents of finished shards by a hash of their ids, for example for validation.
 
-Reads the ids in one pass, a few megabytes at a time. The same input and parts produce the same
-bytes. Independent of the command line.
+Reads the ids in one pass, a few megabytes at a time. The same input and the same parts produce the
+same bytes. Independent of the command line.
 """
 
 import shutil
@@ -35,7 +35,8 @@ def split(
     A document's part depends only on its ids, so copies of a document are in the same part.
 
     Args:
-        directories: fraction of the documents for each new directory; they sum to 1.
+        directories: maps each new directory to its fraction of the documents; the fractions sum to
+            1.
     """
     progress = Progress("split", source.num_tokens * source.dtype.itemsize)
     parts = {directory.name: share for directory, share in directories.items()}
@@ -73,7 +74,7 @@ def split(
 
 
 def _divide(documents: Documents, shares: Sequence[float]) -> Iterator[tuple[int, Documents]]:
-    """Yield (number of a part, documents for this part)."""
+    """Assign the documents to parts; yield (index of a part, documents to add to this part)."""
     limits = (np.cumsum(shares)[:-1] * 2.0**64).astype(np.uint64)
     numbers = np.searchsorted(limits, hash_documents(documents.ids, documents.ends), side="right")
     for number in np.unique(numbers).tolist():

@@ -17,8 +17,8 @@ from data_prep.finished_shards.documents import hash_documents, piece_bounds
 from data_prep.tasks.workers import ordered_map
 from zerolm.shards.reader import Source
 
-PARTITION_DOCUMENTS = 1 << 22  # sorted in memory at a time, 16 bytes each
-BINS_PER_OCTAVE = 16  # bins per doubling in the length histogram: quantiles are accurate to 4.4%
+PARTITION_DOCUMENTS = 1 << 22  # sorted in memory at a time, at 16 bytes each
+BINS_PER_OCTAVE = 16  # histogram bins per doubling of the length: quantiles are accurate to 4.4%
 NUM_BINS = 48 * BINS_PER_OCTAVE
 LONGER_THAN = (512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -26,7 +26,7 @@ MAX_SHOWN_REPEATS = 20
 
 
 class Piece(NamedTuple):
-    """Documents [first, last) of one shard."""
+    """The documents of one shard whose indices are in [first, last)."""
 
     source: int
     shard: int
@@ -38,10 +38,10 @@ class Piece(NamedTuple):
 class Counts:
     """Counts over one or more pieces of a source; lengths are in tokens."""
 
-    ids: np.ndarray  # (V,) int64: occurrences of each id
-    length_bins: np.ndarray  # (NUM_BINS,) int64: documents by log2 of their length
-    token_bins: np.ndarray  # (NUM_BINS,) int64: tokens in these documents
-    longer: np.ndarray  # (2, len(LONGER_THAN)) int64: documents above each length, and their tokens
+    ids: np.ndarray  # (V,) int64: number of occurrences of each id
+    length_bins: np.ndarray  # (NUM_BINS,) int64: number of documents, by log2 of the length
+    token_bins: np.ndarray  # (NUM_BINS,) int64: number of tokens in these documents
+    longer: np.ndarray  # (2, len(LONGER_THAN)) int64: documents longer than that, their tokens
     shortest: int
     longest: int
     longest_document: int  # its number
@@ -62,11 +62,11 @@ def measure_shards(
     top: int,
     progress: Any,
 ) -> list[dict[str, Any]]:
-    """Return the statistics of each source as JSON objects.
+    """Measure sources, and return the statistics of each as a JSON object.
 
     Args:
-        top: how many of the most frequent ids to list.
-        progress: `add` is called with the number of tokens and documents in each piece.
+        top: number of the most frequent ids to list.
+        progress: its `add` is called with the numbers of tokens and documents in each piece.
     """
     totals: dict[int, Counts] = {}
     with tempfile.TemporaryDirectory(prefix="data_prep-stats-") as scratch:
@@ -97,7 +97,7 @@ def _pieces(sources: Sequence[Source]) -> Iterator[Piece]:
 def _measure_piece(
     sources: list[Source], piece: Piece
 ) -> tuple[Piece, Counts, np.ndarray, np.ndarray]:
-    """Return the counts of a piece, and its document hashes and numbers: (D,) uint64 each."""
+    """Measure a piece; return its counts and its documents' hashes and indices: (D,) uint64."""
     source = sources[piece.source]
     ends = source.document_ends(piece.shard)[: piece.last].astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])[piece.first :]
@@ -123,14 +123,16 @@ def _measure_piece(
 
 
 class _Hashes:
-    """Hashes of a source's documents, divided by their high bits into files that fit in memory."""
+    """The hashes of a source's documents, divided by their high bits into files that each fit in
+    memory.
+    """
 
     def __init__(self, scratch: Path, source: int, num_documents: int):
         self.bits = max(0, (num_documents // PARTITION_DOCUMENTS).bit_length())
         self.paths = [scratch / f"{source}-{part}" for part in range(1 << self.bits)]
 
     def add(self, digests: np.ndarray, numbers: np.ndarray) -> None:
-        """Add document hashes and numbers: (D,) uint64 each."""
+        """Add documents, given their hashes and indices, each (D,) uint64."""
         pairs = np.stack([digests, numbers], axis=1)
         if not self.bits:
             parts = np.zeros(len(digests), np.int64)
@@ -141,7 +143,9 @@ class _Hashes:
                 file.write(pairs[parts == part].tobytes())
 
     def duplicates(self) -> dict[str, Any]:
-        """Return how many documents copy an earlier one, and the most frequent documents."""
+        """Return how many documents are copies of an earlier document, and the most frequent
+        documents.
+        """
         num_copies, num_groups, most_repeated = 0, 0, []
         for path in self.paths:
             if not path.exists():

@@ -24,7 +24,7 @@ from zerolm.shards.origins import POSITION_BITS, pack_origins
 from zerolm.shards.writer import DEFAULT_SHARD_TOKENS
 
 ITEMS, EOS = "items", "eos"
-MAX_DOCUMENT_IDS = 1 << 28  # maximum ids in a document if only EOS ids end documents
+MAX_DOCUMENT_IDS = 1 << 28  # maximum number of ids per document if documents end only at EOS ids
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Rules:
     """How items form documents.
 
     Attributes:
-        boundaries: `items`: an item is a document; `eos`: documents end at EOS ids, and may extend
-            over several items and files.
-        append_eos: append an EOS id to documents without one; otherwise they are refused.
+        boundaries: `items` if each item is a document; `eos` if documents end at EOS ids and may
+            extend over several items and files.
+        append_eos: append an EOS id to documents that do not end with one; otherwise they are
+            refused.
     """
 
     boundaries: str = ITEMS
@@ -48,12 +49,12 @@ def _state(file: InputFile) -> tuple[Any, ...]:
 
 
 class _Reader:
-    """Reads the documents in input files, and counts the differences from the files.
+    """Reads documents from the input files, and counts how they differ from the files' content.
 
     Attributes:
-        appended, dropped: number of EOS ids that were added, or dropped because they end an empty
-            document.
-        empty: number of documents without ids, which are left out.
+        appended, dropped: numbers of EOS ids that were appended to documents, and that were dropped
+            because they end an empty document.
+        empty: number of documents that were left out because they contain no ids.
     """
 
     def __init__(self, files: Sequence[InputFile], tokenizer: Tokenizer, rules: Rules):
@@ -64,7 +65,9 @@ class _Reader:
         self.states = {_state(file) for file in files}
 
     def documents(self) -> Iterator[Documents]:
-        """Yield the documents of all files, each with the file and position where it begins."""
+        """Yield the documents of all files; a document's origin is the file and position where it
+        begins.
+        """
         by_items = self.rules.boundaries == ITEMS and all(file.has_ends for file in self.files)
         for ids, ends, origins in self._by_item() if by_items else self._by_eos():
             lengths = np.diff(ends, prepend=0)
@@ -82,7 +85,7 @@ class _Reader:
                 first += len(ends)
 
     def _pieces(self, file: InputFile) -> Iterator[Items]:
-        """Yield the items of a file with ids in our dtype; refuse ids outside the vocabulary."""
+        """Yield a file's items with ids in the shards' dtype; refuse ids outside the vocabulary."""
         start = 0
         for ids, ends in file.read():
             low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
@@ -103,7 +106,7 @@ class _Reader:
             )
 
     def _with_eos(self, ids: np.ndarray, ends: np.ndarray, origins: np.ndarray) -> Items:
-        """Append the EOS id to documents that do not end with it, or refuse them."""
+        """Append the EOS id to documents that do not end with it, or refuse such documents."""
         missing = np.flatnonzero(ids[ends - 1] != self.eos_id)
         if not len(missing):
             return Items(ids, ends)
@@ -123,12 +126,12 @@ class _Reader:
         return Items(ids, ends + np.cumsum(added))
 
     def _by_eos(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield the documents between EOS ids, which may extend over several items and files.
+        """Yield documents, split at EOS ids; a document may extend over several items and files.
 
-        In a file that begins with an EOS id, each document has its EOS at the start, not at the
+        If a file begins with an EOS id, its documents have their EOS ids at the start, not at the
         end.
         """
-        left: list[np.ndarray] = []  # ids of a document that has begun
+        left: list[np.ndarray] = []  # ids of an incomplete document
         num_left, begun = 0, 0  # its length and origin
         for number, file in enumerate(self.files):
             first, is_start = 0, True  # number of documents that have begun in this file
@@ -159,7 +162,7 @@ class _Reader:
                         f"{num_left:,} consecutive ids. Give the --tokenizer (and --dtype) that "
                         "the file was written with."
                     )
-        if num_left:  # not ended by an EOS id
+        if num_left:  # ids that are not followed by an EOS id
             yield np.concatenate(left), np.array([num_left]), np.array([begun], np.uint64)
 
 
@@ -171,10 +174,10 @@ def convert(
     rules: Rules,
     provenance: dict[str, Any],
 ) -> dict[str, Any]:
-    """Write all documents in the files to shards, and return the manifest.
+    """Write all documents in the files to shards, and return the shards' manifest.
 
     Args:
-        arguments: inputs as given by the user, for the manifest.
+        arguments: the inputs as the user gave them, for the manifest.
     """
     reader = _Reader(files, tokenizer, rules)
     total = sum(file.size_bytes for file in files)

@@ -1,6 +1,7 @@
 """Renders a pipeline's report, from `data_prep.pipeline.report`, as an HTML page.
 
-The page is the template `report.html`; this module computes the bars of its histograms.
+The page is rendered from the template `report.html`; this module computes the bars of its
+histograms.
 """
 
 import json
@@ -20,7 +21,7 @@ Bar = tuple[str, str, list[tuple[str, int]]]  # label, title, counts by CSS clas
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Return the HTML page for a report."""
+    """Render a report as an HTML page."""
     sources = report["sources"].values()
     return page(
         TEMPLATE,
@@ -40,7 +41,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def not_read(reading: Mapping[str, Any]) -> dict[str, int]:
-    """Return counts of input that was not read as documents, by description."""
+    """Count the input that was not read as documents; return {description: count}."""
     bad = {BAD_REASONS.get(key, key): number for key, number in reading.get("bad", {}).items()}
     return describe_skipped(reading.get("skipped", {})) | bad
 
@@ -51,7 +52,7 @@ def bad_examples(reading: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def length_bars(counts: Mapping[str, int]) -> list[Bar]:
-    """Return a bar for each power of two, which counts the sizes from there to the next power."""
+    """Return a histogram of document sizes, with one bar for each power of two."""
     low, high = min(map(int, counts)), max(map(int, counts))
     sizes = [0] if low == 0 else []
     step = max(low, 1)
@@ -67,12 +68,12 @@ def length_bars(counts: Mapping[str, int]) -> list[Bar]:
 
 
 def share(part: int, total: int) -> str:
-    """Return a fraction as a percentage."""
+    """Format part / total as a percentage; return "" if the total is 0."""
     return f"{100 * part / total:.1f} %" if total else ""
 
 
 def size(number: float) -> str:
-    """Return a number of bytes with a unit."""
+    """Format a number of bytes with a unit."""
     for unit in ("B", "KB", "MB", "GB"):
         if number < 1000:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -81,5 +82,5 @@ def size(number: float) -> str:
 
 
 def divided(name: str) -> Markup:
-    """Return a name as HTML that may break between its words."""
+    """Return a name as HTML that allows line breaks between its words."""
     return escape(name).replace("_", Markup("_<wbr>")).replace(".", Markup(".<wbr>"))

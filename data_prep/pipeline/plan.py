@@ -19,9 +19,10 @@ from zerolm.common.provenance import versions
 def stage_fingerprints(
     recipe: Recipe, source: Source, tokenizer: str, dedup: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the fingerprint of everything that determines each stage of a source, in order.
+    """Return a fingerprint for each stage of a source, in order.
 
-    A fingerprint covers the inputs, the stage's options, and all earlier stages.
+    A fingerprint covers everything that determines the stage's result: the inputs, the stage's
+    options, and all earlier stages.
     """
     before = _clean_fingerprint(recipe, source)
     fingerprints = {"clean": before}
@@ -34,7 +35,7 @@ def stage_fingerprints(
             options = decontaminate_identity(recipe.decontaminate)
         elif recipe.shards is not None and stage == "shards":
             options = asdict(recipe.shards) | {"val_fraction": recipe.val_fraction(source)}
-            del options["max_unknown"]  # it does not affect the content of shards
+            del options["max_unknown"]  # this option does not affect the content of shards
             options = [options, tokenizer]
         elif recipe.pack is not None and stage == "pack":
             options = asdict(recipe.pack)
@@ -49,11 +50,13 @@ def _clean_fingerprint(recipe: Recipe, source: Source) -> str:
 
 
 def dedup_fingerprints(recipe: Recipe) -> dict[str, str]:
-    """Return the fingerprint of each source's dedup stage, which covers earlier sources."""
+    """Return the fingerprint of each source's dedup stage, which also covers earlier sources if
+    documents are compared across sources.
+    """
     found: dict[str, str] = {}
     if recipe.dedup is None:
         return found
-    earlier: list[str] = []  # fingerprint of the last source, which covers all earlier sources
+    earlier: list[str] = []  # fingerprint of the last source, which covers all sources before it
     for source in recipe.by_preference():
         options = dedup_identity(recipe.dedup.of_stage(()), [*recipe.against, *earlier])
         key = fingerprint([_clean_fingerprint(recipe, source), "dedup", options])
@@ -74,9 +77,10 @@ def tokenizer_fingerprint(options: TokenizerOptions, stages: Sequence[str]) -> s
 def print_plan(
     recipe: Recipe, executor: str, workers: int, pipelines: Sequence[Any], training: Any
 ) -> None:
-    """Print what a run would do: the stages with their states, tasks, bytes and options.
+    """Print what a run would do: each stage with its state, tasks, bytes and options.
 
-    A stage has the same options in all sources, so they are shown with the first source.
+    A stage has the same options for all sources, so the options are shown only for the first
+    source.
     """
     print(f"recipe    {recipe.path}")
     print(f"output    {recipe.output}")
@@ -107,7 +111,7 @@ def print_plan(
 
 
 def _reading_of(options: SourceOptions) -> Sequence[str]:
-    """Return the reading options that differ from their defaults."""
+    """Return a source's reading options that differ from the defaults."""
     default = SourceOptions(())
     return [
         f"{key}: {value}"

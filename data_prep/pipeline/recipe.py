@@ -54,7 +54,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Source:
-    """A source with its input files, and notes about them for the user."""
+    """A source with its inputs, and notes on the inputs for the user."""
 
     name: str
     options: SourceOptions
@@ -67,12 +67,12 @@ class Recipe:
     """A valid recipe.
 
     Attributes:
-        clean: options of the clean stage; the input rules are set by each source.
-        against: ids of the signatures that all sources are compared with.
+        clean: options for the clean stage; each source sets its own input rules.
+        against: ids of the signatures that the documents of all sources are compared with.
         shards: None if the pipeline ends before tokenization.
         tokenizer: the existing tokenizer; None if the pipeline trains one or ends before
             tokenization.
-        training: options of the tokenizer to train, if any.
+        training: options for the tokenizer to train; None if the pipeline trains none.
         executor: options of Slurm.
     """
 
@@ -91,21 +91,23 @@ class Recipe:
     executor: Json
 
     def val_fraction(self, source: Source) -> float:
-        """Return the fraction of a source's documents to hold out; 0 for none."""
+        """Return the fraction of a source's documents to hold out; 0 if none are held out."""
         if self.shards is None:
             return 0.0
         own = source.options.val_fraction
         return self.shards.val_fraction if own is None else own
 
     def sources_before(self, source: Source) -> tuple[Source, ...]:
-        """Return the sources whose documents a source is compared with, in order."""
+        """Return, in order, the sources that a source is compared with to find duplicates."""
         if self.dedup is None or not self.dedup.across_sources:
             return ()
         order = self.by_preference()
         return order[: [each.name for each in order].index(source.name)]
 
     def by_preference(self) -> tuple[Source, ...]:
-        """Return the sources in the order in which duplicates are kept."""
+        """Return the sources in order of preference; of duplicates, the document in the earliest is
+        kept.
+        """
         if self.dedup is None or not self.dedup.source_order:
             return self.sources
         place = {name: number for number, name in enumerate(self.dedup.source_order)}
@@ -120,7 +122,7 @@ class Recipe:
         )
 
     def provenance(self) -> Json:
-        """Return the recipe's record for stages and manifests: everything except the executor.
+        """Return what stages and manifests record about the recipe: everything except the executor.
 
         The executor does not affect results, and its options may contain secrets.
         """
@@ -141,7 +143,7 @@ def read_recipe(path: Path) -> Recipe:
         for key in content
         if key not in KEYS
     ]
-    base = path.parent.resolve()  # a recipe means the same in any working directory
+    base = path.parent.resolve()  # a recipe has the same meaning in any working directory
     options: dict[str, Any] = dict.fromkeys(OPTION_KEYS)
     for key, kind in OPTION_KEYS.items():
         if key in content:
@@ -191,14 +193,14 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _tokenizer_name(base: Path, name: str) -> str:
-    """Return the absolute path of a tokenizer directory; hub ids and encodings are unchanged."""
+    """Make the path of a tokenizer directory absolute; return hub ids and encodings unchanged."""
     if os.path.lexists(base / name) or os.path.lexists(name):
         return str(base / name)
     return name
 
 
 def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:
-    """Return a function's result; on a ConfigError, add its problems and return None."""
+    """Call a function; return its result, or None after adding the problems of a ConfigError."""
     try:
         return function(*arguments)
     except ConfigError as error:
@@ -208,7 +210,7 @@ def _collect(problems: list[str], function: Any, *arguments: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Clean:
-    """The options in a recipe's key `clean`."""
+    """The options under a recipe's key `clean`."""
 
     filters: list = ()  # type: ignore[assignment]
     keep_dropped: bool = False
@@ -216,7 +218,7 @@ class _Clean:
 
 
 def _clean(given: Any, where: str, base: Path, problems: list[str]) -> CleanOptions:
-    """Return the options of the clean stage."""
+    """Parse a recipe's key `clean`, and return the options for the clean stage."""
     options = _collect(problems, parse_options, _Clean, given, where) or _Clean()
     filters = given.get("filters", []) if isinstance(given, dict) else []
     filters = resolve_model_paths(base, filters)
@@ -266,7 +268,7 @@ def _overlaps(path: Path, base: Path, output: str, sources: tuple[Source, ...]) 
 
 
 def from_recipe(base: Path, argument: str) -> str:
-    """Return the absolute path of a path or glob in a recipe; URLs and hub ids are unchanged."""
+    """Make a path or glob in a recipe absolute; return URLs and hub ids unchanged."""
     if is_url(argument):
         return argument
     local = str(base / argument)

@@ -1,6 +1,7 @@
-"""Options of a recipe's sources, dedup, tokenizer, shards and packing, and of their commands.
+"""Options for a recipe's sources, dedup, tokenizer, shards and packing, and for the corresponding
+commands.
 
-This module only defines and checks values. The other stages define their own options.
+This module only defines options and checks their values. The other stages define their own options.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +16,8 @@ from data_prep.stages.options import option, share
 from data_prep.tokenizer.bpe import BpeOptions
 
 ENCODERS = ("auto", "gigatoken", "tiktoken", "tokenizers", "transformers")
-TOKENIZER = "tokenizer"  # directory of the tokenizer that a pipeline trains
-MIN_VOCAB_SIZE = 257  # every byte, and the EOS token
+TOKENIZER = "tokenizer"  # directory for the tokenizer that a pipeline trains
+MIN_VOCAB_SIZE = 257  # one id per byte, and the EOS token
 DEFAULTS = InputRules()
 INPUT_HELP = (
     "a .txt, .md or .html file (one document); .csv or .tsv (one per row); .jsonl or .ndjson (one "
@@ -33,7 +34,7 @@ class SourceOptions:
     """The inputs of a source, and the rules for reading them.
 
     Attributes:
-        val_fraction: fraction to hold out, overriding the one for all sources.
+        val_fraction: fraction of documents to hold out; overrides the fraction for all sources.
     """
 
     input: tuple[str, ...] = option(help=INPUT_HELP, shows=None)
@@ -89,7 +90,7 @@ class SourceOptions:
         yield from encoding_problems(self.encoding)
 
     def rules(self, keep_records: bool = True) -> InputRules:
-        """Return the rules for reading; stages that write documents again need complete records."""
+        """Return the rules for reading; stages that rewrite documents need `keep_records`."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         del given["input"], given["val_fraction"]
         return InputRules(**given, keep_records=keep_records)
@@ -97,11 +98,12 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class SourcesDedupOptions(DedupOptions):
-    """Options for deduplicating each source, either alone or together with other sources.
+    """Options for deduplicating each source, either by itself or together with other sources.
 
     Attributes:
-        across_sources: drop a document if an earlier source contains a duplicate.
-        source_order: names of all sources; by default in the order of the recipe.
+        across_sources: also drop documents that duplicate a document in an earlier source.
+        source_order: names of all sources, from most to least preferred; by default in the recipe's
+            order.
     """
 
     across_sources: bool = False
@@ -113,7 +115,7 @@ class SourcesDedupOptions(DedupOptions):
             yield "source_order", "has no effect without across_sources: true. Add it."
 
     def problems_with_sources(self, sources: Sequence[str], output: Path) -> list[str]:
-        """Return contradictions between options and source names, or the pipeline's output."""
+        """Return contradictions between the options and the source names or pipeline's output."""
         problems = []
         if self.source_order and sorted(self.source_order) != sorted(sources):
             problems.append(
@@ -134,11 +136,12 @@ class SourcesDedupOptions(DedupOptions):
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    """The tokenizer trained on the kept documents of all sources; flags of `train-tokenizer`.
+    """Options for the tokenizer trained on the kept documents of all sources, and flags of
+    `train-tokenizer`.
 
     Attributes:
         digits: "" for the split's default.
-        sample_bytes: size of the text sample to train on; 0 for all text.
+        sample_bytes: size of the text sample to train on; 0 to train on all text.
     """
 
     vocab_size: int = option(
@@ -172,10 +175,10 @@ class TokenizerOptions:
 
 @dataclass(frozen=True)
 class ShardOptions:
-    """Options for tokenizing the remaining documents; flags of `tokenize`.
+    """Options for tokenizing the remaining documents, and flags of `tokenize`.
 
     Attributes:
-        tokenizer: "" for the tokenizer that the pipeline trains.
+        tokenizer: the tokenizer to use; "" for the tokenizer that the pipeline trains.
     """
 
     tokenizer: str = ""
@@ -201,7 +204,7 @@ class ShardOptions:
 
 @dataclass(frozen=True)
 class PackOptions:
-    """Options for best-fit packing of the shards; flags of `pack`."""
+    """Options for best-fit packing of the shards, and flags of `pack`."""
 
     seq_len: int = option(help="tokens of a sequence", shows="T", low=1, high=(1 << 24) - 1)
 
@@ -209,7 +212,7 @@ class PackOptions:
 def tokenizer_problems(
     content: Mapping[str, Any], options: Mapping[str, Any], where: str
 ) -> list[str]:
-    """Return the contradictions between the keys that train, require and use a tokenizer."""
+    """Return the contradictions between the recipe's keys that train or use a tokenizer."""
     problems = []
     if options["train_tokenizer"] is not None:
         lines = options["train_tokenizer"].bpe().problems()

@@ -1,8 +1,9 @@
 """Writes a pipeline's report: `report.json`, and `report.html`, a self-contained page.
 
 It is based on the published files of the stages: `stage.json`, task records, and shard manifests.
-The report contains documents and bytes into and out of each stage, reasons for dropping documents
-with examples, lengths before and after, the time of each task, and the provenance of the data.
+The report contains the numbers of documents and bytes that each stage read and wrote, the reasons
+for dropping documents with examples, document lengths before and after, the duration of each task,
+and the data's provenance.
 """
 
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ Json = dict[str, Any]
 
 
 def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
-    """Write the report on all sources to a pipeline's output; return the path of the HTML page."""
+    """Write a report on all sources to the pipeline's output; return the path of the HTML page."""
     report: Json = {"recipe": dict(recipe), "sources": {}}
     for directory in sorted(path.parent for path in output.glob("*/pipeline.json")):
         report["sources"][directory.name] = _source(directory, recipe.get("content", {}))
@@ -38,7 +39,7 @@ def write_report(output: Path, recipe: Mapping[str, Any]) -> Path:
 
 
 def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
-    """Return the report on a source, from the published files of the stages in the recipe."""
+    """Return the report on a source, based on the published files of the recipe's stages."""
     source: Json = {"stages": [], "shards": {}, "packing": {}, "provenance": {}}
     for stage in STAGES:
         path = directory / stage / "stage.json"
@@ -62,7 +63,7 @@ def _source(directory: Path, recipe: Mapping[str, Any]) -> Json:
 
 
 def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
-    """Return the comparison of best-fit packing with concatenation, or None without packing."""
+    """Return the comparison of best-fit packing with concatenation, or None without an index."""
     if "pack" not in recipe:
         return None
     path = index_file(directory, int(recipe["pack"]["seq_len"]))
@@ -75,7 +76,8 @@ def _packing(directory: Path, recipe: Mapping[str, Any]) -> Json | None:
 def _estimate_tokens(source: Json) -> None:
     """Estimate the tokens of each stage from its bytes, since only shards have exact counts.
 
-    Dropped text may have a different number of bytes per token than the text in the shards.
+    The estimate is imprecise where dropped text has a different number of bytes per token than the
+    text in the shards.
     """
     shards = source["shards"].values()
     text_bytes = sum(each["text_bytes"] for each in shards)
@@ -89,7 +91,9 @@ def _estimate_tokens(source: Json) -> None:
 
 
 def _tasks(directory: Path) -> list[Json]:
-    """Return a row for each phase: its tasks, their seconds, and the slowest tasks."""
+    """Return a table with one row per phase: the number of tasks, their durations, and the slowest
+    tasks.
+    """
     rows = []
     for phase in sorted((directory / "records").glob("*")):
         found = [read_record(path, TaskRecord) for path in sorted(phase.glob("[0-9]*.json"))]

@@ -1,6 +1,6 @@
 """Runs a recipe: the stages of each source, one after another.
 
-A complete stage is kept, and a started stage resumes. The first stage with changed options or
+Complete stages are kept, and unfinished stages resume. The first stage with changed options or
 input, and all stages after it, run again. Each stage prints which case applies.
 """
 
@@ -43,7 +43,7 @@ Json = dict[str, Any]
 
 
 def prepare(recipe: Any, executor: Any) -> tuple[list["Pipeline"], "Training | None"]:
-    """Return a recipe's pipelines, one for each source, and the tokenizer that it trains."""
+    """Return one pipeline per source, and the tokenizer training, or None without one."""
     dedup = dedup_fingerprints(recipe)
     pipelines = [Pipeline(recipe, source, executor, dedup) for source in recipe.sources]
     return pipelines, None if recipe.training is None else Training(recipe, pipelines)
@@ -78,11 +78,11 @@ class Pipeline:
         return tuple(stage for stage in self.recipe.stages if stage not in ("shards", "pack"))
 
     def keys(self) -> dict[str, str]:
-        """Return the fingerprint of everything that determines each stage's result, in order."""
+        """Return, for each stage, a fingerprint of everything that determines its result."""
         return stage_fingerprints(self.recipe, self.source, self.tokenizer_key, self.dedup_keys)
 
     def states(self) -> dict[str, str]:
-        """Return whether each stage is complete, started, changed or to do."""
+        """Return the state of each stage: "complete", "started", "changed" or "to do"."""
         started, states, changed = self._started(), {}, False
         for stage, key in self.keys().items():
             if stage in started and (changed or started[stage] != key):
@@ -100,7 +100,7 @@ class Pipeline:
         return [stage for stage in self._started() if stage not in self.recipe.stages]
 
     def run(self, stages: Sequence[str]) -> None:
-        """Run the given stages that are not complete."""
+        """Run those of the given stages that are not complete."""
         states, keys, started = self.states(), self.keys(), self._started()
         for stage in self.removed_stages() if "clean" in stages else ():
             print(f"{self.source.name}/{stage}: is no longer in the recipe; its files are kept")
@@ -173,7 +173,9 @@ class Pipeline:
         return [shards] + ([_validation(shards)] if self.recipe.val_fraction(self.source) else [])
 
     def _manifests(self, stage: str) -> list[Path]:
-        """Return the files that a stage writes last; the stage is complete if all of them exist."""
+        """Return the files that a stage writes last; the stage is complete if all of these files
+        exist.
+        """
         if stage == "shards":
             return [directory / "manifest.json" for directory in self._shard_directories()]
         if stage == "pack":
@@ -214,14 +216,14 @@ class Pipeline:
     def _remove(self, stage: str) -> None:
         for directory in (self.directory / stage, _validation(self.directory / stage)):
             for manifest in ("stage.json", "manifest.json"):
-                # Remove the manifest first, so that a half-removed directory does not count as
+                # Remove the manifest first, so that a partially removed directory is not taken for
                 # data.
                 (directory / manifest).unlink(missing_ok=True)
             shutil.rmtree(directory, ignore_errors=True)
 
 
 class Training:
-    """The tokenizer of a recipe, trained on the last text stage of every source."""
+    """The tokenizer that a recipe trains on the output of every source's last text stage."""
 
     def __init__(self, recipe: Any, pipelines: Sequence[Pipeline]):
         self.recipe, self.pipelines = recipe, pipelines

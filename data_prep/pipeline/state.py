@@ -7,9 +7,7 @@ from zerolm.common.files import write_json
 from zerolm.common.locks import FileLock, LockTaken
 from zerolm.common.records import read_record
 
-STATE_FILE = (
-    "pipeline.json"  # file of a source or the pipeline, with a fingerprint per started stage
-)
+STATE_FILE = "pipeline.json"  # fingerprints of a source's or the pipeline's started stages
 LOCK_FILE = ".lock"
 
 

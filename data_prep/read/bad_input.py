@@ -15,14 +15,14 @@ from data_prep.read.inputs import ARCHIVE_FORMATS, PAGE_FORMATS, Input, stream_o
 from data_prep.read.lines import count_lines
 from zerolm.common.errors import ConfigError
 
-MAX_PROBLEMS = 10  # shown per unit, enough to diagnose a file
+MAX_PROBLEMS = 10  # recorded per unit, which is enough to diagnose a file
 MAX_EXAMPLES = 5  # kept for each reason
-MAX_COUNTED_BYTES = 1 << 30  # reread at most this much to find a line number
+MAX_COUNTED_BYTES = 1 << 30  # reread at most this much of a file to find a line number
 
 
 @dataclass
 class Tally:
-    """Counts of what one or more tasks have read, and examples of bad input."""
+    """Counts of the documents and bad input that one or more tasks have read, with examples."""
 
     num_documents: int = 0
     input_bytes: int = 0
@@ -33,7 +33,7 @@ class Tally:
     examples: list[Problem] = field(default_factory=list)
 
     def add_bad(self, problems: Sequence[Problem]) -> None:
-        """Count problems, and keep the first few with each reason as examples."""
+        """Count problems, and keep the first few for each reason as examples."""
         for problem in problems:
             self.bad[problem.reason] += problem.num_documents
             self.lost_bytes += problem.lost_bytes
@@ -57,7 +57,7 @@ class Tally:
 
     @classmethod
     def from_records(cls, records: Sequence[dict[str, Any]]) -> "Tally":
-        """Return the sum of the records; the first examples are kept."""
+        """Return the sum of several records, with the first examples for each reason."""
         total = cls()
         for record in records:
             total.num_documents += record["documents_in"]
@@ -77,7 +77,7 @@ def describe_problems(
     """Return a message for each problem: `file:line: problem`.
 
     Line numbers are counted only here, by rereading the file up to that line. Beyond the first GiB
-    of a file, the message gives the byte offset instead.
+    of a file, the message contains the byte offset instead.
     """
     places: dict[Problem, str] = {}
     for name in {problem.name for problem in problems}:
@@ -102,7 +102,7 @@ def describe_problems(
 
 
 def check_bad_fraction(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> None:
-    """Raise an error if too much of a corpus is bad input."""
+    """Raise an error if bad input makes up too large a fraction of the corpus."""
     num_bad = sum(tally.bad.values())
     num_all = tally.num_documents + num_bad
     total_bytes = sum(each.size_bytes or 0 for each in inputs)
@@ -123,7 +123,9 @@ def check_bad_fraction(inputs: Sequence[Input], tally: Tally, rules: InputRules)
 
 
 def bad_input_record(inputs: Sequence[Input], tally: Tally, rules: InputRules) -> dict[str, Any]:
-    """Return `bad_input` for a manifest: counts by reason, and examples with their positions."""
+    """Return the value of a manifest's key `bad_input`: counts by reason, and examples with
+    positions.
+    """
     return {
         "on_bad_input": rules.on_bad_input,
         "bad_documents": dict(sorted(tally.bad.items())),
@@ -134,7 +136,7 @@ def bad_input_record(inputs: Sequence[Input], tally: Tally, rules: InputRules) -
 
 
 def describe_changes(changed: Mapping[str, int]) -> list[str]:
-    """Return how many documents were decoded from each other encoding."""
+    """Return how many documents were decoded from each encoding other than UTF-8."""
     return [f"decoded {name}: {count:,}" for name, count in sorted(changed.items())]
 
 

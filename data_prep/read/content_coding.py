@@ -18,7 +18,7 @@ ALIASES = {"x-gzip": "gzip", "x-deflate": "deflate", "": "identity"}
 
 
 def split_values(headers: Sequence[tuple[str, str]], name: str) -> list[str]:
-    """Return the comma-separated values of a header in lower case, from all its lines."""
+    """Return the comma-separated values from all lines of a header, in lower case."""
     lines = [value for key, value in headers if key.lower() == name]
     return [each.strip().lower() for line in lines for each in line.split(",")]
 
@@ -26,7 +26,7 @@ def split_values(headers: Sequence[tuple[str, str]], name: str) -> list[str]:
 def decode_content(
     content: bytes, headers: Sequence[tuple[str, str]], max_bytes: int, is_truncated: bool
 ) -> bytes:
-    """Return the decoded content, truncated after `max_bytes` or slightly more.
+    """Decode the content of a message, truncated after `max_bytes` or slightly more.
 
     A crawler may have decoded the content but kept the header, so content that is already text is
     returned unchanged.
@@ -35,7 +35,7 @@ def decode_content(
         is_truncated: whether the crawler has marked the content as truncated.
 
     Raises:
-        ValueError: the content cannot be decoded; the message gives the reason.
+        ValueError: the content cannot be decoded; the message states the reason.
     """
     codings = split_values(headers, "content-encoding")
     codings += split_values(headers, "transfer-encoding")
@@ -91,7 +91,7 @@ class _Brotli:
 def _decompressor(coding: str, content: bytes, max_bytes: int) -> Any:
     if coding == "gzip":
         return zlib.decompressobj(GZIP)
-    if coding == "deflate":  # with a zlib header, which some servers omit
+    if coding == "deflate":  # with the zlib header that some servers omit
         has_header = content[:1] == b"\x78" and int.from_bytes(content[:2], "big") % 31 == 0
         return zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
     if coding == "br":
@@ -104,7 +104,7 @@ def _decompressor(coding: str, content: bytes, max_bytes: int) -> Any:
 
 
 def _is_text(content: bytes) -> bool:
-    """Return whether the beginning is UTF-8, which compressed data never is."""
+    """Return whether the beginning of the content is UTF-8, which compressed data never is."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content[:SAMPLE_BYTES])
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Reads CSV and TSV files row by row; each row has a byte position, where a reader can resume."""
+"""Reads CSV and TSV files row by row; reading can resume at the byte position of any row."""
 
 import csv
 from collections import Counter
@@ -14,11 +14,11 @@ from data_prep.read.streams import COMPRESSIONS, Failure, Stream
 
 DELIMITERS = {".csv": ",;\t|", ".tsv": "\t,;|"}  # in order of preference
 BLOCK_BYTES = 1 << 18
-TOO_LONG = "\udbff"  # replaces a line that is too long; no bytes decode to this character
+TOO_LONG = "\udbff"  # replaces a line that is too long; no byte sequence decodes to this character
 
 
 class Header(NamedTuple):
-    """The first row of a file, which names the columns."""
+    """The first row of a file, which contains the column names."""
 
     names: list[str]
     delimiter: str
@@ -26,18 +26,18 @@ class Header(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row at [start, stop), or a part that is not valid CSV."""
+    """The row in bytes [start, stop), or a part of the file that is not valid CSV."""
 
     start: int
     stop: int
     fields: list[str]
     read_bytes: int  # of the stored file
-    problem: str = ""  # why it is not valid CSV
+    problem: str = ""  # why the row is not valid CSV
     failure: Failure | None = None  # why reading ends here
 
 
 class _Lines:
-    """The lines of a stream, one at a time for `csv.reader`; `stop` is the byte after the last."""
+    """Yields a stream's lines to `csv.reader`; `stop` is the byte after the last yielded line."""
 
     def __init__(self, stream: Stream, start: int, max_bytes: int):
         self.stream, self.stop, self.max_bytes = stream, start, max_bytes
@@ -62,13 +62,14 @@ class _Lines:
 
 
 def header_of(source: Input, rules: InputRules) -> tuple[Header | None, Failure | None]:
-    """Return a file's header, and why its rows cannot be read; both are None for an empty file.
+    """Return a file's header, and the reason if its rows cannot be read; both are None if the file
+    is empty.
 
-    The delimiter is the first one that yields a text column.
+    The first delimiter for which the header contains the text column is used.
     """
     stream = stream_of(source, 0, rules)
     lines = _Lines(stream, 0, rules.max_document_bytes)
-    iterator, seen = iter(lines), list[tuple[str, int]]()  # each line, and the byte after it
+    iterator, seen = iter(lines), list[tuple[str, int]]()  # lines, each with the byte after it
 
     def replay() -> Iterator[str]:
         yield from (line for line, _ in seen)
@@ -119,7 +120,7 @@ def read_table(
     start = max(header.stop, part.start)
     stream = stream_of(source, start - 1, rules)
     is_stored = source.encoding == UTF8 and not source.suffix.endswith(COMPRESSIONS)
-    counted = -1 if part.start else 0  # stored bytes that chunks have counted so far
+    counted = -1 if part.start else 0  # stored bytes that previous chunks have counted
     rows: list[tuple[int, int, list[str] | str]] = []
     first = stop = start
     for row in read_rows(stream, header, start, rules.max_document_bytes):
@@ -160,13 +161,13 @@ def _chunk(
 
 
 def read_rows(stream: Stream, header: Header, start: int, max_bytes: int) -> Iterator[Row]:
-    """Yield the rows from byte `start`, at which a row begins.
+    """Yield the rows that follow byte `start`, at which a row begins.
 
     Args:
-        stream: begins at max(0, start - 1).
-        max_bytes: maximum size of a field, and of a line.
+        stream: the file's content from byte max(0, start - 1).
+        max_bytes: maximum size of a field and of a line.
     """
-    # Fields slightly over the limit are refused row by row.
+    # Fields slightly over the limit are refused later, row by row.
     csv.field_size_limit(max_bytes + BLOCK_BYTES)
     lines = _Lines(stream, start, max_bytes)
     reader = csv.reader(lines, delimiter=header.delimiter, strict=True)

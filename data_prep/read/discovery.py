@@ -1,7 +1,8 @@
-"""Resolves --input arguments to files and hub datasets, in reading order.
+"""Resolves the values of --input to files and hub datasets, in reading order.
 
 Work units read the inputs later: local files directly, hub datasets through `datasets` streaming.
-Direct reading is faster and can name the line of a broken document (docs/inputs.md).
+Reading files directly is faster, and messages can name the line of a broken document
+(docs/inputs.md).
 """
 
 import glob
@@ -71,11 +72,11 @@ def find_inputs(
     `namespace/name[:config][@split]` that is not a local path.
 
     Args:
-        skip_bad: return an unreadable file with its `problem` instead of raising an error; the
-            task that reads it counts it as bad input.
-        encoding: encoding of files that do not declare one; or "auto".
-        code: read each file as source code, whatever its format.
-        text_fields: {argument: its text field, if it differs from `text_field`}.
+        skip_bad: whether to return an unreadable file with its `problem` instead of raising an
+            error; the task that reads the file then counts it as bad input.
+        encoding: encoding of files that do not declare one, or "auto".
+        code: whether to read each file as source code, whatever its format.
+        text_fields: maps arguments to text fields that differ from `text_field`.
 
     Raises:
         ConfigError: lists all arguments that match nothing, files that are named twice and,
@@ -118,20 +119,22 @@ def find_inputs(
 
 
 def _identity(each: Input) -> Any:
-    """Return a key that is the same for all names of a file."""
+    """Return a key that is the same for all paths and links to the same file."""
     if each.suffix == "hub" or is_url(each.name):
         return each.name
     try:
         status = Path(each.name).stat()
     except OSError:
         return each.name
-    if status.st_nlink > 1:  # some file systems give all files the same inode
+    if status.st_nlink > 1:  # on some file systems, all files have the same inode
         return status.st_dev, status.st_ino
     return os.path.realpath(each.name)
 
 
 def _without_links(found: Sequence[Input], notes: list[str]) -> list[tuple[Input, Any]]:
-    """Return (input, identity), without further links to a file that the same argument names."""
+    """Drop further links to files that the same argument already names; return (input, identity)
+    pairs.
+    """
     first: dict[Any, Input] = {}
     links: list[tuple[Input, Input]] = []
     kept: list[tuple[Input, Any]] = []
@@ -152,7 +155,7 @@ def _without_links(found: Sequence[Input], notes: list[str]) -> list[tuple[Input
 
 
 def _copies_notes(inputs: Sequence[Input]) -> list[str]:
-    """Return a note on files that exist both compressed and not, or in two compressions."""
+    """Return a note if files exist both compressed and uncompressed, or in two compressions."""
     first: dict[str, Input] = {}
     copies = []
     for each in inputs:
@@ -170,7 +173,7 @@ def _copies_notes(inputs: Sequence[Input]) -> list[str]:
 
 
 def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, str]) -> Input:
-    """Return a file with all fields that affect reading, and its `problem` if it has no text."""
+    """Set all fields of a file that affect reading, and `problem` if the file contains no text."""
     try:
         packages = packages_of(each.suffix, encoding)
     except ConfigError as error:
@@ -193,7 +196,7 @@ def _completed(each: Input, text_field: str, encoding: str, missing: dict[str, s
 def _expand(
     argument: str, text_field: str, kinds: FileKinds, notes: list[str], problems: list[str]
 ) -> Iterator[Input]:
-    """Yield the inputs of one argument."""
+    """Yield the inputs that one argument names."""
     if is_url(argument):
         yield from _expand_url(argument, kinds, notes, problems)
         return
@@ -201,7 +204,7 @@ def _expand(
         paths = [argument]
     elif glob.has_magic(argument):
         paths = sorted(glob.glob(argument, recursive=True))  # noqa: PTH207 - absolute ones too
-        if "**" in argument:  # matches both directories and the files in them
+        if "**" in argument:  # the glob matches both directories and the files in them
             paths = [path for path in paths if not Path(path).is_dir()]
         hidden = [path for path in paths if kinds.hides_below(argument, path)]
         paths = [path for path in paths if path not in set(hidden)]
@@ -224,9 +227,8 @@ def _expand(
     for path in paths:
         try:
             stage = stage_of(path)
-            above = Path(
-                path
-            ).parent  # the stage, if the path is a directory with its dropped documents
+            # If the path is a directory with a stage's dropped documents, its parent is the stage.
+            above = Path(path).parent
             written_by = read_stage(above) if Path(path).is_dir() and is_stage(above) else stage
             if written_by is not None:
                 check_text_field(written_by, text_field)
@@ -254,7 +256,7 @@ def _stage_inputs(argument: str, paths: Sequence[Path]) -> Iterator[Input]:
 def _expand_url(
     argument: str, kinds: FileKinds, notes: list[str], problems: list[str]
 ) -> Iterator[Input]:
-    """Yield the files that a URL names, as for a local path."""
+    """Yield the files that a URL names, with the same rules as for local paths."""
     try:
         entries = list_files(argument)
     except ConfigError as error:
@@ -362,7 +364,7 @@ def _suffix(path: str, kinds: FileKinds, text_field: str) -> str | None:
 
 
 def _directory_problem(directory: str, directories: list[str], names: list[str]) -> str | None:
-    """Return why the files below a directory cannot be inputs, or None if they can."""
+    """Return why the files below a directory cannot be read as inputs, or None if they can."""
     if {"records", "work"} & set(directories) and is_unfinished(directory):
         return (
             f"{directory} is an unfinished stage. Run its command again to finish it, or remove it."
@@ -376,7 +378,7 @@ def _directory_problem(directory: str, directories: list[str], names: list[str])
 
 
 def _without_caches(directory: str, names: list[str]) -> list[str]:
-    """Return the files in a directory; for a saved `Dataset`, omit the cached results of `map`."""
+    """Return the files in a directory; omit a saved `Dataset`'s cached results of `map`."""
     try:
         content = json.loads(Path(directory, "state.json").read_text(encoding="utf-8"))
         listed = {each["filename"] for each in content["_data_files"]}
@@ -386,7 +388,7 @@ def _without_caches(directory: str, names: list[str]) -> list[str]:
 
 
 def _stages_problem(argument: str, stages: Sequence[str]) -> str:
-    """Return the problem with a directory or glob that contains stages, which share documents."""
+    """Return the problem with a directory or glob that contains stages, whose documents overlap."""
     shown = ", ".join(sorted(stages)[:5]) + (", ..." if len(stages) > 5 else "")
     return (
         f"--input {argument}: matches files of {len(stages):,} stages of a pipeline: {shown}. "
@@ -396,9 +398,9 @@ def _stages_problem(argument: str, stages: Sequence[str]) -> str:
 
 
 def _file_input(argument: str, path: str, suffix: str) -> Input:
-    """Return the input of a file, with its `problem` if it cannot be read."""
+    """Return the input for a file, with its `problem` if the file cannot be read."""
     printable = _printable(path)
-    if printable != path:  # the name is invalid in manifests, or would forge output lines
+    if printable != path:  # the name is not valid in manifests, or could forge lines of output
         fact = (
             "a line break in its name" if {"\n", "\r"} & set(path) else "a name that is not UTF-8"
         )
@@ -420,13 +422,13 @@ def _file_input(argument: str, path: str, suffix: str) -> Input:
 
 
 def _printable(path: str) -> str:
-    """Return a path in which line breaks, and bytes that are not UTF-8, are escaped (`\\xe9`)."""
+    """Return a path with line breaks escaped, and bytes that are not UTF-8 (`\\xe9`)."""
     text = os.fsencode(path).decode(errors="backslashreplace")
     return text.replace("\n", "\\n").replace("\r", "\\r")
 
 
 def _kinds(paths: Sequence[str]) -> str:
-    """Return the most frequent file name extensions with their counts."""
+    """Return the most frequent file name extensions, each with its count."""
     counts = Counter(Path(path).suffix or "no suffix" for path in paths)
     more = ", ..." if len(counts) > SHOWN_KINDS else ""
     return ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common(SHOWN_KINDS)) + more
@@ -442,7 +444,7 @@ def _find_hub(argument: str, match: re.Match[str], problems: list[str]) -> Itera
         hub = replace(hub, revision=HfApi().dataset_info(name, timeout=HUB_SECONDS).sha)
         open_hub(hub)
         yield Input(argument, argument, "hub", None, hub=hub)
-    except Exception as error:  # datasets, huggingface_hub and network errors have many types
+    except Exception as error:  # datasets and huggingface_hub raise errors of many types
         problems.append(
             f"--input {argument}: no such file, and it cannot be opened as a hub dataset "
             f"({reason(error)}). Check the path, or the id (namespace/name[:config][@split]) and "

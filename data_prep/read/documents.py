@@ -1,4 +1,4 @@
-"""The types that reading produces, `Chunk`, `Document` and `Problem`, and the rules for input.
+"""`Chunk`, `Document` and `Problem`, the types that reading produces, and the rules for input.
 
 `data_prep.read.parse` turns chunks into documents and problems.
 """
@@ -10,27 +10,27 @@ from typing import Any, NamedTuple
 
 
 class Position(NamedTuple):
-    """A point between two documents of a work unit where reading can resume; JSON-serializable."""
+    """A point between two documents in a work unit where reading can resume; JSON-serializable."""
 
     range_index: int  # index in the unit's ranges
     offset: int  # like Chunk.start
 
 
 class Chunk(NamedTuple):
-    """A part of an input with complete documents, or a problem with the input itself."""
+    """A part of an input that contains complete documents, or a problem with the input."""
 
     name: str  # name of the file or hub dataset, for messages
     # Says what `data` contains. "text": one document; "lines": JSON lines; "rows": table rows;
     # "bad": a Problem; "skipped": a key of SKIP_REASONS; "pages" and "fields": see
     # pages.read_pages and csv_rows.read_fields
     kind: str
-    start: int  # where `data` starts: a byte of the (decompressed) file, or a row, from 0
-    data: Any  # bytes; for "rows" a list of texts (str or None) or of entire rows (dict)
+    start: int  # where `data` starts: a byte of the (decompressed) file, or a row; from 0
+    data: Any  # bytes; for "rows", a list of texts (str or None) or of entire rows (dict)
     input_bytes: int  # bytes read from the stored (compressed) input since the last chunk
     input: int = 0  # index in the list of inputs
     next: Position = Position(0, 0)  # where the next chunk starts
-    keys: tuple[tuple[str, str], ...] = ()  # further keys of the document, for "text"
-    encoding: str = ""  # the original encoding of the data, if it was not UTF-8
+    keys: tuple[tuple[str, str], ...] = ()  # for "text": further keys of the document
+    encoding: str = ""  # original encoding of the data, if it was not UTF-8
 
 
 class Document(NamedTuple):
@@ -38,7 +38,7 @@ class Document(NamedTuple):
 
     text: str
     input: int  # index in the list of inputs
-    start: int  # byte of its line in the (decompressed) file, or its row; 0 for a text file
+    start: int  # its row, or byte of its line in the (decompressed) file; 0 for a text file
     record: dict[str, Any] | None = None  # all keys, if InputRules.keep_records
 
 
@@ -49,17 +49,17 @@ class Problem(NamedTuple):
     """
 
     reason: str  # a key of BAD_REASONS
-    name: str  # of the file or hub dataset
+    name: str  # name of the file or hub dataset
     input: int  # index in the list of inputs
-    start: int  # like Chunk.start, or the exact byte that is wrong
+    start: int  # like Chunk.start, or the exact position of an invalid byte
     is_row: bool  # whether `start` is a row rather than a byte
     detail: str
-    num_documents: int = 1  # documents lost, as far as known
-    lost_bytes: int = 0  # bytes of the stored file that could not be read
+    num_documents: int = 1  # number of documents lost, as far as known
+    lost_bytes: int = 0  # size of the part of the stored file that could not be read
 
     @property
     def place(self) -> str:
-        """The name of the file, with the row (from 1) or the byte (from 0)."""
+        """The file's name with the row (counted from 1) or the byte (counted from 0)."""
         return f"{self.name}{f':{self.start + 1}' if self.is_row else f' (byte {self.start:,})'}"
 
 
@@ -90,11 +90,11 @@ SKIP_REASONS = {  # harmless, always skipped
     "http_error": "pages with an HTTP status other than 2xx",
     "binary": "binary files in code trees",
 }
-SHOWN_TYPES = 6  # types of WARC content that are listed
+SHOWN_TYPES = 6  # WARC content types listed separately
 
 
 def describe_skipped(skipped: Mapping[str, int]) -> dict[str, int]:
-    """Return counts by description; keys `REASON.TYPE` are merged, and their types are listed."""
+    """Return counts by description; keys `REASON.TYPE` are merged, and their types listed."""
     counts: Counter[str] = Counter()
     types: dict[str, Counter[str]] = {}
     for key, count in skipped.items():
@@ -118,21 +118,21 @@ class InputRules:
     invalidates existing stages.
     """
 
-    text_field: str = "text"  # key or column; with dots, also a path into nested objects
-    on_bad_input: str = "fail"  # or "skip": count it and continue
-    max_bad_fraction: float = 0.01  # fraction of the documents, and of the bytes, with "skip"
-    max_document_bytes: int = 1 << 26  # size of a line, a text file, or the text of a row
-    max_expansion: int = 200  # ratio of decompressed to compressed size, beyond the first 64 MiB
+    text_field: str = "text"  # key or column; if it contains dots, also a path into nested objects
+    on_bad_input: str = "fail"  # or "skip" to count bad input and continue
+    max_bad_fraction: float = 0.01  # maximum fraction of documents and of bytes, with "skip"
+    max_document_bytes: int = 1 << 26  # maximum size of a line, a text file, or a row's text
+    max_expansion: int = 200  # maximum decompression ratio, beyond the first 64 MiB
     keep_records: bool = False  # whether documents keep all their keys
-    encoding: str = "utf-8"  # for files that do not declare their own; or "auto"
-    code: bool = False  # whether to read each file as source code, one document each
-    max_page_seconds: float = 10.0  # CPU time to extract the text of a page
+    encoding: str = "utf-8"  # for files that do not declare an encoding; or "auto"
+    code: bool = False  # whether to read each file as source code, as one document
+    max_page_seconds: float = 10.0  # maximum CPU time to extract a page's text
 
     def content(self) -> dict[str, Any]:
-        """Return the rules for fingerprints.
+        """Return the rules in the form used in fingerprints.
 
-        Rules that later releases added are left out at their defaults, so that they do not
-        invalidate older work.
+        Rules added by later releases are left out if they have their default values, so that they
+        do not invalidate older work.
         """
         default = InputRules()
         added = ("encoding", "code", "max_page_seconds")

@@ -1,4 +1,4 @@
-"""Detects how text is encoded, and decodes it. Opens no files."""
+"""Detects the encoding of text, and decodes text. Opens no files."""
 
 import codecs
 import itertools
@@ -14,8 +14,8 @@ UNCLEAR = Failure(
 )
 MARK_INVALID = "zerolm.mark_invalid"  # name of a codec error handler
 SAMPLE_BYTES = 1 << 16
-WORDS_BYTES = 1 << 13  # passed to chardet, which reads 60 kB/s
-ISO_2022 = b"\x1b$"  # an escape sequence in ASCII, so the text is valid UTF-8 as well
+WORDS_BYTES = 1 << 13  # size of the text passed to chardet, which processes 60 kB/s
+ISO_2022 = b"\x1b$"  # an ASCII escape sequence, so the text is also valid UTF-8
 MARKS = {  # byte order marks of encodings
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -25,7 +25,7 @@ MARKS = {  # byte order marks of encodings
 
 
 def canonical(encoding: str) -> str:
-    """Return `utf-8` for every name of that codec, and any other encoding unchanged."""
+    """Return `utf-8` for every alias of UTF-8, and any other encoding unchanged."""
     try:
         is_utf8 = codecs.lookup(encoding).name in (UTF8, "utf-8-sig")
     except (LookupError, ValueError):  # auto, or unknown
@@ -34,7 +34,7 @@ def canonical(encoding: str) -> str:
 
 
 def _mark_invalid(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Handle a codec error so that an invalid byte makes only its own line bad."""
+    """Codec error handler that makes an invalid byte affect only its own line."""
     if isinstance(error, UnicodeDecodeError):
         return "\udc80", error.end
     assert isinstance(error, UnicodeEncodeError)
@@ -59,7 +59,7 @@ def encoding_problems(encoding: str) -> Iterator[tuple[str, str]]:
 
 
 def detect_encoding(sample: bytes) -> str | None:
-    """Return the encoding of text that is not UTF-8, or None if it is unclear.
+    """Detect the encoding of text that is not UTF-8; return None if it is unclear.
 
     Only non-ASCII words are examined, because English words around them would bias the result.
     chardet 6 identified 13 of 14 legacy encodings and none wrongly, even from only four words;
@@ -73,13 +73,14 @@ def detect_encoding(sample: bytes) -> str | None:
 
 
 def find_encoding(stream: Stream) -> str | None:
-    """Return the encoding of a file: from its byte order mark, UTF-8 if valid, or by detection.
+    """Determine a file's encoding: from its byte order mark, else UTF-8 if valid, else by
+    detection.
 
     Reads the file up to the first bytes that are not UTF-8, and a sample around them. If most of
     the sample's non-ASCII words are valid UTF-8, the file is UTF-8 with bad lines.
 
     Returns:
-        None if the encoding is unclear.
+        The name of the encoding, or None if it is unclear.
     """
     decoder = codecs.getincrementaldecoder(UTF8)()
     before = b""
@@ -110,7 +111,7 @@ def _is_mostly_utf8(sample: bytes) -> bool:
 
 
 def decode_page(content: bytes, content_type: str) -> str:
-    """Decode an HTML page: as UTF-8 if it is valid, otherwise as a browser does.
+    """Decode an HTML page: as UTF-8 if that is valid, otherwise as a browser would.
 
     A browser uses the byte order mark, the server's header, the page's own declaration, or the
     content.
@@ -130,7 +131,7 @@ def _detect_page(content: bytes) -> str | None:
 
 
 def open_stream(path: str, suffix: str, start: int, max_expansion: int, encoding: str) -> Stream:
-    """Return the content of a file from byte `start` of its UTF-8 form."""
+    """Open a file's content as UTF-8, beginning at byte `start` of the UTF-8 text."""
     if encoding == AUTO:
         found = find_encoding(Stream(path, suffix, 0, max_expansion))
         encoding = UTF8 if found == UTF8 else (found or UNKNOWN)
@@ -163,10 +164,10 @@ class DecodedStream(Stream):
         except (
             LookupError,
             UnicodeError,
-        ) as error:  # unknown, or without support for error handlers
+        ) as error:  # the encoding is unknown, or its codec does not support error handlers
             self.failure = Failure("encoding", f"is not {self.encoding} ({error}).")
 
     def _stored_blocks(self) -> Iterator[bytes]:
         yield from super().__iter__()
         if self.failure is None:
-            yield b""  # marks the end, where no character may be incomplete
+            yield b""  # marks the end of the file, where no character may be incomplete

@@ -49,7 +49,7 @@ DATASET_CARD = "README.md"  # describes the files next to it
 # Files created by desktops, archives and network disks.
 JUNK = {"thumbs.db", "desktop.ini", "__macosx", "@eadir", "$recycle.bin", "lost+found"}
 SNIFFED_BYTES = 1 << 20
-END = -1  # replaces the start of the next chunk if there is none
+END = -1  # used as the start of the next chunk if there is none
 
 
 def suffix_of(path: str) -> str | None:
@@ -63,7 +63,7 @@ def _code_suffix(path: str) -> str | None:
 
 
 def lines_suffix(path: str, text_field: str) -> str | None:
-    """Return the suffix of JSON lines for a `.json` file that contains them, else None.
+    """Return the suffix for JSON lines if a `.json` file contains JSON lines, else None.
 
     Such a file starts with two lines that are objects, or its first line is an object whose text
     is a string.
@@ -77,7 +77,7 @@ def lines_suffix(path: str, text_field: str) -> str | None:
         return None
     try:
         record = json.loads(first)
-    except (ValueError, RecursionError):  # a long document is truncated
+    except (ValueError, RecursionError):  # a long document, which the sample truncates
         is_text = len(first) > SNIFFED_BYTES // 2 and first.startswith(b'{"')
         pattern = rb'"' + re.escape(key) + rb'"\s*:\s*"'
         return LINE_FORMATS[0] if is_text and re.search(pattern, first) else None
@@ -96,7 +96,7 @@ def _sniffed(file: BinaryIO) -> Iterator[bytes]:
 
 
 def pointer_failure(name: str, size_bytes: int | None) -> Failure | None:
-    """Return the problem if a file is only a pointer to a file stored elsewhere, else None."""
+    """Return the problem with a file that only points to a file stored elsewhere, else None."""
     if not 0 < (size_bytes or 0) <= MAX_POINTER_BYTES:
         return None
     try:
@@ -108,13 +108,14 @@ def pointer_failure(name: str, size_bytes: int | None) -> Failure | None:
 
 
 class FileKinds(NamedTuple):
-    """Which files are read, judged by name.
+    """Rules that determine from a file's name whether the file is read.
 
     Attributes:
-        suffix: returns the suffix of an input, given its path; None if the file is not read.
-        shown: description of these names, for messages.
-        hidden: prefixes of the names of files and directories that are left out.
-        card: name of files that describe the files next to them, and are not read.
+        suffix: function from a file's path to the suffix of the input; None if the file is not
+            read.
+        shown: description of the names that are read, for messages.
+        hidden: name prefixes of files and directories that are left out.
+        card: name of files that describe the other files in their directory, and are not read.
     """
 
     suffix: Callable[[str], str | None]
@@ -123,7 +124,7 @@ class FileKinds(NamedTuple):
     card: str = ""
 
     def hides(self, name: str) -> bool:
-        """Return whether to leave out a file or directory below an --input, by its name.
+        """Return whether a file or directory below an --input is left out because of its name.
 
         Spark, Hive and pyarrow hide the same names, except column partitions (`_day=1`).
         """
@@ -131,9 +132,10 @@ class FileKinds(NamedTuple):
         return is_hidden or name == self.card or name.lower() in JUNK
 
     def hides_below(self, argument: str, name: str) -> bool:
-        """Return whether to leave out a file that an --input contains or matches.
+        """Return whether a file that an --input contains or matches is left out.
 
-        A file is kept if the argument itself names it, as the globs `_*/a.txt` and `*.md` do.
+        A file is kept if the argument itself contains its name, as in the globs `_*/a.txt` and
+        `*.md`.
         """
         path = argument if is_url(argument) else os.path.normpath(argument)  # without `//`, `./`
         name = name if is_url(name) else os.path.normpath(name)
@@ -166,38 +168,38 @@ class HubDataset:
     name: str  # as passed to `datasets.load_dataset`
     config: str | None
     split: str
-    revision: str | None = None  # the commit that every task reads
+    revision: str | None = None  # the commit from which every task reads
 
 
 @dataclass(frozen=True)
 class Input:
-    """One file or hub dataset; sent to worker processes, so it contains no open files."""
+    """One file or hub dataset; contains no open files, because it is sent to worker processes."""
 
-    argument: str  # the --input that named it
+    argument: str  # the value of --input that named it
     name: str  # a path or a hub id
     suffix: str  # one of SUFFIXES, `CODE` or "hub"
     size_bytes: int | None
     modified_ns: int | None = None
-    state: tuple[int, int, str] | None = None  # change time, inode, and the host that read them
+    state: tuple[int, int, str] | None = None  # change time, inode, and the host that queried them
     hub: HubDataset | None = None
-    problem: Failure | None = None  # why it cannot be read, if bad input is skipped
+    problem: Failure | None = None  # why the file cannot be read, if bad input is skipped
     num_rows: int = 0  # documents lost with the file, if known
-    of_stage: bool = False  # written by a stage, so the limits for raw input do not apply
-    encoding: str = UTF8  # the user's --encoding; pages declare their own
-    keys: tuple[tuple[str, str], ...] = ()  # further keys of its document
+    of_stage: bool = False  # written by a stage; the limits for raw input do not apply
+    encoding: str = UTF8  # the user's --encoding; pages declare their own encoding
+    keys: tuple[tuple[str, str], ...] = ()  # further keys for its document
     version: str = ""  # version of a file in a store
-    packages: tuple[str, ...] = ()  # packages that read it, with versions
+    packages: tuple[str, ...] = ()  # packages used to read it, with their versions
     text_field: str | None = None  # overrides the text field of the rules
 
     def identity(self) -> list[Any]:
-        """Return everything that determines the content besides name, suffix, size and time."""
+        """Return what determines the content, besides the input's name, suffix, size and time."""
         if self.encoding == UTF8 and not (self.keys or self.version or self.packages):
             return []  # keeps fingerprints of earlier releases valid
         return [self.encoding, self.keys, self.version, self.packages]
 
 
 def state_of(status: os.stat_result) -> tuple[int, int, str]:
-    """Return values that differ if a file is replaced by another with the same size and mtime."""
+    """Return values that change if a file is replaced by one with the same size and mtime."""
     return status.st_ctime_ns, status.st_ino, host_name()
 
 
@@ -208,10 +210,10 @@ def total_bytes(inputs: Iterable[Input]) -> int | None:
 
 
 class InputRange(NamedTuple):
-    """A part of an input: the documents that start in [start, stop)."""
+    """A part of an input: all documents that start in [start, stop)."""
 
     input: int  # index in the list of inputs
-    start: int = 0  # byte of the (decompressed) JSON lines, row of Parquet or the hub, otherwise 0
+    start: int = 0  # byte of (decompressed) JSON lines; row in Parquet or on the hub; otherwise 0
     stop: int | None = None  # None: to the end
 
 
@@ -231,7 +233,7 @@ def stored_in(source: Input) -> Any:
 
 
 def stream_of(source: Input, start: int, rules: InputRules) -> Stream:
-    """Return the content of a file as UTF-8, from a byte offset."""
+    """Open a file's content as UTF-8, beginning at a byte offset."""
     encoding = UTF8 if source.suffix.startswith(PAGE_FORMATS) else source.encoding
     return open_stream(source.name, source.suffix, start, rules.max_expansion, encoding)
 
@@ -255,7 +257,7 @@ def packages_of(suffix: str, encoding: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=64)
 def package_versions(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return each name with its version, which affects the documents.
+    """Return the packages with their versions, which affect the documents.
 
     Raises:
         ConfigError: a package is not installed.

@@ -1,4 +1,4 @@
-"""Splits the content of a file at line ends into blocks of many lines, in bounded memory.
+"""Splits a file's content at line ends into blocks of many lines, using bounded memory.
 
 Independent of the format of documents.
 """
@@ -16,10 +16,10 @@ SEARCH_BYTES = 1 << 14  # bytes read at a time to find the end of a line
 class LineBlock(NamedTuple):
     """Several complete lines, or the position of one line that is too long."""
 
-    start: int  # byte of the first line
+    start: int  # byte at which the first line starts
     data: bytes  # ends with a newline, except at the end of the file; empty if too long
     stop: int  # byte after the last line
-    read_bytes: int  # bytes of the stored file read so far
+    read_bytes: int  # number of bytes read so far from the stored file
 
 
 def read_plain_line_blocks(
@@ -27,8 +27,8 @@ def read_plain_line_blocks(
 ) -> Iterator[LineBlock]:
     """Yield the lines of an uncompressed local UTF-8 file, like `read_line_blocks` but faster.
 
-    The end of each block's last line is found first, so a single read copies its bytes only once.
-    If a line is too long or a read fails, `read_line_blocks` continues from there.
+    The end of each block's last line is located first, so that one read returns the block without
+    copying. If a line is too long or a read fails, `read_line_blocks` takes over at that position.
     """
     position = start
     with contextlib.suppress(OSError), open(stream.path, "rb", buffering=0) as raw:
@@ -51,7 +51,9 @@ def read_plain_line_blocks(
 
 
 def _next_line(file: int, offset: int, max_bytes: int) -> int | None:
-    """Return the start of the next line after `offset`, or the file's end; None if too far."""
+    """Return the start of the next line after `offset`, or the end of the file; None if the line is
+    too long.
+    """
     limit = offset + max_bytes
     while offset <= limit:
         block = os.pread(file, SEARCH_BYTES, offset)
@@ -71,15 +73,16 @@ def read_line_blocks(
     `data`, and its length is `stop - start`.
 
     Args:
-        stream: begins at max(0, start - 1), to detect whether a line begins at `start`.
+        stream: the content from byte max(0, start - 1), which shows whether a line begins at
+            `start`.
     """
     position = max(0, start - 1)  # byte after the current block of the stream
-    in_range = start == 0  # whether the first line that starts in the range has been reached
+    in_range = start == 0  # whether a line that starts in the range has been reached
     first = start  # byte at which `pending` starts
-    pending: list[bytes] = []  # complete lines and the start of the next line, not yet yielded
+    pending: list[bytes] = []  # complete lines and the beginning of the next line, not yet yielded
     pending_bytes = 0
-    lines_end = 0  # end of the last complete line in `pending`
-    too_long = False  # whether the current line is dropped
+    lines_end = 0  # index in `pending` after the last complete line
+    too_long = False  # whether the current line is being dropped
     for block in stream:
         position += len(block)
         if not in_range or too_long:
@@ -128,7 +131,7 @@ def read_line_blocks(
 
 
 def count_lines(stream: Stream, offsets: list[int]) -> list[int]:
-    """Return the line numbers, from 1, of ascending byte offsets."""
+    """Return the line numbers, counted from 1, at ascending byte offsets."""
     numbers: list[int] = []
     start, line = 0, 1  # of the current block
     for block in stream:

@@ -1,6 +1,6 @@
 """Extracts the main text of web pages with trafilatura, in a child process of each worker.
 
-A page that takes too much CPU time, or crashes the parser, ends only the child process and is
+A page that takes too much CPU time or crashes the parser terminates only the child process, and is
 counted as bad input. The limit is CPU time rather than wall-clock time, so the result does not
 depend on the load of the machine. Independent of where pages come from.
 """
@@ -25,14 +25,14 @@ CHILD = "import sys; sys.path[:] = {path!r}; from data_prep.read.pages import se
 
 
 class Page(NamedTuple):
-    """A web page, or another record of an archive that is skipped."""
+    """A web page, or another archive record, which is skipped."""
 
     start: int  # like Chunk.start
     content: bytes
-    content_type: str = ""  # as sent by the server
+    content_type: str = ""  # header as sent by the server
     keys: Mapping[str, str] = {}  # for the document
     is_html: bool = True  # otherwise plain text
-    skipped: str = ""  # a key of SKIP_REASONS, for other content followed by its type
+    skipped: str = ""  # a key of SKIP_REASONS, followed by the content type if it is not a page
 
 
 def read_pages(chunk: Chunk, rules: InputRules) -> Parsed:
@@ -67,7 +67,7 @@ def read_pages(chunk: Chunk, rules: InputRules) -> Parsed:
 
 
 class _Extractor:
-    """The child process, started on first use and restarted after it has ended."""
+    """The child process, which is started on first use and restarted whenever it has exited."""
 
     def __init__(self) -> None:
         self.pid = -1
@@ -75,7 +75,7 @@ class _Extractor:
         self.connection: Connection
 
     def extract(self, content: bytes, content_type: str, seconds: float) -> dict[str, str]:
-        """Return `text` and `title` of a page, or `reason` and `detail` if there is a problem."""
+        """Extract a page: return its `text` and `title`, or a problem's `reason` and `detail`."""
         if self.pid != os.getpid():
             self._start()
         try:
@@ -115,12 +115,12 @@ _extractor = _Extractor()
 
 
 def serve(descriptor: int) -> None:
-    """Answer extraction requests until the parent closes the connection or exits."""
+    """Process extraction requests until the parent closes the connection or exits."""
     import logging
 
     import trafilatura
 
-    assert trafilatura  # imported before the first page, so that no page's time includes the import
+    assert trafilatura  # imported now, so that no page's CPU time includes it
     logging.disable(logging.CRITICAL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     connection = Connection(descriptor)
@@ -129,11 +129,11 @@ def serve(descriptor: int) -> None:
             content, content_type, seconds = connection.recv()
         except (EOFError, OSError):
             return
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends this process, even in C code
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, even in C code
         answer: dict[str, Any]
         try:
             answer = extract_text(content, content_type)
-        except Exception as error:  # the parser may raise anything on odd pages
+        except Exception as error:  # the parser may raise any exception on malformed pages
             detail = f"its text cannot be extracted ({reason(error)}). Remove the page."
             answer = {"reason": "failed_page", "detail": detail}
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -144,9 +144,9 @@ def serve(descriptor: int) -> None:
 
 
 def extract_text(content: bytes, content_type: str = "") -> dict[str, str]:
-    """Return `text`, the main text of an HTML page ("" if there is none), and its `title`.
+    """Return the main text of an HTML page ("" if there is none) as `text`, and the page's `title`.
 
-    trafilatura's `deduplicate` is off: it remembers earlier pages, so the text of a page would
+    trafilatura's option `deduplicate` is off: it remembers earlier pages, so a page's text would
     depend on where a stopped task resumed.
     """
     import trafilatura

@@ -1,4 +1,4 @@
-"""Reads Parquet row groups and Arrow files as lists of bounded size, with values as JSON types."""
+"""Reads the rows of Parquet and Arrow files in lists of bounded size, with values in JSON types."""
 
 import base64
 import contextlib
@@ -11,11 +11,11 @@ from data_prep.read.streams import MIN_CHECKED_BYTES, Failure
 from zerolm.common.errors import reason
 
 MAX_ROWS = 8192  # in a list
-NANOSECONDS = "time64[ns]"  # Python's times end at microseconds, and pyarrow drops the rest
+NANOSECONDS = "time64[ns]"  # Python's times are precise to microseconds, and pyarrow drops the rest
 
 
 class RowGroupRefused(ValueError):
-    """A row group is refused because it expands too much."""
+    """A row group was refused because its data expands too much when decompressed."""
 
     def __init__(self, failure: Failure):
         super().__init__(failure.detail)
@@ -23,7 +23,7 @@ class RowGroupRefused(ValueError):
 
 
 def check_parquet(stored: Any, text_field: str) -> tuple[Failure | None, int]:
-    """Return why a Parquet file has no text column (None if it has one), and its number of rows.
+    """Check a Parquet file; return why it has no text column, or None, and its number of rows.
 
     Args:
         stored: the file, or its path.
@@ -69,13 +69,14 @@ def check_arrow(stored: Any, text_field: str) -> Failure | None:
 
 
 def arrow_failure(error: BaseException) -> Failure:
-    """Return the failure for a damaged Arrow file."""
+    """Return a failure that reports a damaged Arrow file."""
     problem = f"cannot be read as Arrow ({reason(error, named=False)})"
     return Failure("damaged", f"{problem}. Restore the file, or remove it.")
 
 
 def open_arrow(stored: Any) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and batches of an Arrow file: a stream, as from `datasets`, or Feather.
+    """Open an Arrow file, either a stream (as written by `datasets`) or Feather; return its schema
+    and its batches.
 
     Args:
         stored: the file, or its path.
@@ -93,10 +94,10 @@ def open_arrow(stored: Any) -> tuple[Any, Iterator[Any]]:
 
 
 def read_batch(batch: Any, skip: int, rules: InputRules, chunk_bytes: int) -> Iterator[list]:
-    """Yield the rows of a batch after the first `skip`; see `read_row_group`.
+    """Yield the rows of a batch after the first `skip` rows, in lists; see `read_row_group`.
 
     Raises:
-        ArrowInvalid: the batch is damaged, and pyarrow would read outside its memory.
+        ArrowInvalid: the batch is damaged, so that pyarrow would read outside the batch's memory.
     """
     for column in batch.columns:
         _validate(column)
@@ -111,7 +112,7 @@ def read_batch(batch: Any, skip: int, rules: InputRules, chunk_bytes: int) -> It
 
 
 def _validate(column: Any) -> None:
-    """Check that no value lies outside the column's memory; values may be invalid."""
+    """Check that no value is outside the column's memory; the values themselves are not checked."""
     import pyarrow as pa
 
     column.validate()
@@ -138,7 +139,7 @@ def _validate(column: Any) -> None:
 
 
 def _column_type(schema: object, text_field: str) -> object | None:
-    """Return the type of a column or nested field, with the lookup rules of `find_text`."""
+    """Return the type of a column or nested field, looked up by the rules of `find_text`."""
     import pyarrow as pa
 
     assert isinstance(schema, pa.Schema | pa.StructType)
@@ -161,9 +162,10 @@ def _column_type(schema: object, text_field: str) -> object | None:
 def read_row_group(
     file: Any, group: int, skip: int, rules: InputRules, chunk_bytes: int
 ) -> Iterator[list]:
-    """Yield the rows of a row group after the first `skip`, in lists of about `chunk_bytes`.
+    """Yield the rows of a row group after the first `skip` rows, in lists of about `chunk_bytes`.
 
-    A row is its text, or a dict with `keep_records` or if the field is a path into objects.
+    A row is represented by its text, or by a dict if `keep_records` is set or the text field is a
+    path into objects.
 
     Raises:
         RowGroupRefused: the row group expands more than `max_expansion` times.
@@ -206,7 +208,7 @@ def entire_rows(batch: Any, field: str) -> list:
     """Return rows with all their columns, in JSON types.
 
     A value that Python cannot represent, such as a date after the year 9999 or text that is not
-    UTF-8, affects no other value.
+    UTF-8, does not affect other values.
     """
     is_exact = not any(NANOSECONDS in str(column.type) for column in batch.columns)
     try:
@@ -226,7 +228,7 @@ def _exact_values(column: Any, has_text: bool) -> list:
     """Return the values of a column, converted one by one if pyarrow cannot convert them together.
 
     Args:
-        has_text: whether this is the text column, whose values stay bytes if they are not UTF-8.
+        has_text: whether this is the text column, in which values that are not UTF-8 stay bytes.
     """
     if NANOSECONDS not in str(column.type):
         with contextlib.suppress(*value_errors()):
@@ -235,7 +237,7 @@ def _exact_values(column: Any, has_text: bool) -> list:
 
 
 def _exact_value(value: Any, has_text: bool) -> Any:
-    """Return an Arrow scalar in JSON types, without loss."""
+    """Convert an Arrow scalar to JSON types without loss."""
     import pyarrow as pa
 
     kind = value.type
@@ -267,7 +269,7 @@ def _exact_value(value: Any, has_text: bool) -> Any:
 
 
 def _time_text(value: Any) -> str:
-    """Return a date, a time (in UTC if it has a time zone) or a duration as text."""
+    """Format a date, a time (in UTC if it has a time zone), or a duration as text."""
     import pyarrow as pa
 
     if pa.types.is_duration(value.type):
@@ -276,16 +278,16 @@ def _time_text(value: Any) -> str:
     if pa.types.is_timestamp(value.type) and value.type.tz:
         value, zone = value.cast(pa.timestamp(value.type.unit)), "Z"
     text = value.cast(pa.string()).as_py()
-    if text.startswith("<"):  # beyond the range of years that Arrow formats
+    if text.startswith("<"):  # outside the range of years that Arrow can format
         unit = "ms" if pa.types.is_date64(value.type) else getattr(value.type, "unit", "days")
         return f"{value.value} {unit} since 1970"
     return text.replace(" ", "T", 1) + zone
 
 
 def json_rows(rows: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
-    """Return rows in JSON types, with the text decoded if it is stored as UTF-8 bytes.
+    """Convert rows to JSON types, and decode the text if it is stored as UTF-8 bytes.
 
-    Text that is not UTF-8 stays bytes, so it is counted as bad later.
+    Text that is not UTF-8 stays bytes, and is later counted as bad input.
     """
     converted = []
     for row in rows:
@@ -308,7 +310,7 @@ def _value_type(column_type: Any) -> Any:
 
 
 def json_values(value: Any) -> Any:
-    """Return a value in JSON types: times in ISO 8601, bytes in base64, decimals as text."""
+    """Convert a value to JSON types: times to ISO 8601, bytes to base64, decimals to text."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, dict):
@@ -325,14 +327,14 @@ def _column_values(column: Any) -> list:
 
     try:
         return column.to_pylist()
-    except UnicodeDecodeError:  # a value is not UTF-8: return all values as bytes
+    except UnicodeDecodeError:  # some value is not UTF-8: return all values as bytes
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
         return _as_bytes(column).to_pylist()
 
 
 def _as_bytes(column: Any) -> Any:
-    """Return a text column as bytes, which need not be UTF-8."""
+    """Cast a text column to bytes, which need not be UTF-8."""
     import pyarrow as pa
 
     binary = pa.binary()
@@ -352,7 +354,7 @@ def is_text_type(column_type: Any) -> bool:
 
 
 def is_untyped(column_type: Any) -> bool:
-    """Return whether a type may hold undeclared text: bytes, or only nulls.
+    """Return whether a column type may contain undeclared text: bytes, or only nulls.
 
     Spark, Impala and DuckDB have written strings as bytes without a logical type.
     """
@@ -363,14 +365,18 @@ def is_untyped(column_type: Any) -> bool:
 
 
 def value_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions for values that Python cannot represent; KeyError: unknown zones."""
+    """Return the exceptions raised for values that Python cannot represent, such as KeyError for
+    unknown time zones.
+    """
     import pyarrow as pa
 
     return (pa.ArrowException, ValueError, OverflowError, KeyError)
 
 
 def parquet_errors() -> tuple[type[BaseException], ...]:
-    """Return the exceptions that pyarrow raises for damaged files, some of them Python's."""
+    """Return the exceptions that pyarrow raises for damaged files, which include built-in
+    exceptions.
+    """
     import pyarrow as pa
 
     return (pa.ArrowException, OSError, ValueError, NotImplementedError, OverflowError)

@@ -1,8 +1,8 @@
 """Parses text files, JSON lines and table rows into documents. Opens no files.
 
 Readers and work units pass on unparsed `Chunk`s. This module turns a chunk into `Document`s, and
-anything invalid into a `Problem` with its position. `work_units.read_batches` decides whether a
-problem ends the command or is counted and skipped.
+anything invalid into a `Problem` with its position. `work_units.read_batches` either raises an
+error for a problem, or counts and skips it.
 """
 
 import json
@@ -15,7 +15,7 @@ from data_prep.read.documents import Chunk, Document, InputRules, Problem
 SHOWN_CHARACTERS = 60
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF16 = "it is UTF-16. Read it with --encoding utf-16, or auto."
-CONTENTS = {  # files that begin with these bytes are not text, or not UTF-8
+CONTENTS = {  # files that begin with these bytes are not text or not UTF-8
     b"\xff\xfe": UTF16,
     b"\xfe\xff": UTF16,
     b"\x1f\x8b": "it is compressed with gzip. Rename the file to end in .gz.",
@@ -33,7 +33,7 @@ Parsed = tuple[list[Document], Counter[str], list[Problem]]  # counts by SKIP_RE
 
 
 def read_documents(chunk: Chunk, rules: InputRules) -> Parsed:
-    """Return the documents of a chunk in order, counts of what was skipped, and the problems.
+    """Parse a chunk; return its documents in order, counts of what was skipped, and the problems.
 
     A line is valid if Python's `json` accepts it, including NaN and infinities.
     """
@@ -73,7 +73,7 @@ def _parse_lines(chunk: Chunk, rules: InputRules) -> Parsed:
             text = record[field]
         except (ValueError, KeyError, TypeError) as error:
             found = False
-            if type(error) is KeyError:  # the field is a path into objects, or missing
+            if type(error) is KeyError:  # the text field is missing, or is a path into objects
                 found, text = find_text(record, field)
             if not found:
                 line = bytes(part)
@@ -98,7 +98,7 @@ def _parse_lines(chunk: Chunk, rules: InputRules) -> Parsed:
 
 
 def _exact_integers(record: dict[str, Any], line: memoryview) -> dict[str, Any]:
-    """Return a record with exact integers; orjson converts integers beyond 64 bits to floats."""
+    """Parse a line again if orjson may have converted integers beyond 64 bits to floats."""
     for value in record.values():
         if type(value) is float and abs(value) >= BEYOND_64_BITS:
             return json.loads(bytes(line))
@@ -106,11 +106,12 @@ def _exact_integers(record: dict[str, Any], line: memoryview) -> dict[str, Any]:
 
 
 def _parse_unusual_line(chunk: Chunk, place: int, line: bytes, field: str) -> tuple[Any, Any, Any]:
-    """Return (record, text, problem) for a line that orjson refuses or that lacks the text field.
+    """Parse a line that orjson refuses or that lacks the text field; return (record, text,
+    problem).
 
     orjson refuses some lines that `json` accepts: NaN, infinities, lone surrogates, deep nesting.
-    Files written by Python contain such values, mostly in keys other than the text, so `json`
-    decides.
+    Files written by Python contain such values, mostly in keys other than the text, so any line
+    that `json` accepts is valid.
     """
 
     def problem(reason: str, detail: str, at: int = 0) -> tuple[None, None, Problem]:
@@ -140,9 +141,10 @@ def _parse_unusual_line(chunk: Chunk, place: int, line: bytes, field: str) -> tu
 
 
 def find_text(record: dict[str, Any], field: str) -> tuple[bool, Any]:
-    """Return whether a record has the text field, and its value.
+    """Return whether a record contains the text field, and the field's value.
 
-    `a.b` is the key "a.b" if there is one, otherwise the key "b" of the object at "a".
+    `a.b` is the key "a.b" if the record contains it, otherwise the key "b" of the object stored
+    under "a".
     """
     if field in record:
         return True, record[field]
@@ -158,7 +160,9 @@ def find_text(record: dict[str, Any], field: str) -> tuple[bool, Any]:
 
 
 def replace_text(record: dict[str, Any], field: str, text: str) -> dict[str, Any]:
-    """Return a record with its text replaced; a field with dots may be a path into objects."""
+    """Return a copy of a record with its text replaced; a field with dots may be a path into
+    objects.
+    """
     if field in record or "." not in field:
         return {**record, field: text}
     first, _, rest = field.partition(".")
@@ -176,7 +180,7 @@ def _row_values(chunk: Chunk, rules: InputRules) -> Iterator[tuple[int, Any, Any
 def _parse_values(
     chunk: Chunk, rules: InputRules, values: Iterator[tuple[int, Any, Any]]
 ) -> Parsed:
-    """Return the documents from (start, value, record) tuples; a value may be UTF-8 bytes."""
+    """Convert (start, value, record) tuples to documents; a value may be UTF-8 bytes."""
     documents: list[Document] = []
     skipped: Counter[str] = Counter()
     problems: list[Problem] = []
@@ -218,7 +222,7 @@ def _not_a_string(chunk: Chunk, start: int, value: object) -> Problem:
 
 
 def too_long_problem(chunk: Chunk, start: int, size: int, limit: int) -> Problem:
-    """Return the problem for a document of `size` bytes."""
+    """Return the problem for a document whose size exceeds the limit."""
     detail = (
         f"{size:,} bytes are more than --max_document_bytes {limit:,}. Split the document, or "
         f"raise the limit."
@@ -241,7 +245,7 @@ def _lone_surrogate(text: str) -> str | None:
 
 
 def encoding_problem(chunk: Chunk, content: bytes, at: int) -> tuple[str, str]:
-    """Return reason and detail for a byte that is invalid in the file's encoding."""
+    """Return (reason, detail) for the problem that a byte is invalid in the file's encoding."""
     if chunk.encoding:
         return "encoding", f"not {chunk.encoding}. Name its encoding with --encoding, or auto."
     for magic, advice in CONTENTS.items():

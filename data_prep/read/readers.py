@@ -51,8 +51,8 @@ from data_prep.read.warc import read_archive
 from zerolm.common.errors import ConfigError, ZerolmError, reason
 from zerolm.common.url import is_url
 
-HUB_ROWS = 64  # rows per batch of the streaming iterator
-BINARY_BYTES = 8192  # a zero byte in these first bytes marks a source file as binary, as in git
+HUB_ROWS = 64  # rows per batch from the streaming iterator
+BINARY_BYTES = 8192  # a zero byte within the first bytes marks a source file as binary, as in git
 
 
 def read_input(
@@ -63,7 +63,7 @@ def read_input(
     A line belongs to the part in which it starts.
 
     Raises:
-        ConfigError: the file has changed since the command started, before or while it is read.
+        ConfigError: the file was changed after the command started, before or during reading.
     """
     yield from _read_input(source, part, rules, chunk_bytes)
     is_one_request = is_url(source.name) and (source.size_bytes or 0) <= READ_AHEAD_BYTES
@@ -99,7 +99,7 @@ def _read_input(
 
 
 def _remote_pointer(source: Input) -> Failure | None:
-    """Return the failure if a file in a store is only a pointer; discovery checks local files."""
+    """Return a failure if a file in a store is only a pointer; discovery checks local files."""
     return pointer_failure(source.name, source.size_bytes) if is_url(source.name) else None
 
 
@@ -107,7 +107,7 @@ def require_unchanged(inputs: Iterable[Input]) -> None:
     """Check before publishing that no local file has changed since it was read.
 
     Raises:
-        ConfigError: one was.
+        ConfigError: a file has changed.
     """
     for source in inputs:
         if source.suffix == "hub" or source.problem is not None or is_url(source.name):
@@ -117,7 +117,7 @@ def require_unchanged(inputs: Iterable[Input]) -> None:
 
 
 def _check_unchanged(source: Input) -> Failure | None:
-    """Return why a file can no longer be opened, or None if it can be."""
+    """Raise an error if a file has changed; return a failure if it can no longer be opened."""
     again = "Run the command again when no process writes to the input."
     if is_url(source.name):
         if stat_file(source.name)[1:] != (source.size_bytes, source.version):
@@ -136,7 +136,7 @@ def _check_unchanged(source: Input) -> Failure | None:
         )
     state = state_of(status)
     seen = state if source.state is None else source.state
-    # Some file systems assign inodes per host.
+    # Some file systems number inodes differently on each host.
     is_other = state[2] == seen[2] and state[1] != seen[1]
     if source.modified_ns not in (None, status.st_mtime_ns) or state[0] != seen[0] or is_other:
         raise ConfigError(
@@ -147,7 +147,7 @@ def _check_unchanged(source: Input) -> Failure | None:
 
 
 def checked_table(source: Input, text_field: str) -> Input:
-    """Return a Parquet, Arrow or CSV file with its `problem` if it has no text column."""
+    """Return a Parquet, Arrow or CSV file with `problem` set if the file has no text column."""
     if source.suffix.startswith(TABLE_FORMATS):
         return replace(source, problem=header_of(source, InputRules(text_field))[1])
     stored = stored_in(source)
@@ -216,7 +216,7 @@ def _read_lines(
 def _read_parquet(
     source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
 ) -> Iterator[tuple[Chunk, int]]:
-    """Read row group by row group, so a damaged row group does not affect later ones."""
+    """Read one row group at a time, so that a damaged row group does not affect later ones."""
     import pyarrow.parquet as pq
 
     stored_bytes = source.size_bytes or 0
@@ -256,7 +256,7 @@ def _read_parquet(
 def _read_arrow(
     source: Input, part: InputRange, rules: InputRules, chunk_bytes: int
 ) -> Iterator[tuple[Chunk, int]]:
-    """Read batch by batch; after a damaged batch the rest of the file is lost."""
+    """Read one batch at a time; if a batch is damaged, the rest of the file is lost."""
     stored_bytes, row, done = source.size_bytes or 0, 0, part.start
     try:
         stored = stored_in(source)

@@ -1,7 +1,7 @@
 """Lists and opens files in object stores and on web servers, through fsspec.
 
-A failed read is retried; if it keeps failing, the command ends, because documents must not be
-skipped just because a store is down. Local paths are opened as usual.
+A failed read is retried. If it keeps failing, the command exits with an error, because documents
+must not be skipped just because a store is down. Local paths are opened as usual.
 """
 
 import io
@@ -17,7 +17,7 @@ from zerolm.shards.range_reader import RangeReader
 
 READ_AHEAD_BYTES = 4 << 20  # per request
 LIST_SECONDS = 300.0
-MISSING_SECONDS = 5.0  # fsspec reports a file as missing if its server is too busy to answer
+MISSING_SECONDS = 5.0  # fsspec reports a file as missing if the server is too busy to respond
 VERSION_KEYS = ("ETag", "etag", "generation", "LastModified", "mtime")  # in order of preference
 
 
@@ -30,10 +30,10 @@ class Entry(NamedTuple):
 
 
 def list_files(url: str) -> list[Entry]:
-    """Return the files that a URL names, sorted.
+    """List the files that a URL names, sorted.
 
-    The URL names a file, a "directory" or a glob; on a web server, which cannot list files, only a
-    file.
+    A URL may name a file, a "directory" or a glob; on web servers, which cannot list files, it must
+    name a file.
 
     Raises:
         ConfigError: the URL cannot be listed, or matches no file.
@@ -113,7 +113,7 @@ def _reader(directory: str) -> RangeReader:
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file in a store, read by requests of READ_AHEAD_BYTES, with retries."""
+    """A file in a store, read in requests of READ_AHEAD_BYTES, with retries."""
 
     def __init__(self, url: str):
         super().__init__()

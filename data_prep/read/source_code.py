@@ -1,4 +1,4 @@
-"""Language and license of files in a code tree, from their paths; `identify` supplies the names."""
+"""Determines the language and license of files in a code tree; `identify` supplies the names."""
 
 import os
 import re
@@ -14,7 +14,7 @@ HEADER_BYTES = 1 << 12
 
 
 def language_of(path: str) -> str | None:
-    """Return the language of a file from its name, such as `python`; None if it is not text."""
+    """Return a file's language, such as `python`, from its name; None if it is not text."""
     from identify.identify import tags_from_filename
 
     tags = tags_from_filename(path)
@@ -24,7 +24,7 @@ def language_of(path: str) -> str | None:
 
 
 def code_keys(path: str, top: str) -> tuple[tuple[str, str], ...]:
-    """Return the keys for a file's document: its path below `top`, language and license."""
+    """Return keys for a file's document: path relative to `top`, language and license."""
     language = language_of(path) or "text"
     keys = {"path": os.path.relpath(path, top), "language": language}
     license = _license_of(str(Path(path).parent), top)
@@ -33,10 +33,11 @@ def code_keys(path: str, top: str) -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=1 << 16)
 def _license_of(directory: str, top: str) -> str:
-    """Return the license of a directory, from the nearest license file between it and `top`.
+    """Return a directory's license, from the nearest license file between the directory and `top`.
 
     Returns:
-        SPDX identifiers joined with OR; "unknown" for any other license text; "" if there is none.
+        SPDX identifiers joined with OR, "unknown" for any other license text, or "" if there is no
+        license file.
     """
     files = sorted(path for path in Path(directory).iterdir() if _LICENSE_FILE.match(path.name))
     found = {_identify(path) for path in files if path.is_file()}

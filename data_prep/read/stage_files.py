@@ -1,7 +1,7 @@
 """Reads and writes the files that stages exchange: clean -> dedup -> decontaminate -> tokenize.
 
-A stage is a directory of files `00000.jsonl.zst`, ..., one per task and with the same names in
-every stage. Each line is an object with the text, an `id` and the other keys of the input.
+A stage is a directory that contains one file per task: `00000.jsonl.zst`, ..., with the same names
+in every stage. Each line is a JSON object with the text, an `id`, and the input's other keys.
 `stage.json` is published last, with counts, options, the sizes and checksums of the files, and the
 record of the previous stage. A directory without `stage.json` is not a stage. Independent of what
 each stage does.
@@ -39,7 +39,7 @@ Json = dict[str, Any]
 
 
 def stage_file(task: int, piece: int = 0) -> str:
-    """Return the name of a task's file; `piece` numbers the files if a task writes several."""
+    """Return the name of a task's file; `piece` is its index if the task writes several files."""
     return f"{task:05d}{f'_{piece:05d}' if piece else ''}{STAGE_SUFFIX}"
 
 
@@ -47,14 +47,14 @@ def json_line(record: Mapping[str, Any]) -> bytes:
     """Return a document as a line of JSON, without a newline."""
     try:
         return json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:  # a lone surrogate in a key other than the text
+    except UnicodeEncodeError:  # a key other than the text contains a lone surrogate
         return json.dumps(record).encode()
 
 
 class StageWriter:
-    """Writes one file of a stage, completely or not at all; equal lines produce equal bytes.
+    """Writes one file of a stage, completely or not at all; the same lines produce the same bytes.
 
-    As a context manager, it removes the file unless `close` was called.
+    As a context manager, it removes the file on exit unless `close` was called.
     """
 
     def __init__(self, path: Path):
@@ -154,7 +154,7 @@ def is_stage(directory: str | Path) -> bool:
 
 
 def is_unfinished(directory: str | Path) -> bool:
-    """Return whether a directory contains task records but no `stage.json` yet."""
+    """Return whether a directory contains task records but no `stage.json`: an unfinished stage."""
     if is_stage(directory):
         return False
     patterns = ("records/*/[0-9][0-9][0-9][0-9][0-9]*", "work/records/*/[0-9][0-9][0-9][0-9][0-9]*")
@@ -179,9 +179,9 @@ def read_listing(path: Path, kind: Any, expected: tuple[str, int], fix: str) -> 
     """Read a JSON file that lists other files, such as `stage.json`.
 
     Args:
-        kind: type of the file's content.
+        kind: the `TypedDict` that describes the file's content.
         expected: required format and version.
-        fix: what the user can do if the file is missing or wrong.
+        fix: what the user can do if the file is missing or invalid.
 
     Raises:
         ConfigError: the file is missing, has another version, or is damaged.
@@ -206,7 +206,7 @@ def check_listed_files(path: Path, entries: Iterable[Mapping[str, Any]], fix: st
     """Check the sizes of the files that a JSON file lists, relative to its directory.
 
     Raises:
-        ConfigError: files are missing or have another size.
+        ConfigError: files are missing or have a different size.
     """
     problems = []
     for entry in entries:
@@ -222,7 +222,7 @@ def check_listed_files(path: Path, entries: Iterable[Mapping[str, Any]], fix: st
 
 
 def stage_of(argument: str) -> Stage | None:
-    """Return the stage if an --input names its directory or one of its files, else None.
+    """Return the stage whose directory or file an --input names, or None if it names neither.
 
     Raises:
         ConfigError: the stage is damaged.
@@ -237,7 +237,7 @@ def stage_of(argument: str) -> Stage | None:
 
 
 def check_text_field(stage: Stage, text_field: str) -> None:
-    """Check that the text field is the one that a stage has written.
+    """Check that the text field is the field in which the stage stores the text.
 
     Raises:
         ConfigError: they differ.
@@ -254,8 +254,8 @@ def check_stage_file(path: Path) -> None:
     """Verify the checksum of a file in a published stage; other files are not checked.
 
     Raises:
-        ConfigError: the file is damaged. Without this check most flipped bits would only change
-            the text.
+        ConfigError: the file is damaged. Without this check, most flipped bits would go unnoticed
+            and change the text.
     """
     manifest = path.parent / STAGE_MANIFEST
     if not manifest.is_file():
@@ -275,7 +275,7 @@ def _checksums(manifest: Path, modified_ns: int) -> dict[str, str]:
 
 
 def read_stage_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a stage's file without newlines."""
+    """Yield the lines of a stage's file, without their newlines."""
     import pyarrow as pa
 
     try:
@@ -315,9 +315,9 @@ def publish_stage(
 
     Args:
         files: the results of `StageWriter.close`, in order.
-        inputs: fingerprint of the stage's inputs and options.
+        inputs: fingerprint of the stage's inputs and its options.
         counts: sums over all tasks; see `merge_counts`.
-        provenance: `provenance_of` the previous stage, or the inputs of the first stage.
+        provenance: `provenance_of` the previous stage, or the inputs if this is the first stage.
     """
     content = {
         "format": FORMAT,
@@ -338,7 +338,7 @@ def publish_stage(
 
 
 def remove_unlisted_files(directory: Path, listed: Set[str]) -> None:
-    """Remove files left by killed tasks or by tasks with other options."""
+    """Remove files that were left by killed tasks or by tasks with different options."""
     for path in directory.iterdir():
         if _TASK_FILE.fullmatch(path.name) and path.name not in listed:
             path.unlink(missing_ok=True)

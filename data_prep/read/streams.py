@@ -1,6 +1,6 @@
 """`Stream`: the decompressed bytes of a file, read in bounded memory.
 
-Bad content does not raise an error: the stream ends, and `failure` contains the reason.
+Bad content does not raise an error; instead, the stream ends and `failure` contains the reason.
 Independent of the format of documents.
 """
 
@@ -17,11 +17,11 @@ from zerolm.common.errors import reason
 
 READ_BYTES = 1 << 16  # read from the file at a time; larger blocks do not stay in the CPU cache
 BLOCK_BYTES = 1 << 18  # decompressed at a time
-MIN_CHECKED_BYTES = 64 << 20  # decompressed; below this, the expansion is not limited
-SALVAGE_BYTES = 256  # step size for reading the data before a damaged place
+MIN_CHECKED_BYTES = 64 << 20  # decompressed size up to which the expansion is not limited
+SALVAGE_BYTES = 256  # step size for reading the last data before a damaged position
 MEMBERS = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
 COMPRESSIONS = (".gz", ".zst", *MEMBERS)
-LONG_WINDOW_BYTES = 1 << 10  # zstd data read at a time; each piece expands to at most 32 MiB
+LONG_WINDOW_BYTES = 1 << 10  # zstd data read at a time, which expands to at most 32 MiB
 GZIP = 16 + zlib.MAX_WBITS
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -29,7 +29,7 @@ Blocks = Callable[[BinaryIO], Iterator[bytes]]
 
 
 class Failure(NamedTuple):
-    """Why a stream ended before the end of its file, or why a file cannot be read."""
+    """The reason why a stream ended before the end of its file, or why a file cannot be read."""
 
     reason: str  # a key of documents.BAD_REASONS
     detail: str
@@ -48,9 +48,9 @@ class Stream:
 
     Args:
         path: a regular file or a URL.
-        suffix: end of the file's name; with a suffix in COMPRESSIONS, the file is decompressed.
+        suffix: end of the file's name; the file is decompressed if the suffix is in COMPRESSIONS.
         start: first byte of the decompressed content to yield.
-        max_expansion: ratio of decompressed to compressed size above which the stream ends.
+        max_expansion: maximum ratio of decompressed to compressed size; above it, the stream ends.
     """
 
     encoding = ""  # the file's encoding, if not UTF-8
@@ -81,7 +81,7 @@ class Stream:
             yield from self._blocks(raw)
 
     def _plain(self, raw: BinaryIO) -> Iterator[bytes]:
-        skip = self.start % READ_BYTES  # block boundaries must not depend on the start
+        skip = self.start % READ_BYTES  # block boundaries must not depend on the start position
         raw.seek(self.start - skip)
         self.read_bytes, self.skipped_bytes = self.start - skip, self.start
         while block := self._read(raw):
@@ -98,7 +98,9 @@ class Stream:
         return block
 
     def _from_start(self, decompress: Blocks) -> Blocks:
-        """Wrap a decompressor: drop bytes before `start`, and stop if a file expands too much."""
+        """Wrap a decompressor so that it drops bytes before `start`, and stops if a file expands
+        too much.
+        """
 
         def blocks(raw: BinaryIO) -> Iterator[bytes]:
             decompressed = 0
@@ -151,7 +153,7 @@ class Stream:
                 return
             done += len(block)
             yield block
-        for step in (SALVAGE_BYTES, 1):  # read up to the damage in small steps
+        for step in (SALVAGE_BYTES, 1):  # read the data up to the damage in small steps
             with open_stored(self.path) as again:
                 stream = pa.CompressedInputStream(pa.PythonFile(again, mode="r"), "zstd")
                 remaining = done
@@ -165,7 +167,8 @@ class Stream:
                     pass
 
     def _long_zstd(self, raw: BinaryIO, skip: int) -> Iterator[bytes]:
-        """Reread a file with `zstandard`, which supports windows larger than pyarrow's 128 MiB.
+        """Reread a file with `zstandard`, which supports windows larger than pyarrow's limit of 128
+        MiB.
 
         Args:
             skip: number of content bytes that have already been yielded.
@@ -194,10 +197,10 @@ class Stream:
         """Decompress a file with one or more members, up to the last byte before any damage.
 
         Args:
-            limit: further arguments for a member's `decompress`: the maximum number of bytes to
-                return.
-            again: opens members for rereading a damaged or truncated file; without it, a truncated
-                file is not reread.
+            limit: additional arguments for a member's `decompress`: the maximum number of bytes to
+                return, if supported.
+            again: opens members for rereading a damaged or truncated file; if it is None, truncated
+                files are not reread.
         """
         done = 0
         for block in self._decompress(raw, open_member, lambda: piece_bytes, limit):
@@ -205,7 +208,7 @@ class Stream:
             yield block
         if self.failure is None or (again is None and self.failure.reason != "damaged"):
             return
-        damaged_at = self.read_bytes - piece_bytes  # reread the file, from here byte by byte
+        damaged_at = self.read_bytes - piece_bytes  # from here on, reread byte by byte
         self.failure, self.read_bytes = None, 0
         raw.seek(0)
         pieces = lambda: piece_bytes if self.read_bytes < damaged_at else 1  # noqa: E731
@@ -246,7 +249,7 @@ class Stream:
 
 
 def _fast_zlib() -> Any:
-    """Return Intel's isa-l if it is installed; it is faster, with identical output."""
+    """Return Intel's isa-l if installed, else zlib; isa-l is faster, with identical output."""
     try:
         from isal import isal_zlib
     except ImportError:  # wheels do not exist for every platform
@@ -255,7 +258,9 @@ def _fast_zlib() -> Any:
 
 
 class _Gzip:
-    """A decompressor for a gzip member, with the same interface as in bz2 and lzma."""
+    """A decompressor for a gzip member, with the same interface as the decompressors of bz2 and
+    lzma.
+    """
 
     def __init__(self, library: Any):
         self.inflate = library.decompressobj(GZIP)

@@ -21,7 +21,7 @@ from zerolm.common.errors import reason
 
 VERSION_LINE = b"WARC/"
 SEARCH_BYTES = 1 << 20
-PROBE_BYTES = 1 << 12  # of a member, to check whether it is a record
+PROBE_BYTES = 1 << 12  # read from a member to check whether it is a record
 MAX_HEADER_BYTES = 1 << 16
 HTML_TYPES = ("text/html", "application/xhtml+xml")
 PAGE_RECORDS = ("response", "resource", "conversion")  # the others describe these
@@ -41,7 +41,7 @@ ONE_MEMBER = Failure(
 
 
 class Record(NamedTuple):
-    """A record at [start, stop) of the stored file."""
+    """A record in bytes [start, stop) of the stored file."""
 
     start: int
     stop: int
@@ -86,12 +86,12 @@ def read_archive(
 def read_records(
     raw: BinaryIO, size: int, is_gzip: bool, start: int, stop: int | None, max_bytes: int
 ) -> Iterator[Record]:
-    """Yield the records that start in [start, stop); damaged parts are yielded as failures.
+    """Yield the records that start in [start, stop), and a failure for each damaged part.
 
     Args:
-        raw: the stored file, of `size` bytes.
+        raw: the stored file, which contains `size` bytes.
         start: any byte of a compressed file; in an uncompressed file, the start of a record.
-        max_bytes: maximum size of a record; a larger record is a failure.
+        max_bytes: maximum size of a record; for a larger record, a failure is yielded.
     """
     find, read = (_find_member, _read_member) if is_gzip else (_find_plain, _read_plain)
     place = find(raw, start) if start else 0
@@ -99,7 +99,7 @@ def read_records(
     while place is not None and place < end:
         data, following, failure = read(raw, place, max_bytes)
         if failure is None and not data and not raw.read(1):
-            return  # padding at the end of the file
+            return  # padding at the end of a file
         if failure is None and not data.startswith(VERSION_LINE):
             failure = NOT_A_RECORD
         if failure is not None and failure.reason != "too_long":
@@ -111,7 +111,7 @@ def read_records(
 
 
 def _find_member(raw: BinaryIO, start: int) -> int | None:
-    """Return the first byte from `start` at which a gzip member with a WARC record starts."""
+    """Return the position of the first gzip member, at or after `start`, with a WARC record."""
     magic = GZIP_MAGIC + b"\x08"
     while True:
         raw.seek(start)
@@ -132,7 +132,7 @@ def _find_member(raw: BinaryIO, start: int) -> int | None:
 
 
 def _read_member(raw: BinaryIO, start: int, max_bytes: int) -> tuple[bytes, int, Failure | None]:
-    """Return (data, stop, failure) for the member at `start`."""
+    """Decompress the member at `start`; return (data, stop, failure)."""
     raw.seek(start)
     inflate = zlib.decompressobj(GZIP)
     blocks, size, read = [], 0, 0
@@ -161,7 +161,7 @@ def _read_member(raw: BinaryIO, start: int, max_bytes: int) -> tuple[bytes, int,
 
 
 def _find_plain(raw: BinaryIO, start: int) -> int | None:
-    """Return the first byte from `start` at which a record starts in an uncompressed file."""
+    """Return the position of an uncompressed file's first record at or after `start`."""
     start = max(0, start - 4)
     pattern = b"\r\n\r\n" + VERSION_LINE
     while True:
@@ -176,7 +176,7 @@ def _find_plain(raw: BinaryIO, start: int) -> int | None:
 
 
 def _read_plain(raw: BinaryIO, start: int, max_bytes: int) -> tuple[bytes, int, Failure | None]:
-    """Return (data, stop, failure) for the record at `start` in an uncompressed file."""
+    """Read the record at `start` in an uncompressed file; return (data, stop, failure)."""
     raw.seek(start)
     head = b""
     while line := raw.readline(MAX_HEADER_BYTES):
@@ -205,7 +205,9 @@ def _too_long(size: int, max_bytes: int) -> Failure:
 
 
 def page_of(record: Record, max_bytes: int) -> Page | Failure | None:
-    """Return the page in a record, a page to skip, or None if the record only describes others."""
+    """Return a record's page, which may be marked as skipped, or None if the record contains no
+    page.
+    """
     from warcio.recordloader import ArcWarcRecordLoader
 
     stream = BytesIO(_TYPE_LINE.sub(lambda line: line[0].lower(), record.data, count=1))
@@ -223,7 +225,7 @@ def page_of(record: Record, max_bytes: int) -> Page | Failure | None:
                 content = decode_content(content, http.headers, max_bytes, is_truncated)
             except ValueError as error:
                 undecodable = str(error)
-    except Exception as error:  # warcio's own errors, and others if headers are missing
+    except Exception as error:  # warcio's own errors, or other errors if headers are missing
         return Failure("damaged", f"cannot be read as a WARC record ({reason(error)}).")
     if any("block digest failed" in each for each in parsed.digest_checker.problems):
         detail = "differs from its WARC-Block-Digest. Restore the file, or remove it."
@@ -257,5 +259,5 @@ def page_of(record: Record, max_bytes: int) -> Page | Failure | None:
 
 
 def _media_type(header: str) -> str:
-    """Return the media type in a header, in lower case and without parameters."""
+    """Return the media type from a header value, in lower case and without parameters."""
     return header.partition(";")[0].partition(",")[0].strip(" \t\"'").lower()

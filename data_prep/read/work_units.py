@@ -1,4 +1,4 @@
-"""Work units: slices of the inputs, one for each task.
+"""Work units: slices of the inputs, each processed by one task.
 
 Units depend only on the inputs and their sizes. Together, they yield every document once, in
 reading order. A stopped task resumes within its unit, at a `Position`.
@@ -22,25 +22,25 @@ from data_prep.read.parse import read_documents
 from data_prep.read.readers import read_input
 from zerolm.common.errors import ConfigError
 
-CHUNK_BYTES = 1 << 16  # of text, parsed and encoded at a time; see streams.READ_BYTES
+CHUNK_BYTES = 1 << 16  # size of the text parsed and encoded at a time; see streams.READ_BYTES
 MIN_UNIT_BYTES, MAX_UNIT_BYTES = 1 << 22, 1 << 28
-UNITS_PER_CORPUS = 128  # for a small corpus, so that many workers finish at about the same time
+UNITS_PER_CORPUS = 128  # so that many workers finish a small corpus at about the same time
 LAST_PIECES = 4
 UNLIMITED_BYTES = 1 << 40
 SPLIT_ARCHIVES = (".warc.gz", ".wet.gz")
 PARSERS = {"pages": read_pages, "fields": read_fields}  # by kind of chunk
-FILE_OVERHEAD_BYTES = 1 << 12  # added per file, so that a million empty files become many units
+FILE_OVERHEAD_BYTES = 1 << 12  # added per file, so that a million empty files form many units
 
 
 class WorkUnit(NamedTuple):
     """The input of one task: consecutive ranges of inputs."""
 
     ranges: tuple[InputRange, ...]
-    size_bytes: int  # as stored; 0 for the hub
+    size_bytes: int  # size as stored; 0 for hub datasets
 
 
 def default_unit_bytes(inputs: Sequence[Input]) -> int:
-    """Return the size of a unit: a 128th of the corpus, from 4 to 256 MiB."""
+    """Return the default unit size: a 128th of the corpus, but at least 4 and at most 256 MiB."""
     total = sum(each.size_bytes or 0 for each in inputs)
     return min(max(total // UNITS_PER_CORPUS, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
 
@@ -48,8 +48,8 @@ def default_unit_bytes(inputs: Sequence[Input]) -> int:
 def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[WorkUnit]:
     """Divide the inputs into units of about `unit_bytes` of stored data.
 
-    UTF-8 JSON lines and compressed WARC files are split at any byte, Parquet between row groups.
-    Other files and hub datasets are not split. Small files share a unit.
+    UTF-8 JSON lines and compressed WARC files are split at any byte, and Parquet files between row
+    groups. Other files and hub datasets are not split. Small files share a unit.
     """
     limit = unit_bytes or default_unit_bytes(inputs)
     units: list[WorkUnit] = []
@@ -76,7 +76,7 @@ def plan_units(inputs: Sequence[Input], unit_bytes: int | None = None) -> list[W
 
 
 def divide_last_units(units: list[WorkUnit], inputs: Sequence[Input]) -> list[WorkUnit]:
-    """Divide the last two units further if they are JSON lines, so that no worker waits long."""
+    """Divide the last two units further if they are JSON lines, to shorten the wait at the end."""
     divided = units[:-2]
     for unit in units[-2:]:
         part = unit.ranges[0]
@@ -114,7 +114,7 @@ def _split_parquet(index: int, source: Input, limit: int) -> list[tuple[InputRan
     try:
         metadata = pq.read_metadata(stored_in(source))
         rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    except parquet_errors():  # reported by the task that reads it
+    except parquet_errors():  # the task that reads the file reports the problem
         return [(InputRange(index), stored_bytes)]
     parts: list[tuple[InputRange, int]] = []
     start = stop = 0
@@ -129,14 +129,16 @@ def _split_parquet(index: int, source: Input, limit: int) -> list[tuple[InputRan
 
 
 def inputs_fingerprint(inputs: Sequence[Input], rules: InputRules) -> str:
-    """Return a hash of what determines the documents: rules, and files by path, size and time."""
+    """Return a hash of what determines the documents: the rules, and each file's path, size and
+    time.
+    """
     listed = [
         [each.name, each.suffix, each.size_bytes, each.modified_ns]
         + ([each.hub.revision] if each.hub else [])
         + each.identity()
         for each in inputs
     ]
-    # The fraction does not affect the documents.
+    # The fraction does not affect which documents are read.
     rules = replace(rules, max_bad_fraction=0, encoding=canonical(rules.encoding))
     shown = ", ".join(f"{name}={value!r}" for name, value in rules.content().items())
     content = json.dumps([listed, f"InputRules({shown})"], separators=(",", ":"))
@@ -166,7 +168,8 @@ def read_batches(
 
     Args:
         chunk_bytes: approximate size of a batch; a larger document forms a larger batch.
-        start: `next` of a batch, or its two numbers as a list, to resume after that batch.
+        start: the `next` position of a batch, to resume after that batch; may be a list of two
+            integers.
     """
     fatal: list[Problem] = []
     for chunk in _read_chunks(inputs, unit, rules, chunk_bytes, start):
@@ -175,7 +178,7 @@ def read_batches(
         documents, skipped, problems = parse(chunk, input_rules)
         if problems and rules.on_bad_input == "fail":
             fatal += problems
-        if fatal:  # the unit is refused: continue only to report more of its problems
+        if fatal:  # the unit will be refused: continue only to report more problems
             if len(fatal) >= MAX_PROBLEMS:
                 break
             continue
@@ -212,10 +215,10 @@ def _read_chunks(
 
 
 def _rules_for(source: Input, rules: InputRules) -> InputRules:
-    """Return the rules for an input, which may have its own text field.
+    """Return the rules adapted to an input, which may have its own text field.
 
-    Size limits do not apply to files of a stage: their lines are longer than the texts that passed
-    the limits, and the files compress well.
+    Size limits do not apply to a stage's files: lines are longer than the texts that passed the
+    limits, and the files compress well.
     """
     if source.text_field is not None:
         rules = replace(rules, text_field=source.text_field)

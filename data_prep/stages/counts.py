@@ -1,4 +1,4 @@
-"""Counts for a stage's tasks: documents and bytes in and out, drops by reason, and examples.
+"""Counts for a stage's tasks: documents and bytes read and written, drops by reason, and examples.
 
 Each task's record contains its counts; `stage.json` and the report contain the totals.
 """
@@ -6,7 +6,7 @@ Each task's record contains its counts; `stage.json` and the report contain the 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MAX_EXAMPLES = 3  # per reason, in each record and in stage.json
+MAX_EXAMPLES = 3  # examples per reason, in each record and in stage.json
 SHOWN_CHARACTERS = 200
 SUMMED = ("documents_in", "documents_out", "text_bytes_in", "text_bytes_out")
 SUMMED_BY_KEY = ("dropped", "dropped_bytes", "changed", "lengths_in", "lengths_out")
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class Counts:
-    """Counts of the documents that one task reads, writes, changes and drops."""
+    """Counts of the documents that a task reads, writes, changes and drops."""
 
     def __init__(self) -> None:
         self.sums = dict.fromkeys(SUMMED, 0)
@@ -23,7 +23,7 @@ class Counts:
         self.examples: dict[str, list[Json]] = {}
 
     def add_input(self, text_bytes: int) -> None:
-        """Count a document that was read; `text_bytes` is its size in UTF-8."""
+        """Count a document that was read; `text_bytes` is the size of its text in UTF-8."""
         self.sums["documents_in"] += 1
         self.sums["text_bytes_in"] += text_bytes
         self._add("lengths_in", _length_bin(text_bytes))
@@ -53,7 +53,7 @@ class Counts:
         self._add("changed", name)
 
     def record(self) -> Json:
-        """Return the counts for a task's record."""
+        """Return the counts as they are stored in a task's record."""
         return {**self.sums, **self.by_key, "examples": self.examples}
 
     def _add(self, name: str, key: str, number: int = 1) -> None:
@@ -61,7 +61,7 @@ class Counts:
 
 
 def _length_bin(text_bytes: int) -> str:
-    """Return the histogram bin of a length: the largest power of two that does not exceed it."""
+    """Return a length's histogram bin: the largest power of two that does not exceed the length."""
     return str(1 << (text_bytes.bit_length() - 1) if text_bytes else 0)
 
 

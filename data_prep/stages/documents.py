@@ -23,17 +23,17 @@ from data_prep.tasks.phases import Executor, fingerprint
 from zerolm.common.errors import ConfigError
 
 BATCH_CHARACTERS = 1 << 20
-LARGE_BYTES = MAX_UNIT_BYTES  # stored size; a larger unit is a file that cannot be split
+LARGE_BYTES = MAX_UNIT_BYTES  # stored size; only a file that cannot be split forms a larger unit
 
 Json = dict[str, Any]
 
 
 class DocumentRow(NamedTuple):
-    """A document, with the line that a stage writes to keep it."""
+    """A document, and the line that a stage writes if it keeps the document."""
 
     text: str
     id: Any
-    line: bytes  # the unchanged JSON object, without a newline
+    line: bytes  # the document's unchanged JSON object, without a newline
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Documents:
     """Documents divided into tasks that together read the entire input in order."""
 
     text_field: str  # key of the text
-    labels: tuple[str, ...]  # what each task reads, for messages
+    labels: tuple[str, ...]  # description of each task's input, for messages
 
     @property
     def num_tasks(self) -> int:
@@ -52,19 +52,19 @@ class Documents:
         """Yield the documents of a task in order; each call yields the same documents.
 
         Args:
-            tally: collects counts of what was skipped.
+            tally: counts what was skipped.
         """
         raise NotImplementedError
 
     def total_tally(self, records: Sequence[Json]) -> Tally:
-        """Return the sum of all tasks' tallies, from the `tally` in each record."""
+        """Return the sum of the tallies of all tasks, which the records contain under `tally`."""
         raise NotImplementedError
 
     def bounded(self, directory: Path, executor: Executor) -> "Documents":
-        """Return the same documents in tasks of bounded size.
+        """Return the same documents, divided into tasks of bounded size.
 
-        Inputs that are too large for a task and cannot be split are first read into a stage in
-        `directory`.
+        If inputs are too large for one task and cannot be split, the inputs are first read into a
+        stage in `directory`.
         """
         return self
 
@@ -83,7 +83,7 @@ class StageDocuments(Documents):
         return cls(stage.text_field, names, tuple(stage.paths), tallies)
 
     def total_tally(self, records: Sequence[Json]) -> Tally:
-        """Return the tally of the raw input, since nothing in a stage is skipped."""
+        """Return the tally of the raw input, because no document of a stage is skipped."""
         return Tally.from_records(self.tallies)
 
     def read(self, task: int, tally: Tally | None = None) -> Iterator[DocumentRow]:
@@ -95,7 +95,7 @@ class StageDocuments(Documents):
             try:
                 try:
                     record = orjson.loads(line)
-                except ValueError:  # NaN or a lone surrogate in a key other than the text
+                except ValueError:  # a key other than the text contains NaN or a lone surrogate
                     record = json.loads(line)
                 text, document_id = find_text(record, self.text_field)[1], record["id"]
                 if not isinstance(text, str):
@@ -115,17 +115,17 @@ class InputDocuments(Documents):
     inputs: tuple[Input, ...]
     units: tuple[WorkUnit, ...]
     rules: InputRules
-    write_stage: Callable[[Path, Executor], Stage] | None = None  # needed if a unit is large
+    write_stage: Callable[[Path, Executor], Stage] | None = None  # required if a unit is large
 
     def total_tally(self, records: Sequence[Json]) -> Tally:
-        """Return the tally of all units; see `Documents`."""
+        """Return the sum of the tallies of all units; see `Documents`."""
         tally = Tally.from_records([record["tally"] for record in records])
         check_bad_fraction(self.inputs, tally, self.rules)
         require_unchanged(self.inputs)
         return tally
 
     def bounded(self, directory: Path, executor: Executor) -> Documents:
-        """Return these documents, or a stage that contains them if a unit is large."""
+        """Return these documents; if a unit is large, first write all of them to a stage."""
         if self.write_stage is None:
             return self
         stage = self.write_stage(directory, executor)
@@ -144,10 +144,10 @@ class InputDocuments(Documents):
 
 
 def _to_line(record: Json) -> bytes:
-    """Return a record as a line of JSON; values without a JSON type become strings."""
+    """Convert a record to a line of JSON; values that have no JSON type become strings."""
     try:
         return json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str).encode()
-    except UnicodeEncodeError:  # a lone surrogate in a key other than the text
+    except UnicodeEncodeError:  # a key other than the text contains a lone surrogate
         return json.dumps(record, separators=(",", ":"), default=str).encode()
 
 
@@ -171,7 +171,7 @@ def input_documents(
     rules: InputRules,
     write_stage: Callable[[InputRules, Path, Executor], Stage] | None = None,
 ) -> StageInput:
-    """Return the documents of inputs, as the input for a stage.
+    """Return the documents of raw inputs, as the input for a stage.
 
     Args:
         write_stage: function that reads the inputs into a stage; called if an input is large and
@@ -193,7 +193,9 @@ def input_documents(
 def chosen_batches(
     documents: Documents, task: int, numbers: Collection[int] | None = None
 ) -> Iterator[tuple[list[int], list[DocumentRow]]]:
-    """Yield batches of a task's documents and their numbers, only those in `numbers` if given."""
+    """Yield a task's documents in batches, as (numbers, documents); only those in `numbers` if
+    given.
+    """
     places: list[int] = []
 
     def read() -> Iterator[DocumentRow]:
@@ -208,7 +210,9 @@ def chosen_batches(
 
 
 def batch_rows(rows: Iterable[DocumentRow]) -> Iterator[list[DocumentRow]]:
-    """Group documents into lists of about a million characters, enough work for a numpy call."""
+    """Group documents into lists of about a million characters, which is enough work for a numpy
+    call.
+    """
     batch: list[DocumentRow] = []
     size = 0
     for row in rows:

@@ -1,7 +1,7 @@
 """Defines where lines and paragraphs end, for filters and the items of evaluation sets.
 
-Line ends of Windows (CRLF), old Macs (CR) and Unicode (U+0085, U+2028, U+2029), and form feeds
-between pages, are all equivalent.
+The line ends of Unix (LF), Windows (CRLF), old Macs (CR) and Unicode (U+0085, U+2028, U+2029) are
+all equivalent, as are form feeds between pages.
 """
 
 import re
@@ -11,7 +11,7 @@ _BLANK = "[^\\S\n\r\v\f\x85\u2028\u2029]*"
 PARAGRAPH_END = re.compile(f"((?:{_LINE}{_BLANK}(?:{_LINE}|\u2029)|\u2029)\\s*)")
 _OTHER = re.compile("\r\n?|[\v\f\x85\u2028\u2029]")
 _MARKS = "\r\v\f\x85\u2028\u2029"
-# The equivalent for text with only LF line ends, which is much faster.
+# An equivalent pattern for text that has only LF line ends; it is much faster.
 _LF_PARAGRAPH_END = re.compile("(\n[^\\S\n]*\n\\s*)")
 
 
@@ -20,7 +20,7 @@ def _has_other_ends(text: str) -> bool:
 
 
 def split_paragraphs(text: str) -> list[str]:
-    """Split a text into paragraphs, alternating with the separators between them."""
+    """Split a text into a list in which paragraphs alternate with the separators between them."""
     return (PARAGRAPH_END if _has_other_ends(text) else _LF_PARAGRAPH_END).split(text)
 
 

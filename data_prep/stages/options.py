@@ -1,6 +1,6 @@
-"""Options of stages, each declared once: as a key of a recipe, and as a flag of a command.
+"""Options for stages; one declaration defines both a recipe's key and a command's flag.
 
-Imports only the standard library, so `--help` is instant.
+Imports only the standard library, so that `--help` is instant.
 """
 
 import argparse
@@ -32,18 +32,19 @@ def option(default: Any = MISSING, help: str = "", shows: str | None = "N", **mo
     """Declare a field in a dataclass of options.
 
     Args:
-        help: help for the flag, without the default, which is appended; "" if no command has the
+        help: help text for the flag, to which the default is appended; "" if no command has the
             flag.
-        shows: placeholder for the value; `SWITCH` for a switch that takes a value.
+        shows: placeholder for the value in the help; `SWITCH` for a boolean flag that takes a
+            value.
         more: `low`, `high` (inclusive limits), `above`, `below` (exclusive limits), `choices`,
-            `flag` (its name, if it differs from the key), `shown` (the default as shown in the
-            help).
+            `flag` (the flag's name, if it differs from the key), `shown` (the default as shown in
+            the help).
     """
     return field(default=default, metadata={"help": help, "shows": shows, **more})
 
 
 def share(default: float, help: str, **more: Any) -> Any:
-    """Describe a field that is a number from 0 to 1."""
+    """Declare a field that is a number from 0 to 1."""
     return option(default, help, "F", low=0, high=1, **more)
 
 
@@ -80,7 +81,7 @@ def _shown(one: Field) -> str:
 
 
 def options_of_flags(options_class: Any, given: argparse.Namespace) -> tuple[Any, list[str]]:
-    """Return the options set by flags, and a line for each problem."""
+    """Convert a command's flags to options; return the options, and a line for each problem."""
     values = {
         one.name: content == "on" if one.metadata["shows"] == SWITCH else content
         for one in fields(options_class)
@@ -90,7 +91,7 @@ def options_of_flags(options_class: Any, given: argparse.Namespace) -> tuple[Any
 
 
 def parse_options(options_class: type[Options], value: Any, where: str) -> Options:
-    """Return a frozen dataclass of options from a JSON object; missing keys keep their defaults.
+    """Convert a JSON object to a frozen dataclass of options; missing keys keep their defaults.
 
     The class may define a method `problems()`, which yields (key, problem) for values that are
     invalid together.
@@ -117,7 +118,7 @@ def parse_options(options_class: type[Options], value: Any, where: str) -> Optio
 def _read_all(
     options_class: Any, given: Mapping[str, Any], place: Callable[[Field], str], message: str
 ) -> tuple[Any, list[str]]:
-    """Return options, and a line for each problem; a wrong value is treated as missing."""
+    """Return options, and a line for each problem; invalid values are treated as missing."""
     by_name = {one.name: one for one in fields(options_class)}
     values, problems, missing = {}, [], []
     for name, one in by_name.items():
@@ -171,7 +172,7 @@ def _rule_against(one: Field, content: Any) -> str:
 
 
 def _limits(about: Mapping[str, Any]) -> str:
-    """Return the limits of a number as text for messages."""
+    """Format the limits of a number for messages."""
     if not LIMITS.keys() & about.keys():
         return ""
     if "below" in about:

@@ -1,6 +1,5 @@
-"""Checks output directories: a stage never overwrites other files, and is never inside its input.
-
-Otherwise a later command would read the output as input.
+"""Checks output directories: a stage never overwrites other files, and is never written inside its
+input, where a later command would read the output as part of the input.
 """
 
 import os
@@ -74,7 +73,9 @@ class Outputs:
 
 
 def dropped_problems(directory: Path, output: Path) -> list[str]:
-    """Return why dropped documents cannot be written there; only a resumed run may reuse it."""
+    """Return why dropped documents cannot be written to a directory; only a resumed run may reuse
+    it.
+    """
     flag = f"--keep_dropped {directory}"
     target, stage = directory.resolve(), output.resolve()
     if target == stage or target in stage.parents:

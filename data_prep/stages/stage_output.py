@@ -1,7 +1,7 @@
-"""Output of a stage's tasks: kept documents, notes on dropped documents, and counts of both.
+"""Output of a stage's tasks: kept documents, notes on dropped documents, and their counts.
 
-`clean`, `dedup` and `decontaminate` each decide on one document at a time; this module is what
-they share, from a task's first file to `stage.json`.
+`clean`, `dedup` and `decontaminate` each decide on one document at a time; this module contains the
+code that they share, from a task's first file to `stage.json`.
 """
 
 import os
@@ -32,12 +32,13 @@ Json = dict[str, Any]
 
 
 class StageOutput:
-    """A file of a stage and a file of notes on dropped documents, both complete or absent.
+    """Writes a file of a stage and a file with notes on dropped documents, both completely or not
+    at all.
 
-    As a context manager, it removes both unless `close` was called.
+    As a context manager, it removes both on exit unless `close` was called.
 
     Args:
-        kept, notes: the files; `notes` is None if dropped documents are only counted.
+        kept, notes: paths of the files; `notes` is None if dropped documents are only counted.
     """
 
     def __init__(self, output: Path, kept: Path, notes: Path | None):
@@ -50,7 +51,7 @@ class StageOutput:
 
         Args:
             line: the document as JSON, without a newline.
-            text_bytes_in, text_bytes_out: size of its text as read and as written, in UTF-8.
+            text_bytes_in, text_bytes_out: size of the text as read and as written, in UTF-8.
         """
         self.counts.add_input(text_bytes_in)
         self.counts.add_output(text_bytes_out)
@@ -68,7 +69,9 @@ class StageOutput:
             self.notes.write(note, 0)
 
     def close(self) -> Json:
-        """Publish the files; return counts, the `entry` of the stage's file, and all `files`."""
+        """Publish the files; return the counts, the stage file's `entry`, and the sizes of all
+        `files`.
+        """
         files = {}
         if self.notes is not None:
             size = self.notes.close()["size_bytes"]
@@ -93,11 +96,12 @@ def task_output(output: Path, task: int) -> StageOutput:
 
 
 class StageRun:
-    """A run of a stage that reads documents in tasks; an interrupted run is resumed.
+    """A run of a stage whose documents are divided into tasks; an interrupted run is resumed.
 
     Attributes:
-        published: `stage.json`, if the stage is already published. Starting a run unpublishes a
-            stage of the same name from other inputs or options.
+        published: the content of `stage.json` if the stage is already published, else None. If the
+            output contains a stage with other inputs or options, starting a run unpublishes that
+            stage.
     """
 
     def __init__(
@@ -142,7 +146,7 @@ class StageRun:
     def phase(
         self, name: str, num_tasks: int, task: Callable[[int], Record], is_last: bool = False
     ) -> list[Record]:
-        """Run a phase; only the last phase, which writes documents, stores files in `output`."""
+        """Run a phase; the last phase writes to `output`, and all earlier phases to `work`."""
         labels = self.documents.labels if num_tasks == self.documents.num_tasks else ()
         inputs = fingerprint([self.key, num_tasks, getattr(task, "num_partitions", 0)])
         directory = self.output if is_last else self.work
@@ -153,7 +157,7 @@ class StageRun:
         """Run the last phase, join the notes on dropped documents, and publish the stage.
 
         Args:
-            task: function that returns the result of `StageOutput.close` and a `tally`.
+            task: function whose result contains the result of `StageOutput.close` and a `tally`.
             more: additional keys of `stage.json`; a value may be a function of the task records.
         """
         records = self.phase(name, self.documents.num_tasks, task, is_last=True)
@@ -181,7 +185,7 @@ class StageRun:
 
 
 def _join_files(paths: Iterable[Path], target: Path) -> Json:
-    """Join the lines of the tasks' files into one file; return its entry for `stage.json`."""
+    """Concatenate the tasks' files into one file, and return the file's entry for `stage.json`."""
     with StageWriter(target) as writer:
         for path in paths:
             for line in read_stage_lines(path):
@@ -190,7 +194,7 @@ def _join_files(paths: Iterable[Path], target: Path) -> Json:
 
 
 def _keep_records(output: Path) -> None:
-    """Move the task records out of WORK, because the report shows their times."""
+    """Move the task records out of WORK, because the report shows the tasks' durations."""
     for phase in (output / WORK / RECORDS).glob("*"):
         kept = output / RECORDS / phase.name
         shutil.rmtree(kept, ignore_errors=True)

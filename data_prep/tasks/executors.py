@@ -1,7 +1,7 @@
 """Executors for tasks: local processes, or Slurm through datatrove's executor.
 
-datatrove schedules, requeues and logs. Only task records determine whether a task is done: a
-preempted or lost task runs again, but a task with a valid record does not.
+datatrove schedules, requeues and logs. Only task records determine whether a task is done:
+preempted and lost tasks run again, but tasks with a valid record do not.
 """
 
 import os
@@ -61,7 +61,7 @@ def _slurm_problems(options: Json, where: str) -> list[str]:
     ]
     if shutil.which("sbatch") is None:
         problems.append("--executor slurm: sbatch is not on PATH. Run the command on a login node.")
-    if "SLURM_ARRAY_TASK_ID" in os.environ:  # datatrove would run one task here, and exit
+    if "SLURM_ARRAY_TASK_ID" in os.environ:  # datatrove would run one task here, then exit
         problems.append(
             "--executor slurm: this is a job of a Slurm array. Run the command outside the array."
         )
@@ -75,7 +75,7 @@ def _slurm_problems(options: Json, where: str) -> list[str]:
 
 
 def print_progress(phase: Phase, record: Record) -> None:
-    """Print the number of finished tasks, after each task if there are few, else about 20 times."""
+    """Print the number of finished tasks: after each task if there are few, else about 20 times."""
     done = record["task"] + 1
     if done == phase.num_tasks or done % max(1, phase.num_tasks // 20) == 0:
         print(f"{phase.name}: {done:,} of {phase.num_tasks:,} tasks", file=sys.stderr, flush=True)

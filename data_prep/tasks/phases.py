@@ -1,13 +1,13 @@
-"""A phase: many independent tasks, each with a record of its completion.
+"""Phases: sets of independent tasks, each of which writes a record when it is complete.
 
 Every stage of data preparation is a sequence of phases. A task writes its outputs atomically, and
-then its record, so a killed run resumes with the tasks that have no record, on any executor.
+then its record, so after a killed run any executor can resume with the tasks that have no record.
 Independent of what tasks do.
 
 `DIRECTORY/records/NAME/00003.json` is the record of task 3, `00003.running` names the process that
-runs it, and `00003.failed` contains the reason why it failed. A record is valid only for the same
-`inputs`, and only while the files that it lists (`"files": {"parts/00003.bin": size in bytes}`,
-relative to DIRECTORY) have the listed sizes.
+runs it, and `00003.failed` contains the reason why it failed. A record is valid only if its
+`inputs` equal the phase's, and as long as the files that it lists (`"files": {"parts/00003.bin":
+size in bytes}`, relative to DIRECTORY) have the listed sizes.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ class _Record(TypedDict):
 
 
 class TaskRecord(_Record, total=False):
-    """The keys common to all task records; `files` contains names and sizes of outputs."""
+    """The keys common to all task records; `files` contains the names and sizes of the outputs."""
 
     files: dict[str, Count]
 
@@ -57,7 +57,7 @@ class _Running(TypedDict):
 
 
 class RunningNote(_Running, total=False):
-    """The note on a running task. `TaskProgress` adds how much the task has processed."""
+    """The note on a running task. `TaskProgress` adds how much input the task has processed."""
 
     input_bytes: Count
     total_bytes: Count
@@ -75,7 +75,7 @@ class FailedNote(TypedDict):
 
 @dataclass(frozen=True)
 class Phase:
-    """A set of tasks, numbered from 0.
+    """A set of tasks, which are numbered from 0.
 
     `run` is a module-level function, a `functools.partial` of one, or a frozen dataclass with
     `__call__`, because other processes and machines unpickle it. It must be idempotent, and return
@@ -84,12 +84,12 @@ class Phase:
     and `task`.
     """
 
-    name: str  # "tokenize.encode"; also the directory of its records
+    name: str  # such as "tokenize.encode"; also the name of the directory for the records
     directory: Path
     num_tasks: int
     run: Callable[[int], Record]
     inputs: str  # fingerprint of everything that determines the outputs
-    labels: Sequence[str] = ()  # the input of each task, for messages
+    labels: Sequence[str] = ()  # description of each task's input, for messages
     sync: bool = True  # sync records; otherwise a power cut can leave records of incomplete files
 
     @property
@@ -98,11 +98,11 @@ class Phase:
         return self.directory / RECORDS / self.name
 
     def path(self, task: int, suffix: str = ".json") -> Path:
-        """Return the path of a task's record, or of a note, depending on the suffix."""
+        """Return the path of a task's record or note, depending on the suffix."""
         return self.records / f"{task:05d}{suffix}"
 
     def label(self, task: int) -> str:
-        """Return the name of a task for messages."""
+        """Return a task's description for messages."""
         label = f" ({self.labels[task]})" if self.labels else ""
         return f"{self.name} {task}{label}"
 
@@ -111,16 +111,17 @@ class Executor(Protocol):
     """Runs tasks, either in processes on this machine or on Slurm."""
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Call `run_task` for each task, in any order; return when all tasks have ended.
+        """Call `run_task` for each task, in any order; return when all tasks have finished or
+        failed.
 
         Raises:
-            ConfigError: raised by a task.
-            ZerolmError: a task was lost.
+            ConfigError: a task raised it.
+            ZerolmError: a task ended without writing a record.
         """
 
 
 def fingerprint(value: Any) -> str:
-    """Return a hash of a JSON value as 32 hex digits, independent of the order of keys."""
+    """Return a hash of a JSON value as 32 hex digits; the order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
@@ -142,7 +143,7 @@ def run_phase(phase: Phase, executor: Executor) -> list[Record]:
 
 
 def valid_records(phase: Phase) -> list[Record | None]:
-    """Return the valid records of all tasks in order, with None for each task without one."""
+    """Return each task's record in order, with None for tasks that have no valid record."""
     if not phase.records.is_dir():
         return [None] * phase.num_tasks
     return [valid_record(phase, task) for task in range(phase.num_tasks)]
@@ -163,7 +164,7 @@ def valid_record(phase: Phase, task: int) -> Record | None:
 
 
 def run_task(phase: Phase, task: int) -> Record:
-    """Run one task and write its record; called on the machine that the executor has chosen.
+    """Run one task and write its record; called on the machine that the executor has selected.
 
     Raises:
         ConfigError: the task refused its input; the `.failed` note also lists the problems.
@@ -208,7 +209,7 @@ class LocalExecutor:
     """Runs tasks in processes on this machine; with one worker, in this process.
 
     Args:
-        on_record: called with the phase and each task's record, in task order.
+        on_record: called in task order, with the phase and each task's record.
         on_start: called when all worker processes have started. Threads must not be started
             earlier; `data_prep.tasks.workers` explains why.
     """
@@ -218,7 +219,7 @@ class LocalExecutor:
     on_start: Callable[[], object] | None = None
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Run the tasks; raises the same errors as `Executor.run`."""
+        """Run the tasks; this raises the same errors as `Executor.run`."""
         num_workers = min(self.num_workers, len(tasks))
         if num_workers == 1:
             if self.on_start is not None:
@@ -242,7 +243,7 @@ class LocalExecutor:
 
 
 def _raise_failure(phase: Phase, unfinished: Sequence[int]) -> None:
-    """Raise an error with the reason why tasks have no record after running."""
+    """Raise an error that states why tasks have no record after running."""
     notes = _failed_notes(phase, unfinished)
     problems = [line for note in notes for line in note["refused"] or ()]
     if problems:

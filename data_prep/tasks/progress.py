@@ -1,4 +1,4 @@
-"""Progress of a command: a bar on a terminal, otherwise one plain line per interval.
+"""Progress of a command: shown as a bar on a terminal, otherwise as one plain line per interval.
 
 Tasks on any machine write their progress to small files (`TaskProgress`), which the waiting
 process sums up (`ProgressWatcher`).
@@ -26,7 +26,7 @@ STRAGGLER_SECONDS = 30  # minimum duration of a slow task
 
 
 class Progress:
-    """Counts the input processed so far, and prints the counts to standard error.
+    """Counts the input processed so far, and prints the progress to standard error.
 
     Args:
         total_bytes: total size of the inputs; None if unknown, as for a hub dataset.
@@ -35,20 +35,18 @@ class Progress:
     def __init__(self, command: str, total_bytes: int | None):
         self.command, self.total_bytes = command, total_bytes
         self.input_bytes = self.num_documents = self.num_tokens = 0
-        self.resumed_bytes = 0  # processed by an earlier run; excluded from the rate
+        self.resumed_bytes = 0  # input processed by an earlier run; excluded from the rate
         self.note = ""
         self.start = self.shown = time.monotonic()
         self.bar = None
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            tqdm.monitor_interval = (
-                0  # no monitor thread, because workers can be forked only from a single thread
-            )
+            tqdm.monitor_interval = 0  # no monitor thread: forking requires a single thread
             self.bar = tqdm(total=total_bytes, desc=command, unit="B", unit_scale=True)
 
     def add(self, input_bytes: int, num_documents: int, num_tokens: int = 0) -> None:
-        """Add to the counts, and show them if the interval has passed."""
+        """Add to the counts, and show the counts if the interval has passed."""
         self.set(
             self.input_bytes + input_bytes,
             self.num_documents + num_documents,
@@ -56,7 +54,7 @@ class Progress:
         )
 
     def set(self, input_bytes: int, num_documents: int, num_tokens: int, note: str = "") -> None:
-        """Set the counts and a short note, and show them if the interval has passed."""
+        """Set the counts and a short note, and show both if the interval has passed."""
         more_bytes = input_bytes - self.input_bytes
         self.input_bytes, self.num_documents = input_bytes, num_documents
         self.num_tokens, self.note = num_tokens, note
@@ -89,7 +87,7 @@ class Progress:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the counts would be shown now."""
+        """Return whether an update would be shown now."""
         return self.bar is not None or time.monotonic() - self.shown >= LINE_SECONDS
 
     @property
@@ -98,7 +96,7 @@ class Progress:
         return time.monotonic() - self.start
 
     def close(self) -> None:
-        """Close the bar, and leave it on the terminal."""
+        """Close the bar, leaving it visible on the terminal."""
         if self.bar is not None:
             self.bar.close()
 
@@ -107,7 +105,8 @@ class TaskProgress:
     """Counts the input that a task has processed, and updates its `.running` note every second.
 
     Args:
-        path: the note, which `phases.run_task` creates and removes; its other keys are kept.
+        path: path of the note, which `phases.run_task` creates and removes; the note's other keys
+            are kept.
     """
 
     def __init__(self, path: Path, total_bytes: int):
@@ -119,7 +118,7 @@ class TaskProgress:
             self.note = dict(read_record(path, RunningNote) or {})
 
     def add(self, input_bytes: int, num_documents: int, num_tokens: int) -> None:
-        """Add to the counts, and write them if the interval has passed."""
+        """Add to the counts, and write the counts to the note if the interval has passed."""
         self.input_bytes += input_bytes
         self.num_documents += num_documents
         self.num_tokens += num_tokens
@@ -145,7 +144,7 @@ class _Tally(TypedDict):
 
 
 class _Encoded(TypedDict):
-    """The part of an encoding task's record that is shown as progress."""
+    """The keys of an encoding task's record that are shown as progress."""
 
     splits: list[_Split]
     tally: _Tally
@@ -183,7 +182,7 @@ class _TaskState(NamedTuple):
 
 
 class ProgressWatcher:
-    """Context manager that shows the progress of a phase's tasks from a thread.
+    """Context manager that shows the progress of a phase's tasks in a background thread.
 
     Args:
         is_started: whether to start the thread immediately rather than when `start` is called.

@@ -1,4 +1,4 @@
-"""Runs tasks as Slurm array jobs through datatrove's executor: submits, polls and cancels them.
+"""Runs tasks as Slurm array jobs through datatrove's executor: submits, polls and cancels the jobs.
 
 Slurm schedules and requeues, and datatrove writes the scripts; task records determine whether a
 task is done. No job outlives the command that submitted it, except after SIGKILL.
@@ -21,11 +21,11 @@ from data_prep.tasks.phases import Phase, run_task, valid_record
 from zerolm.common.errors import ZerolmError, reason
 
 POLL_SECONDS = 10.0
-LOST_POLLS = 3  # consecutive polls without a queued job, since network file systems show files late
-COMMAND_SECONDS = 60  # time limit for squeue, sacct and scancel; a busy controller is slow
+LOST_POLLS = 3  # consecutive polls without a queued job; network file systems may show files late
+COMMAND_SECONDS = 60  # timeout for squeue, sacct and scancel; a busy controller is slow
 SHOWN_TASKS, SHOWN_LINES = 3, 8  # of lost tasks
-MAX_ARRAY_SIZE = 1001  # maximum jobs per array, Slurm's default MaxArraySize
-LOG_DIRECTORY = "jobs"  # contains datatrove's files, in the directory of a phase's records
+MAX_ARRAY_SIZE = 1001  # maximum number of jobs per array: Slurm's default MaxArraySize
+LOG_DIRECTORY = "jobs"  # for datatrove's files, in the directory of a phase's records
 
 Json = dict[str, Any]
 
@@ -38,7 +38,7 @@ class SlurmExecutor:
     options: Json
 
     def run(self, phase: Phase, tasks: Sequence[int]) -> None:
-        """Submit the tasks, and return when all jobs have ended."""
+        """Submit jobs for the tasks, and return when all jobs have ended."""
         logs = _new_log_directory(phase)
         job_ids: list[str] = []
         options: Json = {"max_array_size": MAX_ARRAY_SIZE, "qos": "", "tasks_per_job": 1}
@@ -51,7 +51,7 @@ class SlurmExecutor:
             shown = ", ".join(job_ids)
             print(f"{phase.name}: Slurm job {shown}, {len(tasks):,} tasks", file=sys.stderr)
             unfinished = self._wait(phase, tasks, job_ids)
-        except BaseException:  # also Ctrl-C and SIGTERM, since nothing will wait for these jobs
+        except BaseException:  # also on Ctrl-C and SIGTERM, as nothing will wait for the jobs
             _cancel(phase, job_ids)
             raise
         for task in sorted(unfinished)[:SHOWN_TASKS]:
@@ -60,7 +60,7 @@ class SlurmExecutor:
                 print(f"{phase.label(task)}: {line}", file=sys.stderr, flush=True)
 
     def _wait(self, phase: Phase, tasks: Sequence[int], job_ids: Sequence[str]) -> set[int]:
-        """Wait for records as long as jobs exist; return the tasks without a record."""
+        """Wait for records as long as jobs exist; return the tasks that have no record."""
         unfinished, polls_without_jobs = set(tasks), 0
         while unfinished and polls_without_jobs < LOST_POLLS:
             time.sleep(float(self.options.get("poll_seconds", POLL_SECONDS)))
@@ -86,10 +86,12 @@ def _submit(
 
     class Executor(SlurmPipelineExecutor):
         def launch_merge_stats(self) -> None:
-            """Submit no job to merge statistics; it would wait forever for a failed task."""
+            """Do not submit a job to merge statistics, because it would wait forever for a failed
+            task.
+            """
 
     def add_job_id(output: str) -> str:
-        """Return the id in sbatch's output: `Submitted batch job 7 on cluster a`."""
+        """Return the job id in sbatch's output, such as `Submitted batch job 7 on cluster a`."""
         match = re.search(r"\bjob (\d+)", output) or re.search(r"(\d+)", output)
         if match is None:
             raise ZerolmError(f"sbatch printed {reason(output)!r}, which contains no job id.")
@@ -116,7 +118,7 @@ def _submit(
 
 def _in_queue(job_ids: Sequence[str]) -> bool:
     """Return whether one of the jobs is waiting or running."""
-    for job_id in job_ids:  # one at a time, because squeue fails for all jobs if one is unknown
+    for job_id in job_ids:  # one at a time, because squeue fails for all jobs if any job is unknown
         try:
             if _output("squeue", "--noheader", "--jobs", job_id).strip():
                 return True
@@ -140,7 +142,7 @@ def _cancel(phase: Phase, job_ids: Sequence[str]) -> None:
 
 
 def _job_name(job_ids: Sequence[str], task_index: int, options: Json) -> str:
-    """Return the name of the job that ran a task; `tasks_per_job` tasks share a job."""
+    """Return the name of the job that ran a task, `ID_INDEX`; `tasks_per_job` tasks share a job."""
     index, array, array_size = task_index // options["tasks_per_job"], 0, options["max_array_size"]
     if array_size > 0:
         array, index = divmod(index, array_size)
@@ -148,7 +150,7 @@ def _job_name(job_ids: Sequence[str], task_index: int, options: Json) -> str:
 
 
 def _lost_task_lines(logs: Path, name: str) -> list[str]:
-    """Return the Slurm state of a lost task's job, and the end of its log."""
+    """Return lines with the Slurm state of a lost task's job, and with the end of its log."""
     lines = []
     without_log = "it never started, or the log was removed"
     if shutil.which("sacct") is not None:
@@ -177,7 +179,7 @@ def _output(*command: str) -> str:
 
 @dataclass
 class TaskStep:
-    """Runs the task for a datatrove rank; each rank runs a pipeline with this single step."""
+    """Runs the task for a datatrove rank; each rank runs a pipeline that consists of this step."""
 
     phase: Phase
     tasks: tuple[int, ...]
@@ -190,7 +192,7 @@ class TaskStep:
 
 
 def _pipeline_step(step: TaskStep) -> Any:
-    """Wrap a step in a subclass of datatrove's `PipelineStep`."""
+    """Wrap a step in an instance of datatrove's `PipelineStep`."""
     from datatrove.pipeline.base import PipelineStep
 
     class Step(PipelineStep):
@@ -208,7 +210,7 @@ def _pipeline_step(step: TaskStep) -> Any:
 
 
 def _new_log_directory(phase: Phase) -> Path:
-    """Create a directory for one submission, where datatrove marks completed ranks."""
+    """Create a directory for one submission, in which datatrove marks completed ranks."""
     logs = phase.records / LOG_DIRECTORY / time.strftime("%Y%m%d-%H%M%S")
     number = 0
     while logs.exists():
@@ -219,7 +221,7 @@ def _new_log_directory(phase: Phase) -> Path:
 
 
 def _environment_command() -> str:
-    """Return a shell command that sets this process's Python and module paths in a job."""
+    """Return a shell command that makes a job use this process's Python and module paths."""
     path = os.pathsep.join(filter(None, sys.path))
     programs = os.pathsep.join([str(Path(sys.executable).parent), "$PATH"])
     return f'export PYTHONPATH={shlex.quote(path)}\nexport PATH="{programs}"'

@@ -1,4 +1,4 @@
-"""An ordered map over worker processes that cannot hang and leaves no process behind.
+"""An ordered map over worker processes; it cannot hang, and it leaves no process behind.
 
 Each worker has its own pipe, and only that worker holds the other end. Therefore the kernel
 immediately reports a worker's death, even in the middle of a message, and a parent's death to its
@@ -7,7 +7,7 @@ sender was killed.)
 
 A single-threaded process is forked, so workers inherit everything that it has imported and loaded.
 A process with several threads cannot be forked safely, because locks held by other threads would
-stay locked in the copy, so its workers are spawned.
+stay locked in the copy. Its workers are spawned instead.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ from typing import Any, TypeVar
 from zerolm.common.errors import ConfigError, ZerolmError
 
 MAX_AHEAD_PER_WORKER = (
-    6  # items between reading and yielding, so that a slow item blocks no other worker
+    6  # items between reading and yielding, so that a slow item does not block other workers
 )
 STOP_SECONDS = 5
-JOINED_THREAD_SECONDS = 0.005  # how long a joined thread may still be listed
+JOINED_THREAD_SECONDS = 0.005  # seconds for which a joined thread may still be listed
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -48,14 +48,14 @@ def ordered_map(
     """Yield `prepare()(item)` for every item, in the order of the items.
 
     Args:
-        prepare: sent to every worker and called once there.
-        ahead_per_worker: maximum number of items and results in flight, per worker.
-        on_start: called when all workers have started. Threads started by it do not prevent
-            forking.
+        prepare: function that is sent to every worker and called once in each.
+        ahead_per_worker: maximum number of items and results in flight per worker.
+        on_start: called when all workers have started, so threads that this function starts do not
+            prevent forking.
 
     Raises:
         ConfigError, ZerolmError, OSError: as raised in a worker.
-        RuntimeError: any other exception in a worker, with its traceback.
+        RuntimeError: any other exception in a worker; the message contains the worker's traceback.
     """
     workers: list[_Worker] = []
     try:
@@ -76,7 +76,7 @@ def _schedule(
     workers: list["_Worker"], items: Iterator[tuple[int, Any]], max_ahead: int
 ) -> Iterator[Any]:
     idle, busy = deque(workers), dict[Any, _Worker]()
-    ready: deque[tuple[int, Any]] = deque()  # read, but not yet given to a worker
+    ready: deque[tuple[int, Any]] = deque()  # items read, but not yet sent to a worker
     results: dict[int, Any] = {}
     num_read = next_result = 0
     has_more = True
@@ -94,7 +94,7 @@ def _schedule(
                 ready.append(item)
                 num_read += 1
         if not has_more and not ready:
-            while idle:  # idle workers exit and release their memory while others still work
+            while idle:  # idle workers exit and release their memory while others are still working
                 idle.popleft().connection.close()
         if not busy and not ready and not has_more:
             return
@@ -108,7 +108,7 @@ def _schedule(
 
 
 class _Worker:
-    """The parent's handle of a worker process."""
+    """The parent's handle to a worker process."""
 
     def __init__(self, prepare: Callable[[], Callable], index: int):
         forked = _has_one_thread()
@@ -122,7 +122,7 @@ class _Worker:
         )
         self.process.start()
         child_connection.close()
-        self.number = -1  # number of the item that it processes
+        self.number = -1  # index of the item being processed
 
     def send(self, number: int, item: Any) -> None:
         self.number = number
@@ -134,7 +134,7 @@ class _Worker:
     def receive(self) -> Any:
         try:
             kind, value = self.connection.recv()
-        except (EOFError, OSError) as error:  # OSError: in the middle of a message
+        except (EOFError, OSError) as error:  # OSError: the message was incomplete
             raise self._death() from error
         if kind == "refused":
             raise ConfigError(value)
@@ -170,7 +170,7 @@ class _Worker:
 
 
 def _has_one_thread() -> bool:
-    """Return whether the process has only this thread, including threads of libraries."""
+    """Return whether the process has no threads other than this one, counting library threads."""
     try:
         for _ in range(2):
             if len(list(Path("/proc/self/task").iterdir())) == 1:
@@ -190,19 +190,19 @@ def _drop_inherited(connection: Connection) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for number in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
         if number > 2 and number not in (connection.fileno(), null):
-            with contextlib.suppress(OSError):  # the directory listing's own is already closed
+            with contextlib.suppress(OSError):  # the listing's own descriptor is already closed
                 os.fstat(number)
                 os.dup2(null, number)
 
 
 def _work(connection: Connection, prepare: Callable[[], Callable], forked: bool) -> None:
-    """Run a worker: answer each item with (kind, value)."""
+    """Main function of a worker: answer each item with (kind, value)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if forked:
-        gc.freeze()  # otherwise garbage collection would copy the parent's memory
+        gc.freeze()  # otherwise, garbage collection would cause the parent's memory to be copied
         _drop_inherited(connection)
-    # A thread detects that the parent has ended, even in the middle of an item.
+    # A thread detects that the parent has exited, even while an item is being processed.
     items: queue.SimpleQueue = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, items), daemon=True).start()
     function = None
@@ -215,7 +215,7 @@ def _work(connection: Connection, prepare: Callable[[], Callable], forked: bool)
             answer = ("refused", error.problems)
         except ZerolmError as error:
             answer = ("failed", str(error))
-        except OSError as error:  # for example, a full disk
+        except OSError as error:  # such as a full disk
             answer = ("system", (error.errno, error.strerror, error.filename))
         except Exception:
             answer = ("bug", traceback.format_exc())
@@ -229,5 +229,5 @@ def _receive(connection: Connection, items: queue.SimpleQueue) -> None:
     try:
         while True:
             items.put(connection.recv())
-    except (EOFError, OSError):  # the parent has ended, so exit even in the middle of an item
+    except (EOFError, OSError):  # the parent has exited, so exit even while processing an item
         os._exit(0)

@@ -1,4 +1,4 @@
-"""Encoding libraries ("backends") behind one function, each loaded from a tokenizer's saved copy.
+"""Encoding libraries ("backends") with a common interface; each loads a tokenizer's saved copy.
 
 Only `open_backend(name, directory)` loads the libraries. The function it returns encodes ordinary
 text: it adds no special tokens, encodes special tokens spelled out in a text as text (so a
@@ -38,14 +38,14 @@ ID_FILES = ("tokenizer.json", TIKTOKEN_FILE, TIKTOKEN_RANKS)  # they determine t
 EXTRAS = {FAST_BACKEND: "fast-tokenizers"}
 
 Ids = list[np.ndarray]  # (N,) uint32 for each text
-# Takes str; backends in UTF8_BACKENDS also take UTF-8 bytes.
+# Encodes texts given as str; backends in UTF8_BACKENDS also accept UTF-8 bytes.
 Encode = Callable[[Sequence[Any]], Ids]
 UTF8_BACKENDS = (FAST_BACKEND,)
 
-# A Rust panic is not an `Exception`, so all errors except these count as library failures.
+# A Rust panic is not an `Exception`, so any error other than these counts as a library failure.
 NOT_BACKEND_ERRORS = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError)
 
-# gigatoken selects its split patterns by name only.
+# gigatoken selects split patterns only by name.
 GIGATOKEN_SCHEMES = {
     "gpt2": "gpt2",
     "r50k_base": "gpt2",
@@ -57,11 +57,11 @@ GIGATOKEN_SCHEMES = {
 
 
 class BackendUnavailable(Exception):
-    """A backend is not installed, or does not support this tokenizer; see the message."""
+    """A backend is not installed or does not support the tokenizer; the message states which."""
 
 
 class BackendFailed(Exception):
-    """A backend failed to encode a text; the message gives the reason."""
+    """A backend failed to encode a text; the message states the reason."""
 
 
 def reference_backend(directory: Path) -> str:
@@ -72,7 +72,7 @@ def reference_backend(directory: Path) -> str:
 
 
 def open_backend(name: str, directory: Path) -> Encode:
-    """Load a backend for a tokenizer's saved copy; cached per process until the copy changes.
+    """Load a backend for a tokenizer's saved copy; each process caches it until the copy changes.
 
     The returned function raises `BackendFailed` for texts that it cannot encode.
 
@@ -171,8 +171,9 @@ def _open_gigatoken(directory: Path) -> Encode:
         backend: Any = BPETokenizer.from_tiktoken(directory / TIKTOKEN_RANKS, scheme, {})
     else:
         backend = load_hf_json(orjson.dumps(read_without_special_tokens(directory)))
-    # One document per call: the arrays that a batch returns cost 0.5 s of imports in each worker.
-    # It encodes UTF-8, so non-ASCII texts are passed as the UTF-8 that `Encoder` already has.
+    # One document per call, because batches return arrays that cost each worker 0.5 s of imports.
+    # gigatoken encodes UTF-8, so non-ASCII texts are passed as the bytes that `Encoder` already
+    # has.
     return lambda texts: [
         backend.encode(text if type(text) is bytes or text.isascii() else text.encode())
         for text in texts

@@ -19,7 +19,7 @@ ANY_DIGITS = "any"
 # The parts of each split pattern, in order: contractions and words, then symbols. `split_pattern`
 # inserts the pattern for digits before the symbols, and appends the one for white space.
 # Sources: gpt2: Radford et al. 2019, encoder.py. llama3: meta-llama/llama-models, tokenizer.py,
-# which is cl100k_base of tiktoken. o200k: tiktoken_ext/openai_public.py.
+# which is tiktoken's cl100k_base. o200k: tiktoken_ext/openai_public.py.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _PARTS = {
     "gpt2": ["'s|'t|'re|'ve|'m|'ll|'d", r" ?\p{L}+", r" ?[^\s\p{L}\p{N}]+"],
@@ -32,9 +32,9 @@ _PARTS = {
         r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
     ],
 }  # fmt: skip
-_DIGITS = {"gpt2": ANY_DIGITS, "llama3": "3", "o200k": "3"}  # default digits of each split
+_DIGITS = {"gpt2": ANY_DIGITS, "llama3": "3", "o200k": "3"}  # default digits for each split
 _WHITESPACE_RUNS = r"\s+(?!\S)|\s+"
-_WHITESPACE_RUNS_BY_LINE = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # line ends form separate pieces
+_WHITESPACE_RUNS_BY_LINE = r"\s*[\r\n]+|\s+(?!\S)|\s+"  # line ends are separate pieces
 WHITESPACE = ("runs", "single")
 MAX_WORD_CHARACTERS = 1000  # maximum length of a piece passed to the trainer
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS}}}|\s{{{MAX_WORD_CHARACTERS}}}")
@@ -42,15 +42,15 @@ _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARACTERS}}}|\s{{{MAX_WORD_CHARACTERS}
 
 @dataclass(frozen=True)
 class BpeOptions:
-    """Options of a byte-level BPE tokenizer.
+    """Options for training a byte-level BPE tokenizer.
 
     Attributes:
         vocab_size: number of ids, including special tokens and the 256 bytes.
         split: name of the pattern that splits a text into pieces; merges never cross pieces.
-        digits: "1", "3" or "any" digits per piece; None for the split's default.
-        whitespace: "runs", or "single" for one white-space character per piece.
+        digits: maximum number of digits per piece, "1", "3" or "any"; None for the split's default.
+        whitespace: "runs", or "single" to put each white-space character into its own piece.
         special_tokens: special tokens in addition to the EOS token, which has id 0.
-        min_frequency: minimum number of occurrences for a pair to be merged.
+        min_frequency: number of times that a pair must occur to be merged.
     """
 
     vocab_size: int
@@ -106,7 +106,7 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
     """Train a byte-level BPE tokenizer and write it for `AutoTokenizer.from_pretrained`.
 
     Returns:
-        The vocabulary size, which is smaller than requested if the texts have too few pairs.
+        The vocabulary size, which is smaller than requested if the texts contain too few pairs.
     """
     if problems := options.problems():
         raise ConfigError(problems)
@@ -123,7 +123,7 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=progress,
     )
-    split = _pre_tokenizer(options)  # the backend's own is locked during training
+    split = _pre_tokenizer(options)  # the backend's own pre-tokenizer is locked during training
     parts = chain.from_iterable(cut_long_words(text, split) for text in texts)
     backend.train_from_iterator(parts, trainer)
     output.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": EOS_TOKEN,
-            "add_bos_token": False,  # for some splits, llama.cpp adds one by default
+            "add_bos_token": False,  # for some splits, llama.cpp adds a BOS token by default
             "clean_up_tokenization_spaces": False,
         },
     )
@@ -143,7 +143,7 @@ def train_bpe(texts: Iterable[str], options: BpeOptions, output: Path, progress:
 def cut_long_words(text: str, pre_tokenizer: Any) -> Iterator[str]:
     """Yield a text in parts, so that no piece is longer than MAX_WORD_CHARACTERS.
 
-    The trainer's time is quadratic in the length of a piece: 80,000 characters take seconds, and 2
+    The training time is quadratic in the length of a piece: 80,000 characters take seconds, and 2
     million do not finish.
     """
     done = 0
@@ -161,7 +161,7 @@ def _pre_tokenizer(options: BpeOptions) -> Any:
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
     if (options.split, options.digits, options.whitespace) == ("gpt2", None, "runs"):
-        return ByteLevel(add_prefix_space=False)  # without a pattern it splits like GPT-2
+        return ByteLevel(add_prefix_space=False)  # without a pattern, it splits like GPT-2
     pattern = split_pattern(options.split, options.digits, options.whitespace)
     bytes_of_pieces = ByteLevel(add_prefix_space=False, use_regex=False)
     return Sequence([Split(Regex(pattern), "isolated"), bytes_of_pieces])

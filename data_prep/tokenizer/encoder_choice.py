@@ -1,7 +1,8 @@
-"""Chooses the encoding backend: the fastest one whose ids equal the reference's.
+"""Chooses the encoding backend: the fastest backend whose ids equal the reference's.
 
-`choose_backend` runs once, in the process that starts the workers. Its equivalence check takes
-seconds (`data_prep.tokenizer.equivalence`), so results are cached in the user's cache directory.
+`choose_backend` runs once, in the process that starts the workers. Checking a backend's equivalence
+(`data_prep.tokenizer.equivalence`) takes seconds, so the results are cached in the user's cache
+directory.
 """
 
 import dataclasses
@@ -38,14 +39,15 @@ MIN_CHECKED_INPUT_BYTES = 10 << 20
 
 @dataclass(frozen=True)
 class EncoderChoice:
-    """The chosen encoding backend; small and picklable, chosen once and sent to the workers.
+    """The chosen encoding backend. The object is small and picklable; it is created once and sent
+    to the workers.
 
     Attributes:
         backend: one of `backends.BACKENDS`.
         reference: the backend whose ids are correct by definition.
         proven: ranges [start, stop) of the code points for which the backend equals the reference;
             texts with other code points require the reference.
-        note: the reason shown to the user why the fast backend is not used.
+        note: message to the user that states why the fast backend is not used.
     """
 
     backend: str
@@ -55,7 +57,7 @@ class EncoderChoice:
     note: str | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return the entry for the manifest."""
+        """Return the entry that the manifest contains about the encoder."""
         return {
             "backend": self.backend,
             "version": self.version,
@@ -67,10 +69,10 @@ class EncoderChoice:
 def choose_backend(
     directory: Path, backend: str = "auto", input_bytes: int | None = None
 ) -> EncoderChoice:
-    """Choose the backend for a tokenizer's saved copy; takes seconds if a check is not cached.
+    """Choose the backend for a tokenizer's saved copy; takes seconds if no check result is cached.
 
     Args:
-        backend: one of `backends.BACKENDS`, or "auto" for the fast one if it passes the check.
+        backend: one of `backends.BACKENDS`, or "auto" for the fast backend if it passes the check.
         input_bytes: size of the input; a check that would cost more than it saves is skipped.
     """
     reference = reference_backend(directory)
@@ -105,12 +107,12 @@ def choose_backend(
 def _equivalence(
     directory: Path, name: str, reference: str, only_cached: bool
 ) -> EquivalenceResult | None:
-    """Return the result of a backend's check; None if `only_cached` and no result is cached."""
+    """Return the result of checking a backend; None if `only_cached` and no result is cached."""
     path = _cache_directory() / f"{_cache_key(directory, name, reference)}.json"
     cached = _read_cached(path)
     if cached is None and only_cached:
         return None
-    candidate = open_backend(name, directory)  # even if cached, to check that it loads
+    candidate = open_backend(name, directory)  # also checks that the backend loads
     if cached is not None:
         return cached
     texts = dict.fromkeys([*added_tokens(directory), *token_texts(directory).values()])
@@ -125,7 +127,7 @@ def _equivalence(
 def _read_cached(path: Path) -> EquivalenceResult | None:
     try:
         content: Any = read_record(path, EquivalenceResult)
-    except RecordError:  # damaged, or written by another version: the check is repeated
+    except RecordError:  # damaged or written by another version: the check is repeated
         return None
     if content is None:
         return None

@@ -27,14 +27,14 @@ from data_prep.tokenizer.encoder_choice import EncoderChoice
 from data_prep.tokenizer.vocabulary import forget_definition
 from zerolm.common.errors import ZerolmError
 
-CHECK_ONE_IN = 1000  # checks one document in 1000, selected by a hash of length and beginning
+CHECK_ONE_IN = 1000  # check one document in 1000, selected by a hash of its length and beginning
 # Only the beginning of a document is checked: with gigatoken, checking 8 times as much took 7% of
 # the total time.
 MAX_CHECKED_CHARACTERS = 1 << 12
-MAX_FAILED_DOCUMENTS = 20  # per process; after that, the backend is no longer used
+MAX_FAILED_DOCUMENTS = 20  # per process; after that many, the backend is no longer used
 UNICODE_SIZE = 0x110000
 ASCII = bytes(range(128))
-SCAN_CHARACTERS = 1 << 20  # scanned at a time, so a giant document needs no giant arrays
+SCAN_CHARACTERS = 1 << 20  # scanned at a time, to avoid giant arrays for a giant document
 
 Text = str | bytes  # bytes: in UTF-8
 
@@ -47,11 +47,11 @@ class Encoded(NamedTuple):
 
 
 class EncoderError(ZerolmError):
-    """No backend can encode a document, or a backend's ids for it are wrong."""
+    """No backend can encode a document, or a backend's ids for a document are wrong."""
 
     def __init__(self, message: str, document: int):
         super().__init__(message)
-        self.document = document  # index among the texts passed to `encode`
+        self.document = document  # index of the document among the texts passed to `encode`
 
 
 @dataclass
@@ -60,8 +60,9 @@ class Encoder:
 
     Attributes:
         directory: the tokenizer's saved copy.
-        counts: "<backend>.documents" and "<backend>.bytes" (UTF-8) by backend, "checked.documents",
-            and "failed.documents", which the reference encoded because the backend failed.
+        counts: "<backend>.documents" and "<backend>.bytes" (UTF-8) for each backend;
+            "checked.documents"; and "failed.documents", the number that the reference encoded
+            because the backend failed.
     """
 
     directory: Path
@@ -87,7 +88,9 @@ class Encoder:
         return Encoded(ids, text_bytes)
 
     def _scan(self, texts: Sequence[str]) -> tuple[np.ndarray, list[Text], list[int]]:
-        """Return UTF-8 sizes, the texts as passed to the backend, and which are not proven."""
+        """Prepare texts; return their UTF-8 sizes, the texts as passed to the backend, and which of
+        them contain code points that are not proven.
+        """
         sizes = np.fromiter(map(len, texts), np.int64, len(texts))
         above_ascii, given = {}, list[Text](texts)
         for number, text in enumerate(texts):
@@ -120,7 +123,7 @@ class Encoder:
             return [self._encode_one_by_reference(*each) for each in enumerate(texts)]
 
     def _encode_one_by_reference(self, number: int, text: str) -> np.ndarray:
-        """Return the reference's ids for one text."""
+        """Encode one text with the reference."""
         try:
             return self._reference([text])[0]
         except BackendFailed as failure:
@@ -134,7 +137,7 @@ class Encoder:
     def _encode_by_backend(
         self, texts: Sequence[Text], text_bytes: np.ndarray
     ) -> tuple[Ids, list[int]]:
-        """Return the ids, and which texts the reference encoded."""
+        """Encode texts; return the ids, and which texts were encoded by the reference."""
         try:
             ids = self._fast(texts)
         except BackendFailed:
@@ -153,7 +156,7 @@ class Encoder:
         return ids, []
 
     def _try_backend(self, text: Text) -> np.ndarray | None:
-        """Return the fast backend's ids for one text, or None if it fails."""
+        """Encode one text with the fast backend; return None if that fails."""
         try:
             return self._fast([text])[0]
         except BackendFailed:
@@ -162,7 +165,7 @@ class Encoder:
     def _encode_by_both(
         self, texts: Sequence[Text], text_bytes: np.ndarray, unproven: list[int]
     ) -> tuple[Ids, list[int]]:
-        """Encode like `_encode_by_backend`, but unproven texts with the reference."""
+        """Encode like `_encode_by_backend`, but encode unproven texts with the reference."""
         proven = sorted(set(range(len(texts))) - set(unproven))
         by_reference = self._encode_by_reference(
             [texts[each] for each in unproven], text_bytes[unproven]
@@ -236,7 +239,7 @@ def _decoded(text: Text) -> str:
 
 
 def load_encoder(directory: Path, choice: EncoderChoice | None = None) -> Encoder:
-    """Return an encoder for a tokenizer's saved copy; by default it uses only the reference."""
+    """Return an encoder for a tokenizer's saved copy; by default, it uses only the reference."""
     if choice is None:
         reference = reference_backend(directory)
         choice = EncoderChoice(reference, reference)

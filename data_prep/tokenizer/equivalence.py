@@ -1,9 +1,9 @@
 """Tests whether an encoder's ids equal a reference's, and for which code points.
 
 Both encode every likely code point in several contexts, every pair of ASCII characters, the tokens
-of the vocabulary, and random texts of many kinds (`data_prep.tokenizer.fuzz_texts`). A non-ASCII
-code point that causes a difference is excluded from the proven code points; any other difference
-causes the encoder to be refused. Independent of which encoders exist.
+of the vocabulary, and random texts of many kinds (`data_prep.tokenizer.fuzz_texts`). Non-ASCII code
+points that cause a difference are excluded from the proven code points; if there is any other
+difference, the encoder is refused. Independent of specific encoders.
 """
 
 import os
@@ -17,15 +17,13 @@ import numpy as np
 from data_prep.tokenizer import fuzz_texts
 from data_prep.tokenizer.backends import Encode
 
-CHECK_VERSION = (
-    3  # version of the texts, rules and calls; cached results of other versions are ignored
-)
+CHECK_VERSION = 3  # version of the texts and rules; cached results from other versions are ignored
 RANDOM_TEXTS = 5000  # per round, about 1 MB
 MAX_VOCABULARY_TEXTS = 20_000
-MAX_ROUNDS = 6  # rounds of random texts; the check ends at the first round without a difference
+MAX_ROUNDS = 6  # rounds of random texts; the check ends after a round without a difference
 MAX_EXCLUDED = 0.5  # fraction of the code points; above it, few documents could use the encoder
 MAX_MINIMIZED = 40  # differing texts minimized per round; each takes a few hundred trials
-CODE_POINTS_PER_TEXT = 16  # tried together, because each call has a fixed cost
+CODE_POINTS_PER_TEXT = 16  # code points tried together, because each call has a fixed cost
 CHUNK_CHARACTERS = 1 << 15
 
 
@@ -35,7 +33,7 @@ class EquivalenceResult:
 
     Attributes:
         refused: why the encoder must not be used; None if it is equivalent.
-        proven: ranges [start, stop) of the code points for which no difference was found.
+        proven: ranges [start, stop) of code points for which no difference was found.
         num_excluded: number of code points that caused a difference.
     """
 
@@ -49,10 +47,10 @@ class EquivalenceResult:
 def check_equivalence(
     reference: Encode, candidate: Encode, vocabulary: Sequence[str], seed: int = 0
 ) -> EquivalenceResult:
-    """Compare an encoder with the reference on several MB of text; takes seconds on one core.
+    """Compare an encoder with the reference on several MB of text; this takes seconds on one core.
 
     Args:
-        vocabulary: the texts of tokens, including special ones.
+        vocabulary: the texts of all tokens, including special tokens.
     """
     comparison = _Comparison(reference, candidate)
     different = comparison.differing(fuzz_texts.ascii_texts())
@@ -89,10 +87,12 @@ def _try_code_points(
 ) -> EquivalenceResult | None:
     """Add the code points that cause a difference to `excluded`.
 
-    Each code point is tried in a text with others, then alone if that text differs.
+    Each code point is tried in a text with other code points, and alone if the ids for that text
+    differ.
 
     Returns:
-        A refusal if code points do not explain a difference or too many must be excluded.
+        A refusal if code points do not explain a difference, or if too many would have to be
+        excluded.
     """
     for packed in comparison.differing(_packed(tried)):
         inside = sorted(set(map(ord, packed)) - set(range(128)))
@@ -125,7 +125,9 @@ class _Comparison:
         return different
 
     def _differing(self, texts: list[str]) -> tuple[list[str], int, int]:
-        """Return the texts whose ids differ, and the numbers of texts and bytes compared."""
+        """Compare the ids for all texts; return the texts whose ids differ, and the numbers of
+        texts and bytes compared.
+        """
         size = sum(len(text.encode()) for text in texts)
         expected = self.reference(texts)
         try:
@@ -147,7 +149,7 @@ class _Comparison:
         return different, len(texts), size
 
     def refuse(self, text: str) -> EquivalenceResult:
-        """Return a refusal with a minimal text for which the ids differ."""
+        """Return a refusal that shows a minimal text for which the ids differ."""
         text = self.minimize(text)
         outcomes = []
         for encode in (self.candidate, self.reference):
@@ -175,7 +177,7 @@ class _Comparison:
 
 
 def _exclude(comparison: _Comparison, text: str, excluded: set[int]) -> bool:
-    """Exclude the non-ASCII code points that cause a difference; return whether there are any."""
+    """Exclude the non-ASCII code points that cause a difference; return whether any were found."""
     numbers = {number for number in map(ord, comparison.minimize(text)) if number >= 128}
     excluded |= numbers
     return bool(numbers)

@@ -1,8 +1,9 @@
 """Test texts on which two encoders must agree before one may replace the other.
 
-They cover the cases in which encoders have been found to differ: rare and unassigned code points,
-case folding after apostrophes, runs of white space, digits, normalization, and special tokens
-spelled out. The same seed and code points produce the same texts. Independent of encoders.
+The texts cover all cases in which encoders have been found to differ: rare and unassigned code
+points, case folding after apostrophes, runs of white space, digits, normalization, and special
+tokens that are spelled out. The same seed and code points produce the same texts. Independent of
+encoders.
 """
 
 import itertools
@@ -10,7 +11,8 @@ import random
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# Code points in use that this Python's Unicode tables do not assign: private use and new emoji.
+# Code points that are used but not assigned in this Python's Unicode tables: private use, new
+# emoji.
 EXTRA_CODE_POINTS = (range(0xE000, 0xF900), range(0x1F000, 0x1FB00))
 PLAIN_LETTERS = (range(0x3400, 0xA000), range(0xAC00, 0xD7A4), range(0x20000, 0x323B0))
 SPACES = (
@@ -59,7 +61,7 @@ Make = Callable[[random.Random, Sequence[int]], str]
 
 
 def likely_code_points() -> list[int]:
-    """Return the non-ASCII code points that texts are likely to contain: all assigned ones."""
+    """Return all assigned non-ASCII code points: those that texts are likely to contain."""
     likely = {number for numbers in EXTRA_CODE_POINTS for number in numbers}
     likely.update(
         number
@@ -70,7 +72,9 @@ def likely_code_points() -> list[int]:
 
 
 def code_point_text(number: int) -> str:
-    """Return a text with a code point next to letters, digits, spaces, apostrophes, and marks."""
+    """Return a text in which a code point occurs next to letters, digits, spaces, apostrophes and
+    marks.
+    """
     one = chr(number)
     if any(number in plain for plain in PLAIN_LETTERS):  # 100,000 letters with the same properties
         return f"a{one} {one}1"

@@ -47,22 +47,22 @@ _INERT_KEYS = {
     "model_max_length",
     "tokenizer_class",
 }
-MAX_GROWTH = 1000  # Unicode's own normalization expands a character to at most 18
+MAX_GROWTH = 1000  # Unicode normalization expands a character to at most 18 characters
 _PLAIN_CLASSES = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 _PLAIN_FILES = {"tokenizer.json", "tokenizer_config.json"}
-_MAX_PLAIN_VOCAB = 100_000  # above this size transformers may patch Mistral's split pattern
+_MAX_PLAIN_VOCAB = 100_000  # above this size, transformers may patch Mistral's split pattern
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """The properties of a tokenizer that tokenization requires.
+    """The properties of a tokenizer that are needed for tokenization.
 
     Attributes:
         name: the value of --tokenizer.
-        vocab_size: exceeds every id; `len()` of a transformers tokenizer, or more if its ids have
-            gaps.
+        vocab_size: greater than every id; `len()` of a transformers tokenizer, or more if the ids
+            have gaps.
         fingerprint: hex SHA-256 of everything that determines the ids.
-        save: function that writes the copy into an existing directory.
+        save: function that writes a copy of the tokenizer into an existing directory.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Tokenizer:
     notices: tuple[str, ...] = ()
 
     def write_copy(self, directory: Path) -> dict[str, Any]:
-        """Write the copy to a new directory and return its entry for the manifest."""
+        """Write a copy of the tokenizer to a new directory, and return its manifest entry."""
         directory.mkdir()
         self.save(directory)
         make_portable(directory)
@@ -101,7 +101,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 
 def _load_without_transformers(directory: Path) -> Tokenizer | None:
-    """Load a directory without transformers, whose import takes 2 s; None if it is required.
+    """Load a directory without transformers, whose import takes 2 s; return None if transformers is
+    required.
 
     transformers is not required if it would run tokenizer.json unchanged: the tokenizer class has
     no code of its own, no configuration key adds or changes tokens, and there are no other files.
@@ -128,7 +129,7 @@ def _load_without_transformers(directory: Path) -> Tokenizer | None:
         return None
     try:
         backend = load_tokenizer_json(backend_path)
-    except Exception:  # the library raises a bare Exception; transformers will report the problem
+    except Exception:  # the library raises a plain Exception; transformers will report the problem
         return None
     eos_id = backend.token_to_id(config["eos_token"])
     if eos_id is None or backend.get_vocab_size() > _MAX_PLAIN_VOCAB:
@@ -174,7 +175,9 @@ def _load_with_transformers(name: str, local: bool) -> Tokenizer:
 
 
 def _check_eos_token(directory: Path, eos_token: str) -> None:
-    """Check that the EOS token is in the vocabulary: transformers would add it with a new id."""
+    """Check that the vocabulary contains the EOS token; if not, transformers would add it with a
+    new id.
+    """
     if not (directory / "tokenizer.json").is_file():
         return
     backend = load_tokenizer_json(directory / "tokenizer.json")
@@ -196,7 +199,9 @@ def _check_eos_token(directory: Path, eos_token: str) -> None:
 
 
 def _definition_of(backend: Any, directory: Path) -> dict[str, Any]:
-    """Return a backend as `tokenizers` would write it; usually this is the parsed file."""
+    """Return a backend's definition as `tokenizers` would write it, which is usually the parsed
+    file.
+    """
     if backend.to_str(pretty=True).encode() == (directory / "tokenizer.json").read_bytes():
         return read_definition(directory)
     return orjson.loads(backend.to_str())
@@ -226,13 +231,13 @@ def _describe_backend(
     vocab = content["model"]["vocab"]  # for Unigram, a list of (token, score) in id order
     largest = max(vocab.values(), default=0) if isinstance(vocab, dict) else len(vocab) - 1
     largest = max([largest, *(token["id"] for token in content["added_tokens"])])
-    # If the ids have gaps, the largest id is not less than the length.
+    # If the ids have gaps, the largest id may be equal to or greater than the length.
     vocab_size = max(length, largest + 1)
     return Tokenizer(name, vocab_size, eos_id, _fingerprint(definition), save, notices)
 
 
 def _growth(normalizer: Any) -> int:
-    """Return the maximum number of characters that a normalizer may replace one character with."""
+    """Return the maximum number of characters that a normalizer may produce from one character."""
     if not isinstance(normalizer, dict):
         return 1
     own = max((len(normalizer.get(key) or "") for key in ("content", "prepend")), default=0)
@@ -241,7 +246,7 @@ def _growth(normalizer: Any) -> int:
 
 
 def _fingerprint(definition: Any) -> str:
-    """Return the SHA-256 of a definition as sorted ASCII JSON."""
+    """Return the SHA-256 of a definition, serialized as ASCII JSON with sorted keys."""
     canonical = json.dumps(definition, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -261,9 +266,7 @@ def _get_encoding(name: str) -> Any:
     )
     try:
         return tiktoken.get_encoding(encoding)
-    except (
-        Exception
-    ) as error:  # ValueError for unknown names, any error from requests for downloads
+    except Exception as error:  # ValueError: unknown name; other errors: failed downloads
         known = ", ".join(tiktoken.list_encoding_names())
         raise ConfigError(
             f"--tokenizer {name}: cannot be loaded ({reason(error)}). Known encodings: {known}."

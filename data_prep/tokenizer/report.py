@@ -1,4 +1,4 @@
-"""Measures a tokenizer on texts: bytes per token, used ids, and tokens per word by script.
+"""Measures a tokenizer on texts: bytes per token, ids used, and tokens per word by script.
 
 Reads no files. Independent of the command line and of encoders.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 MAX_SHOWN_TOKENS = 20
-MAX_WORDS_PER_SCRIPT = 5000  # number of distinct words, enough for two significant digits
-MIN_WORDS = 20  # words in a script; with fewer, the script is not reported
+MAX_WORDS_PER_SCRIPT = 5000  # number of distinct words measured, enough for two significant digits
+MIN_WORDS = 20  # minimum number of words for a script to be reported
 BATCH_TEXTS = 64
 # Scripts written without spaces between words; each character counts as a word.
 UNSPACED = {"CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN"}
@@ -30,10 +30,10 @@ def measure_tokenizer(
     unknown_id: int | None,
     decode: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
-    """Return the report on a tokenizer.
+    """Measure a tokenizer on texts, and return the report.
 
     Args:
-        token_texts: {id: text} without special tokens.
+        token_texts: {id: text} for all tokens except special tokens.
         unknown_id: id of the unknown token, if there is one.
         decode: the inverse of `encode` for one document.
     """
@@ -78,10 +78,10 @@ def measure_tokenizer(
 
 
 def fertility(encode: Encode, sources: Mapping[str, list[str]]) -> dict[str, dict[str, float]]:
-    """Return the number of words and the tokens per word, by script.
+    """Return, for each script, the number of words and of tokens per word.
 
-    Words are encoded with a leading space. In scripts without spaces between words, each character
-    counts as a word and is encoded without a leading space.
+    Words are encoded with a leading space. In scripts that have no spaces between words, each
+    character counts as a word and is encoded without a leading space.
     """
     words: dict[str, Counter[str]] = defaultdict(Counter)
     for texts in sources.values():
@@ -107,12 +107,12 @@ def fertility(encode: Encode, sources: Mapping[str, list[str]]) -> dict[str, dic
 
 
 def script_of(character: str) -> str:
-    """Return the first word of a character's Unicode name, which is the script for letters."""
+    """Return the first word of a character's Unicode name, which for letters is the script."""
     return unicodedata.name(character, "UNKNOWN").split()[0].split("-")[0]
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return the lines to print for a report."""
+    """Format a report as lines to print."""
     lines = [
         f"bytes/token {each['bytes_per_token'] or 0:.3f}  {name} ({each['documents']:,} documents,"
         f" {each['bytes'] / 1e6:,.1f} MB)"
@@ -133,7 +133,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def comparison_rows(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return a table that compares reports: a header row, then one row per statistic."""
+    """Return a table that compares reports, with a header row and one row per statistic."""
     columns = list(reports.values())
     rows = [["", *reports], ["vocabulary", *(f"{each['vocab_size']:,}" for each in columns)]]
     rows.append(["bytes/token", *(f"{each['bytes_per_token']:.3f}" for each in columns)])
@@ -154,7 +154,7 @@ def comparison_rows(reports: Mapping[str, Mapping[str, Any]]) -> list[list[str]]
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as aligned text."""
+    """Format a table as text with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

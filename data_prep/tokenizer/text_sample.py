@@ -1,4 +1,4 @@
-"""Samples documents by a hash of their text, independently of their order and files.
+"""Samples documents by a hash of their text, independent of their order and of the files.
 
 The sample consists of the documents with the smallest hashes, up to a size in bytes, so each
 source is represented in proportion to its text. The sample size bounds memory, copies of a
@@ -19,7 +19,8 @@ from data_prep.read.work_units import plan_units, read_batches
 
 
 class Sample:
-    """The documents of all sources with the smallest hashes, at most `limit_bytes` of UTF-8.
+    """A sample of at most `limit_bytes` of UTF-8: the documents, from all sources, with the
+    smallest hashes.
 
     It contains either all copies of a document or none, and at least one document with its copies.
     """
@@ -28,7 +29,7 @@ class Sample:
         self.limit_bytes, self.sources = limit_bytes, list(sources)
         self.num_documents = self.num_bytes = 0  # of all documents added
         self.kept_bytes = 0
-        self._limit_hash: float = math.inf  # the smallest hash that was dropped
+        self._limit_hash: float = math.inf  # the smallest hash among the dropped documents
         self._largest_first: list[int] = []  # a heap of negated hashes
         self._copies: dict[int, _Copies] = {}  # by hash
 
@@ -51,10 +52,11 @@ class Sample:
             self.kept_bytes -= self._copies.pop(self._limit_hash).num_bytes()
 
     def by_source(self, limit_bytes: float = math.inf) -> dict[str, list[str]]:
-        """Return the documents by source, in the order of their hashes.
+        """Return the sampled documents by source, in the order of their hashes.
 
         Args:
-            limit_bytes: maximum size, to return a smaller sample.
+            limit_bytes: maximum size of the returned documents, which may be smaller than the
+                sample's.
         """
         found: dict[str, list[str]] = {name: [] for name in self.sources}
         size = 0
@@ -69,7 +71,7 @@ class Sample:
 
 
 class _Copies(NamedTuple):
-    """The copies of a document, with their number in each source."""
+    """A document, and the number of its copies in each source."""
 
     text: str
     text_bytes: int
@@ -90,10 +92,10 @@ def read_texts(
     tally: Tally,
     advance: Callable[[int, int], object],
 ) -> Iterator[tuple[str, str]]:
-    """Yield (source, text) of every document, in reading order.
+    """Yield (source, text) for every document, in reading order.
 
     Args:
-        advance: called with the numbers of input bytes and documents read.
+        advance: called with the number of input bytes and the number of documents read.
     """
     for unit in plan_units(inputs):
         for batch in read_batches(inputs, unit, rules, tally):
@@ -104,7 +106,7 @@ def read_texts(
 
 
 def add_to_sample(sample: Sample, texts: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Add each (source, text) to the sample, and yield the text."""
+    """Add each text to the sample under its source, and yield the text."""
     for source, text in texts:
         sample.add(source, text)
         yield text

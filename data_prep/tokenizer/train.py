@@ -30,12 +30,13 @@ REPORT_BYTES = 4_000_000  # size of the text sample for the report
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of training a tokenizer, and the text used.
+    """The result of training a tokenizer, and the amount of text used.
 
     Attributes:
         vocab_size: the size reached.
         num_documents, num_bytes: documents trained on, and their size in UTF-8.
-        read_documents, read_bytes: the same for everything read; more if the text was sampled.
+        read_documents, read_bytes: the same for all documents that were read, even if only a sample
+            was used.
     """
 
     vocab_size: int
@@ -93,7 +94,7 @@ def train_on_stages(
     sample_bytes: int,
     output: Path,
 ) -> TrainingResult:
-    """Train on the documents of pipeline stages; `names` are the names of their sources."""
+    """Train on the documents of pipeline stages; `names` are the names of the stages' sources."""
     inputs: list[Input] = []
     for directory, name in zip(stages, names, strict=True):
         field = read_stage(directory).text_field
@@ -103,7 +104,7 @@ def train_on_stages(
 
 
 def write_report(directory: Path, texts: dict[str, list[str]]) -> None:
-    """Write `report.json` next to a tokenizer, measured on documents by source."""
+    """Measure a tokenizer on documents by source, and write `report.json` next to the tokenizer."""
     size = max(token_texts(directory)) + 1
     write_json(
         directory / REPORT_FILE, measure_copy(directory, load_encoder(directory), size, texts)
@@ -113,7 +114,7 @@ def write_report(directory: Path, texts: dict[str, list[str]]) -> None:
 def measure_copy(
     directory: Path, encoder: Encoder, vocab_size: int, texts: dict[str, list[str]]
 ) -> dict[str, Any]:
-    """Return the report on a tokenizer's saved copy, measured on documents by source."""
+    """Measure a tokenizer's saved copy on documents by source, and return the report."""
     return measure_tokenizer(
         encoder.encode, vocab_size, token_texts(directory), texts, unknown_id(directory),
         load_decoder(directory),

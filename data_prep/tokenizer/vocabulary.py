@@ -15,7 +15,9 @@ from zerolm.shards.tokenizer import TIKTOKEN_FILE, read_tiktoken
 
 
 def token_texts(directory: Path) -> dict[int, str]:
-    """Return {id: text} for all tokens except special ones, without bytes that are not UTF-8."""
+    """Return {id: text} for all tokens except special tokens; bytes that are not UTF-8 are left
+    out.
+    """
     if (directory / TIKTOKEN_FILE).is_file():
         ranks = read_tiktoken(directory)._mergeable_ranks
         return {rank: token.decode("utf-8", "ignore") for token, rank in ranks.items()}
@@ -39,7 +41,7 @@ def token_texts(directory: Path) -> dict[int, str]:
 def unknown_id(directory: Path) -> int | None:
     """Return the id of the unknown token; None if every text can be encoded.
 
-    Without a tokenizer.json the id is not known, so None is returned.
+    Also returns None if there is no tokenizer.json, because the id is then unknown.
     """
     if not (directory / "tokenizer.json").is_file():
         return None
@@ -51,7 +53,7 @@ def unknown_id(directory: Path) -> int | None:
 
 
 def added_tokens(directory: Path) -> list[str]:
-    """Return the tokens added to the model's own vocabulary, special or not."""
+    """Return the tokens, special or not, that were added to the model's own vocabulary."""
     if (directory / TIKTOKEN_FILE).is_file():
         return list(read_tiktoken(directory)._special_tokens)
     if not (directory / "tokenizer.json").is_file():
@@ -80,7 +82,9 @@ def forget_definition() -> None:
 
 
 def read_without_special_tokens(directory: Path) -> dict[str, Any]:
-    """Return tokenizer.json without special tokens, so they are encoded as ordinary text."""
+    """Return a tokenizer.json without its special tokens, so that these are encoded as ordinary
+    text.
+    """
     content = read_definition(directory)
     added = [each for each in content["added_tokens"] if not each["special"]]
     removed = dict.fromkeys(("truncation", "padding", "post_processor"))
@@ -88,7 +92,7 @@ def read_without_special_tokens(directory: Path) -> dict[str, Any]:
 
 
 def byte_level_alphabet() -> dict[str, int]:
-    """Return the byte that each character of byte-level BPE represents.
+    """Return a mapping from the characters of byte-level BPE to the bytes that they represent.
 
     Source: Radford et al. 2019, `bytes_to_unicode` of GPT-2's encoder.py.
     """
