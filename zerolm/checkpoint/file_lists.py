@@ -30,7 +30,7 @@ class _Content(TypedDict):
 
 
 def with_lists(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Move entries to lists if there are more than `LISTED_RANKS` ranks; return the new manifest."""
+    """Move entries to lists if there are over `LISTED_RANKS` ranks; return the new manifest."""
     own = sorted((e for e in manifest["files"] if "rank" in e), key=lambda entry: entry["rank"])
     groups = [
         (number, list(entries))

@@ -120,7 +120,7 @@ def apply_recorded(run_dir: Path) -> None:
 
 
 def undone_by(progress: Progress, rollbacks: list[Rollback]) -> list[Rollback]:
-    """Return the rollbacks, recorded after a checkpoint was saved, that undo the checkpoint's step."""
+    """Return the rollbacks that undo a checkpoint and were recorded after it was saved."""
     return [
         entry
         for entry in rollbacks

@@ -30,8 +30,7 @@ class HostCopy:
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
-        """Copy a state of nested containers and objects to the CPU; training may then modify the
-        state.
+        """Copy nested containers and objects to the CPU; training may then modify the originals.
 
         Tensors that share memory in `state` share it in the copy; views become compact, and tensors
         inside objects get new memory. Copies from a GPU are asynchronous: call

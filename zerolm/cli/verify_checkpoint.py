@@ -29,7 +29,9 @@ def verified_checkpoint(reference: str | Path) -> Checkpoint:
 
 
 def file_problems(checkpoint: Checkpoint) -> list[str]:
-    """Verify every file of a checkpoint; return the problems, or print a summary if none."""
+    """Verify every file of a checkpoint; return the problems, or print a summary if all files
+    match.
+    """
     problems, progress = verify_files(checkpoint), checkpoint.progress
     if not problems:
         print(
