@@ -255,7 +255,7 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
 
 
 def refuse_line_breaks(argv: Sequence[str]) -> None:
-    """Refuse paths of existing files that contain a line break, which could forge lines of output."""
+    """Refuse paths of existing files that contain line breaks, since they could forge output."""
     paths = (part for argument in argv for part in (argument, argument.partition("=")[2]))
     found = [path for path in paths if {"\n", "\r"} & set(path) and os.path.lexists(path)]
     if found:

@@ -71,11 +71,8 @@ def git_commit(directory: Path) -> str | None:
                 check=True,
             ).stdout.strip()
             for arguments in (
-                [
-                    "ls-files",
-                    "--error-unmatch",
-                    ".",
-                ],  # fails if the files are only inside another project's checkout
+                # Fails if the files are only inside another project's checkout.
+                ["ls-files", "--error-unmatch", "."],
                 ["rev-parse", "HEAD"],
                 ["status", "--porcelain", "-uno"],
             )

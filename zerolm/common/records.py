@@ -41,9 +41,7 @@ DAMAGED = "The file is damaged: restore it from a copy."
 Count = Annotated[int, "not negative"]
 Range = Annotated[list[int], "[start, end)"]  # a range of counts that is not empty
 Name = Annotated[str, "name"]  # a file name without a directory
-RelativePath = Annotated[
-    str, "relative"
-]  # a path that does not leave the directory it is relative to
+RelativePath = Annotated[str, "relative"]  # a path that stays within its base directory
 
 _NAME = re.compile(r"\w[\w.-]{0,100}", re.ASCII)
 
@@ -86,7 +84,7 @@ def read_file(path: str | Path) -> bytes | None:
 
 
 def unreadable(path: object, error: Exception, fix: str, what: str = "cannot be read") -> str:
-    """Return the message for an unreadable file, ending in `fix` unless permissions are the cause."""
+    """Return the message for an unreadable file; it ends in `fix` unless access is denied."""
     if isinstance(error, PermissionError):
         fix = f"Let this user read {barrier(str(path))}."
     return f"{path}: {what} ({why(error)}). {fix}"
