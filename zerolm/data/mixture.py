@@ -22,9 +22,8 @@ from zerolm.data.quotas import MAX_SEQUENCES, block_size, counts_at_end, exact_s
 
 TEMPERATURE_DIGITS = 12  # to which weights are rounded, so they are the same on every machine
 
-FindSource = Callable[
-    [str], int
-]  # from a source's name to its index; raises ValueError with a reason
+# From a source's name to its index; raises ValueError with a reason.
+FindSource = Callable[[str], int]
 
 
 @dataclass(frozen=True)

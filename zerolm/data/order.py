@@ -117,9 +117,7 @@ class Order:
         self.starts = np.array([stage.start for stage in all_stages], np.int64)
         assert (np.diff(self.starts) > 0).all(), "stages ascend"
         self._mixers: list[StageMixer] = []
-        shifts = list[
-            int
-        ]()  # if there is one source: its sequence's index minus the sequence number
+        shifts = list[int]()  # for a single source: sequence index in it minus sequence number
         before = np.zeros(len(num_windows), np.int64)
         for number, stage in enumerate(all_stages):
             assert len(num_windows) == len(stage.weights) > 0, "one weight a source"
