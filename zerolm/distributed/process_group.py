@@ -24,13 +24,12 @@ REFUSAL_DELAY_SECONDS = 20
 # torch's own timeout for process groups; rank 0 may first download a run to restore.
 RENDEZVOUS_TIMEOUT_SECONDS = 1800
 DEPARTURE_TIMEOUT_SECONDS = 30
-# The watchdog ends a hanging run and names the rank. NCCL's timeout, 10 minutes by default like
-# --hang_timeout, aborts all ranks, so it must not expire first.
+# The watchdog stops a hanging run and names the rank. NCCL's own timeout, which is 10 minutes by
+# default like --hang_timeout, aborts all ranks, so it must not expire first.
 GROUP_TIMEOUT = timedelta(days=1)
 _first_rank: tuple[str, processes.Process | None] | None = None  # machine id and process of rank 0
-_stores: list[
-    Any
-] = []  # the TCP store shared by all ranks, followed by one prefix store for each rendezvous
+# The TCP store shared by all ranks, followed by one prefix store for each rendezvous.
+_stores: list[Any] = []
 
 
 def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
