@@ -104,7 +104,7 @@ def _leave_out_communication(resolved: dict[str, Any], profile: Profile) -> None
     """Avoid waits and copies for communication if there is one replica and so nothing to sum."""
     resolved["zero_optimization"]["overlap_comm"] = False
     # Stage 2 converts the gradients of each micro-batch, which have the weights' precision. Stage 1
-    # converts their float32 sum, which would then be rounded.
+    # converts their sum, which would then be rounded.
     if profile.zero_stage == 2 and not resolved.get("prescale_gradients"):
         resolved["communication_data_type"] = profile.precision
 

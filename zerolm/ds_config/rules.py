@@ -256,7 +256,7 @@ def _other_trackers(profile: Profile) -> list[str]:
 
 
 def _reduction(profile: Profile) -> tuple[str, str]:
-    """Return the precision in which gradients are summed over ranks, and how to change it to fp32."""
+    """Return the precision in which gradients are summed over ranks, and how to change that."""
     if profile.block("torch_autocast").get("enabled") is True:
         # deepspeed/runtime/torch_autocast.py sets this precision for each weight of a linear layer.
         return "bf16", "; torch_autocast requires it"
