@@ -130,8 +130,7 @@ def needs_mask(config: "PretrainedConfig", seq_len: int, *, document_mask: bool)
 def failed_kernels_notice(
     config: "PretrainedConfig", chosen: str, device_type: str, dtype: torch.dtype, *, masked: bool
 ) -> str | None:
-    """Return a notice that lists the kernels whose trial run failed, so `auto` skipped them, or
-    None.
+    """Return a notice about kernels that `auto` skipped because their trial run failed, or None.
 
     Args:
         chosen: the implementation that `auto` chose.

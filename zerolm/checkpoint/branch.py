@@ -71,9 +71,7 @@ def _verified(directory: Path, digest: str) -> Checkpoint:
 
 
 def _link(source: Checkpoint, temporary: Path) -> int:
-    """Link a checkpoint's files into a new directory; return how many were copied instead of
-    linked.
-    """
+    """Link a checkpoint's files into a new directory; return how many had to be copied."""
     names = [entry["file"] for entry in source.entries()]
     for parent in {(temporary / name).parent for name in names} | {temporary}:
         parent.mkdir(parents=True, exist_ok=True)

@@ -153,7 +153,7 @@ def _no_manifest(path: Path) -> str:
 def verify_files(
     checkpoint: Checkpoint, rank: int = 0, world_size: int = 1, *, checksums: bool = True
 ) -> list[str]:
-    """Compare files with the manifest; return one line for each difference.
+    """Compare a checkpoint's files with its manifest; return one line for each difference.
 
     Args:
         rank, world_size: select the files that this rank checks: its own, and a share of the

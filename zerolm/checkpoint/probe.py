@@ -39,8 +39,9 @@ def num_sequences(plan: Plan) -> int:
 
 
 def measure(engine: Engine, batches: Iterable[Mapping[str, torch.Tensor]], plan: Plan) -> dict:
-    """Measure the probe; return the manifest's entry `probe`: loss, logits and what they depend on.
-    All ranks call this.
+    """Measure the probe; return the manifest's entry `probe`. All ranks call this.
+
+    The entry contains the loss, some logits, and what both depend on.
 
     Args:
         engine: the DeepSpeed engine; in training mode afterwards.

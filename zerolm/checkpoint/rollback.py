@@ -1,10 +1,10 @@
 """Rolls a run back to a checkpoint from before a spike, and is safe against crashes at any point.
 
 The rollback is first recorded in `rollbacks.json`. Then `apply_recorded` renames the undone
-checkpoints, newest first, and updates `latest`. Every start of the run also calls it, to complete
-an interrupted rollback. Each checkpoint stores the number of rollbacks before it, so checkpoints
-from before and after a rollback can be distinguished. Only rank 0 changes files. Must not depend on
-the training loop or on torch.
+checkpoints, newest first, and updates `latest`. Every start of the run also calls this function, to
+complete an interrupted rollback. Each checkpoint stores the number of rollbacks before it, so
+checkpoints from before and after a rollback can be distinguished. Only rank 0 changes files. Must
+not depend on the training loop or on torch.
 """
 
 import contextlib

@@ -98,9 +98,7 @@ def removable(
 
 
 def retire(directory: Path) -> Path:
-    """Rename a checkpoint before its deletion, so a killed process never leaves half of it
-    published.
-    """
+    """Rename a checkpoint before its deletion, so it is never published but incomplete."""
     renamed = directory.with_name(TEMPORARY + directory.name)
     remove_unfinished(directory.parent, renamed)
     os.replace(directory, renamed)

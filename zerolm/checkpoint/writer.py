@@ -8,7 +8,7 @@
     delete    a thread on each rank deletes its files of the retired checkpoints
 
 At most one checkpoint is in progress; the caller finishes it before the next save. An error on any
-rank reaches all ranks with the sums of the next step; then nothing is published. DeepSpeed's
+rank reaches all ranks through the sums of the next step, and nothing is published. DeepSpeed's
 `save_checkpoint` only passes its state to `_capture`; it writes no files except for states on NVMe.
 Must not depend on the training loop or on logs.
 """

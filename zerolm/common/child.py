@@ -151,8 +151,7 @@ def _environment(supervised: bool) -> dict[str, str]:
 
 
 def serve(pid: int) -> None:
-    """Prepare a child process: lower its priorities, and make it exit with its parent, process
-    `pid`.
+    """Lower this child process's priorities, and make it exit with its parent, process `pid`.
 
     The child ignores stop signals, because the run handles them: it saves first, and then gives the
     child time to finish.

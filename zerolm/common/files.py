@@ -77,8 +77,7 @@ def barrier(path: str | Path) -> Path:
 
 
 def require_writable(directory: str | Path) -> None:
-    """Check that a directory can be created, by creating and removing one in its nearest existing
-    parent.
+    """Check that a directory can be created, by doing so in its nearest existing parent.
 
     Raises:
         OSError: no directory can be created there. `filename` is the existing parent.
@@ -94,9 +93,7 @@ def require_writable(directory: str | Path) -> None:
 
 
 def write_problem(path: Path) -> str | None:
-    """Return why a file cannot be written, or None if it can; for commands that write it at the
-    end.
-    """
+    """Return why a file cannot be written, or None; for commands that write it only at the end."""
     directory = path.parent
     if not directory.is_dir():
         return f"{path}: {directory} is not a directory. Create it, or choose another."
@@ -161,8 +158,7 @@ def set_default_modes(directory: Path) -> None:
 
 
 def wait_until_visible(path: Path, seconds: float = VISIBLE_SECONDS) -> bool:
-    """Wait until a file written by another host is visible; return whether it became visible in
-    time.
+    """Wait until a file written by another host is visible; return False after a timeout.
 
     An NFS client that looked up a name before the file existed may cache "no such file" for a
     minute.
@@ -252,9 +248,7 @@ def host_name() -> str:
 
 
 def private_directory(name: str) -> Path:
-    """Return the path of a directory for this user in the system's temporary directory, which may
-    not exist.
-    """
+    """Return the path of this user's directory for `name` in the temporary directory."""
     return Path(tempfile.gettempdir()) / f"zerolm-{name}-{os.getuid()}"
 
 
@@ -277,7 +271,7 @@ def make_private(directory: Path) -> None:
     """Create a directory that only this user can access, unless one exists.
 
     Raises:
-        PermissionError: it exists and is not private to this user.
+        PermissionError: the directory exists but is not private to this user.
     """
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):

@@ -104,8 +104,7 @@ def _build_locks(environment: Mapping[str, str]) -> Iterator[tuple[Path, bool]]:
 
 
 def missing_compilers(device_kind: str) -> list[str]:
-    """Return what is missing on this host for compiling DeepSpeed's operators and torch.compile's
-    code.
+    """Return what this host lacks for compiling DeepSpeed's operators and torch.compile's code.
 
     On a GPU, Triton compiles a C module against Python's headers before it launches its first
     kernel. DeepSpeed compiles C++, as does torch.compile on a CPU.

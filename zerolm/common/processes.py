@@ -20,9 +20,7 @@ STOP_SIGNALS = (
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the `STOP_SIGNALS` to handle: all, or all but SIGHUP if it is ignored, as under
-    `nohup`.
-    """
+    """Return the `STOP_SIGNALS` to handle: all but SIGHUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored]
 

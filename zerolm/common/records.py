@@ -55,8 +55,8 @@ def open_regular(path: str | Path) -> BinaryIO | None:
     """Open a file for reading; return None if nothing has that name.
 
     Raises:
-        OSError: it is a directory, a dangling link or a device, or cannot be opened. Opening never
-            blocks, even on a named pipe without a writer.
+        OSError: the path is a directory, a dangling link or a device, or cannot be opened. Opening
+            never blocks, even on a named pipe without a writer.
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -147,7 +147,8 @@ def read_record(path: str | Path, kind: type[T], fix: str = DAMAGED) -> T | None
         The content, or None if there is no such file.
 
     Raises:
-        RecordError: it cannot be read, is not JSON, or has another type. The message is one line.
+        RecordError: the file cannot be read, is not JSON, or does not have this type. The message
+            is one line.
     """
     try:
         content = read_file(path)
@@ -163,7 +164,7 @@ def parse_record(content: bytes, where: object, kind: type[T], fix: str = DAMAGE
         where: the file's path or URL, for messages.
 
     Raises:
-        RecordError: it is not JSON, or has another type.
+        RecordError: the content is not JSON, or does not have this type.
     """
     try:
         value = parse_json(content)
@@ -190,9 +191,7 @@ def with_digest(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_problem(manifest: Mapping[str, Any]) -> str:
-    """Return a message if a manifest's `digest` does not match its content; "" if it does, or there
-    is none.
-    """
+    """Return a message if a manifest has a `digest` that does not match its content; otherwise ""."""
     stated = manifest.get("digest")
     if "digest" not in manifest or stated == (actual := manifest_digest(manifest)):
         return ""
@@ -206,9 +205,10 @@ def parse_json(content: bytes, loads: Callable[..., Any] = json.loads) -> Any:
     """Parse JSON into a value that is safe to recurse into, convert and print.
 
     Raises:
-        ValueError: it is not JSON or not UTF-8, repeats a key, nests deeper than `MAX_DEPTH`, or
-            contains an integer of more than `MAX_DIGITS` digits or half of a surrogate pair.
-        RecursionError: it nests deeper than the parser can handle.
+        ValueError: the content is not JSON or not UTF-8, repeats a key, nests deeper than
+            `MAX_DEPTH`, or contains an integer of more than `MAX_DIGITS` digits or half of a
+            surrogate pair.
+        RecursionError: the content nests deeper than the parser can handle.
     """
     text = content.decode("utf-8").removeprefix("\ufeff")  # the byte order mark of Windows editors
     value = loads(text, object_pairs_hook=_unique, parse_int=_integer)

@@ -75,7 +75,7 @@ def parse_number(value: Any) -> int | float:
     """Parse `3e9`, `3B`, `500M`, `2k` or a JSON number; return an int if there is no fraction.
 
     Raises:
-        ValueError: it is not a finite number of at most 10^30.
+        ValueError: the text is not a finite number of at most 10^30.
     """
     text, factor = str(value).strip().lower(), 1
     if isinstance(value, str) and text[-1:] in SUFFIXES:
@@ -115,7 +115,7 @@ def within(
     """Return a number if it is within the bounds.
 
     Raises:
-        ValueError: it is not; the message states the bound and the fix.
+        ValueError: the number is out of bounds; the message states the bound and the fix.
     """
     if minimum is not None and value < minimum:
         raise ValueError(f"must be at least {minimum}. Give a larger number.")

@@ -61,8 +61,7 @@ def interval(total_steps: int, what: str) -> int:
 
 
 def layer_activations(hidden_size: int, intermediate_size: int) -> int:
-    """Estimate how many activation values per token a layer keeps, for models that cannot be
-    traced.
+    """Estimate a layer's number of activation values per token, if a model cannot be traced.
 
     The estimate is 12 times the hidden size (inputs and outputs of both norms, queries, keys,
     values, the attention output, both residual sums, and two casts), plus 4 times the MLP width

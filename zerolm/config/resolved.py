@@ -8,9 +8,11 @@ from zerolm.config.settings import Settings
 
 @dataclass(frozen=True)
 class Resolved(Settings):
-    """Settings completed with defaults and values from the DeepSpeed JSON. The fields below are
-    never None. Other fields may be None if they do not apply, as with evaluation settings without
-    validation data, or schedule settings if the DeepSpeed JSON defines the schedule.
+    """Settings completed with defaults and values from the DeepSpeed JSON.
+
+    The fields below are never None. Other fields may be None if they do not apply, as with
+    evaluation settings without validation data, or schedule settings if the DeepSpeed JSON defines
+    the schedule.
     """
 
     seq_len: int = 0

@@ -567,9 +567,7 @@ class Settings:
         return self.document_mask or self.packing == BEST_FIT
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as stored in run.json, from which `--settings` restores equal
-        settings.
-        """
+        """Return the settings for run.json, from which `--settings` restores equal settings."""
         saved = [name for name, about in flags_of(self).items() if about["saved"]]
         values = {name: getattr(self, name) for name in saved}
         return {

@@ -247,9 +247,7 @@ def prefetch_to_device(loader: Iterable[Batch], device: torch.device | str) -> I
 
 
 def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Make the current stream wait for a batch's copy, and keep its memory until the stream is
-    done.
-    """
+    """Make the current stream wait for a batch's copy, and keep its memory for the stream."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     for tensor in batch.values():

@@ -187,7 +187,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
 
 
 def open_intact_packing(source: Source, seq_len: int) -> Packing:
-    """Open a source's packing index, and compare the checksums of its files."""
+    """Open a source's packing index, and verify the checksums of its files."""
     packing = open_packing(source, seq_len)
     if damage := packing.damage():
         raise ShardError(damage)

@@ -2,8 +2,8 @@
 
 A Feistel network on the smallest power of two that is at least N and at least 64. Its rounds
 alternately change the high and the low bits. Results outside [0, N) pass through the network again
-("cycle walking") until they fall inside, so the mapping remains a bijection. `Order` decides what
-to permute. Any change to the results would make existing runs irreproducible.
+("cycle walking") until they fall inside, so the mapping remains a bijection. `Order` determines
+what is permuted. Any change to the results would make existing runs irreproducible.
 
 Sources: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions"
 (1988), for the network; Black and Rogaway, "Ciphers with arbitrary finite domains" (2002), for

@@ -83,8 +83,7 @@ class StageMixer:
         return source, sample
 
     def _find(self, number: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the source at each place in complete blocks, and the index of its sample, by
-        bisection.
+        """Find the source and sample index for places in complete blocks, by bisection.
 
         The source is the last one that starts at or before a place, because among sources that
         start at the same place, only the last one has a quota.

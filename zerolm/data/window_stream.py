@@ -191,7 +191,7 @@ class WindowStream(IterableDataset):
             yield Located(shards[part], offsets[part], rows.sequence_ids[part], rows.sources[part])
 
     def batches(self, groups: Iterable[Tokens], pin_memory: bool = False) -> Iterator[Batch]:
-        """Convert groups, read by this process or a worker, to batches, and yield each batch."""
+        """Yield the batches from groups that were read in this process or a worker."""
         for *group, traffic in groups:
             if traffic:
                 self.traffic += traffic

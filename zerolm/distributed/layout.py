@@ -92,9 +92,7 @@ class Layout(NamedTuple):
         return self.training_shard(rank) if self.tensor > 1 else (rank, self.world_size)
 
     def describe(self) -> str:
-        """Return text about the layout to print next to the device count; "" for plain data
-        parallelism.
-        """
+        """Describe the layout for a line with the device count; "" for plain data parallelism."""
         if self.shard_within:
             return f"{self.copies} groups of {self.shards} with all optimizer states"
         if self.replica_size == 1:

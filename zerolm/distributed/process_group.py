@@ -74,8 +74,7 @@ def report_config_error(error: ConfigError, rank: int, local_rank: int) -> int:
 
 
 def rendezvous(problems: Sequence[str] = ()) -> None:
-    """Wait for the ranks on all hosts; if any rank has a problem, raise the same error on all
-    ranks.
+    """Wait for all hosts' ranks; if any rank has a problem, raise the same error on all ranks.
 
     If only one rank exited, ranks on other hosts would keep waiting, because a launcher stops only
     the ranks on its own host. Every rank must call this the same number of times. On a single host,

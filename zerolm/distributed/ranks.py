@@ -1,5 +1,4 @@
-"""Determines which rank this process is, from environment variables set by the program that started
-it.
+"""Determines which rank this process is, from the environment variables of its starter program.
 
 DeepSpeed's launcher and torchrun set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 `mpirun` and `srun` use their own names, even under DeepSpeed's launchers openmpi, mvapich and
@@ -77,8 +76,7 @@ def of_environment(environment: Mapping[str, str]) -> Ranks:
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:
-    """Set the variables that DeepSpeed's launcher would set, if `mpirun` or `srun` started this
-    rank.
+    """Set the variables that DeepSpeed's launcher sets, if `mpirun` or `srun` started this rank.
 
     Call this before any code reads these variables. `problems` then reports what is missing.
     """

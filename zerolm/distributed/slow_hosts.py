@@ -31,8 +31,7 @@ class SlowHosts:
         self._slow: set[str] = set()
 
     def row(self, own_seconds: float, device: torch.device) -> dict[str, float]:
-        """Share `own_seconds`, and return the `throughput/` metrics that compare ranks; {} for one
-        rank.
+        """Share times, and return the `throughput/` metrics that compare ranks; {} for one rank.
 
         Args:
             own_seconds: result of `Stopwatch.own_seconds`.
@@ -58,8 +57,7 @@ class SlowHosts:
         }
 
     def events(self, now: float) -> list[dict[str, Any]]:
-        """Return the fields of a `slow_host` event for each host that has become slow or is slow no
-        more.
+        """Return the fields of a `slow_host` event for each host whose state has changed.
 
         Args:
             now: seconds on a monotonic clock.

@@ -20,8 +20,7 @@ PER_TOKEN_KEYS = ("input_ids", "targets")  # tensors with a sequence dimension
 
 
 def register_attention(model: Any, layout: Layout, micro_batch_size: int, seq_len: int) -> Any:
-    """Replace a new model's attention with DeepSpeed's Ulysses attention. Every rank must call
-    this.
+    """Replace a new model's attention with DeepSpeed's Ulysses attention. All ranks call this.
 
     Changes this process's table of attention functions in transformers.
 

@@ -107,8 +107,7 @@ def kernel_problems(profile: Profile, device_kind: str) -> list[str]:
 
 
 def needed_kernels(profile: Profile) -> list[tuple[str, str, str]]:
-    """Return (operator, JSON key, fix) for each operator that the profile needs the CUDA toolkit
-    for.
+    """Return (operator, JSON key, fix) for each needed operator that requires the CUDA toolkit.
 
     Optimizers for offloaded states need only a C++ compiler.
     """

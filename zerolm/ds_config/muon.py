@@ -77,8 +77,7 @@ def _param_problems(profile: Profile) -> list[str]:
 
 
 def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Refuse experts that are stacked in one tensor where DeepSpeed's Muon supports only 2-D
-    tensors.
+    """Refuse experts stacked in one tensor where DeepSpeed's Muon supports only 2-D tensors.
 
     Args:
         shapes: {parameter name: shape}.
