@@ -201,7 +201,9 @@ def open_standard_streams() -> None:
 
 
 def flush_output() -> None:
-    """Flush stdout. If its reader has exited, as in `| head`, discard the rest without an error."""
+    """Flush stdout. If the reader of the output has exited, as in `| head`, discard the rest
+    without an error.
+    """
     try:
         sys.stdout.flush()
     except BrokenPipeError:

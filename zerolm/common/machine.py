@@ -44,8 +44,8 @@ def keep_freed_memory() -> bool:
 
     glibc maps each allocation above 32 MiB separately, and the kernel zeroes its pages on first
     touch. For logits and tensors of similar size, mapping and zeroing took a sixth of a step's CPU
-    time (docs/log.md). A process that keeps freed memory stays at its peak between steps, but every
-    step reaches that peak anyway.
+    time (docs/log.md). A process that keeps freed memory stays at its peak usage between steps, but
+    every step reaches that peak anyway.
 
     Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
     """

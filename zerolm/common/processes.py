@@ -1,7 +1,7 @@
 """Processes on this machine: inspect them, find marked ones, and signal exactly the right one.
 
 A process is identified by its number and start time, or by a mark in its environment; never by its
-name, which it shares with processes of other runs. Reads Linux's /proc. Standard library only.
+name, which other runs' processes share. Reads Linux's /proc. Standard library only.
 """
 
 import contextlib

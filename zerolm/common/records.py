@@ -191,7 +191,7 @@ def with_digest(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def digest_problem(manifest: Mapping[str, Any]) -> str:
-    """Return a message if a manifest has a `digest` that does not match its content; otherwise ""."""
+    """Return a message if a manifest's `digest` exists but does not match its content, else ""."""
     stated = manifest.get("digest")
     if "digest" not in manifest or stated == (actual := manifest_digest(manifest)):
         return ""

@@ -1,8 +1,8 @@
 """The mixture of a run's sources: stages of weights, and caps on epochs. Pure.
 
 A mixture is built from the user's settings. Of its fields, only the stages and the group size
-determine the order of the data. It does not depend on the batch size, the ranks or the length of
-the run.
+determine the order of the data. The mixture does not depend on the batch size, the ranks or the
+length of the run.
 
 With `--over_max_epochs redistribute`, a source is dropped before one more of its windows could
 exceed its cap, and the others share its weight. This starts a new stage like any other.

@@ -21,11 +21,12 @@ that it needs.
 Quotas are differences of rounded cumulative weights: floor(n W_s) with W_s = w_0 + ... + w_s, taken
 at both ends of a block in exact integers, where n counts from the start of the stage. So at the end
 of any block, each source has provided its weight times n, to within one sequence, however long the
-run is; a fixed quota per block would drift. At the end of a stage it is within two, because the
-last block may be so short that a rounded difference is -1 (`counts_at_end`). The epochs of a source
-continue across stages. If a branch has a longer `seq_len`, its stage starts with the number of
-windows that were consumed before it: groups of short windows are read in the order of the long
-windows that they form, so the long windows that follow are exactly the unread ones.
+run is; a fixed quota per block would drift. At the end of a stage, each source is within two
+sequences, because the last block may be so short that a rounded difference is -1 (`counts_at_end`).
+The epochs of a source continue across stages. If a branch has a longer `seq_len`, its stage starts
+with the number of windows that were consumed before the stage. Groups of short windows are read in
+the order of the long windows that they form, so the long windows that follow are exactly those not
+yet read.
 
 `zerolm.data.permutation` implements the permutation. The order is part of a run's identity: a
 change to the golden values in tests/zerolm/data/test_order.py would make existing runs
@@ -87,7 +88,7 @@ class Order:
             later stages use.
         seed: any integer; used modulo 2^64.
         block: minimum number of sequences in a mixing block. It is doubled until each source's
-            share is at least two sequences per block, so rounding leaves it at least one.
+            share is at least two sequences per block, so at least one remains after rounding.
         stages: later stages, in ascending order of start.
         group: number of consecutive windows of a source that are read one after another. Windows
             after the last complete group are unused.

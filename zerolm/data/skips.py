@@ -1,9 +1,9 @@
 """Ranges of the data order that a run skips after a rollback. Pure.
 
 A range is a pair of sequence numbers, [start, end). A run's position counts the sequences that it
-has consumed, excluding skipped ones, so it remains one integer; `sequence_ids` maps positions to
-sequence numbers. A range that is added later starts at or after the position to which the run is
-rolled back, so earlier positions keep their meaning, for any number of ranks.
+has consumed, excluding skipped ones, so the position remains one integer; `sequence_ids` maps
+positions to sequence numbers. A range that is added later starts at or after the position to which
+the run is rolled back, so earlier positions keep their meaning, for any number of ranks.
 """
 
 from collections.abc import Iterable, Sequence

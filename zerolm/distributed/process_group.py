@@ -156,7 +156,7 @@ def init() -> tuple[int, int, Any]:
     else:
         device = torch.device(accelerator.device_name(local_rank))
         accelerator.set_device(local_rank)
-    # DeepSpeed creates further groups without a timeout, which use these defaults.
+    # DeepSpeed creates further groups without passing a timeout, so they use these defaults.
     distributed_c10d.default_pg_timeout = GROUP_TIMEOUT
     distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     deepspeed.init_distributed(timeout=GROUP_TIMEOUT, verbose=False)

@@ -12,8 +12,8 @@ from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
 from zerolm.ds_config.profile import AUTO, Profile, is_number
 
-# DeepSpeed matches these case-insensitively (deepspeed/runtime/config.py, DEEPSPEED_OPTIMIZERS) and
-# looks up every other name in torch.optim.
+# DeepSpeed matches these names case-insensitively (deepspeed/runtime/config.py,
+# DEEPSPEED_OPTIMIZERS) and looks up every other name in torch.optim.
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 ADAM = frozenset({"adam", "adamw"})
 WITHOUT_BETAS = frozenset({"adagrad", "musgd"})
