@@ -1,4 +1,4 @@
-"""Chooses a run's attention kernel, and returns notices when a faster one cannot be used."""
+"""Chooses a run's attention kernel, and explains in notices why a faster one is not used."""
 
 import warnings
 from itertools import takewhile
@@ -29,12 +29,15 @@ def agreed_attention(
     seq_len: int,
     document_mask: bool,
 ) -> str:
-    """Return the result of `choose_attention`, the same on all ranks. Every rank must call this.
+    """Choose the attention kernel on every rank, and check that all ranks choose the same one.
 
-    The choice depends on installed packages and devices, which may differ between hosts.
+    Every rank must call this.
+
+    The choice depends on the installed packages and the devices, which may differ between hosts.
 
     Raises:
-        ConfigError: on every rank, if any rank cannot use the requested one or the choices differ.
+        ConfigError: on every rank, if any rank cannot use the requested kernel or the ranks choose
+            different kernels.
     """
     chosen, problem = "", ""
     try:
@@ -61,13 +64,13 @@ def choose_attention(
     seq_len: int = 0,
     document_mask: bool = False,
 ) -> str:
-    """Return the name of the attention implementation to build the model with, for transformers.
+    """Choose the attention implementation for a model, register it if needed, and return its name.
 
     Args:
         requested: one of `ATTENTION_IMPLEMENTATIONS`. "auto" selects the first of
             flash_attention_3, varlen, flash_attention_2, sdpa and eager that works; varlen is tried
             only if sdpa would need a mask.
-        seq_len: tokens in a row; 0 if rows are no longer than the model's sliding windows.
+        seq_len: number of tokens in a row; 0 if no row is longer than the model's sliding windows.
     """
     if requested not in ATTENTION_IMPLEMENTATIONS:
         raise ConfigError(
@@ -98,7 +101,7 @@ def _preference(masked: bool) -> tuple[str, ...]:
 def _unsupported_reason(
     config: "PretrainedConfig", implementation: str, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Return why an attention implementation does not work here, with the fix; None if it does."""
+    """Return why an attention implementation cannot be used here, and the fix; None if it can."""
     model_class = causal_lm_class(config)
     if implementation == "eager":
         return None
@@ -118,7 +121,7 @@ def _unsupported_reason(
 
 
 def needs_mask(config: "PretrainedConfig", seq_len: int, *, document_mask: bool) -> bool:
-    """Return whether `sdpa` needs a mask, for documents or for a window shorter than the row."""
+    """Return whether `sdpa` needs a mask: for documents, or for windows shorter than a row."""
     windows = [getattr(each, "sliding_window", None) for each in layer_configs(config)]
     narrow = any(isinstance(width, int) and width < seq_len for width in windows)
     return document_mask or (narrow and SLIDING_ATTENTION in layer_types(config))
@@ -127,7 +130,7 @@ def needs_mask(config: "PretrainedConfig", seq_len: int, *, document_mask: bool)
 def failed_kernels_notice(
     config: "PretrainedConfig", chosen: str, device_type: str, dtype: torch.dtype, *, masked: bool
 ) -> str | None:
-    """Return a notice with the installed kernels that `auto` skipped because they fail, or None.
+    """Return a notice about kernels that `auto` skipped because their trial run failed, or None.
 
     Args:
         chosen: the implementation that `auto` chose.
@@ -146,7 +149,9 @@ def failed_kernels_notice(
 def dense_mask_notice(
     config: "PretrainedConfig", chosen: str, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Return a notice that a GPU computes scores that are then masked, and why, or None.
+    """Return a notice if a GPU would compute attention scores only to mask them, or None.
+
+    The notice states why `varlen`, which skips these scores, cannot be used.
 
     Args:
         chosen: the implementation that `auto` chose for a model that needs a mask.
@@ -163,7 +168,7 @@ def dense_mask_notice(
 def unfused_attention_notice(
     config: "PretrainedConfig", device: Any, dtype: torch.dtype, *, document_mask: bool
 ) -> str | None:
-    """Return a notice if `sdpa` has no fused kernel for this model here, or None.
+    """Return a notice if `sdpa` has no fused kernel for this model on this device, or None.
 
     Args:
         document_mask: whether the attention function receives a mask tensor.

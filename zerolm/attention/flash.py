@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 VERSIONS = {f"flash_attention_{version}": version for version in (2, 3, 4)}
 PACKAGES = {2: "flash-attn", 3: "flash-attn-3", 4: "flash-attn-4"}
 MAX_HEAD_DIM = 256
-# By major compute capability. On 8.x, version 4 has a forward pass but no backward pass
-# (`_flash_attn_bwd`).
+# By major compute capability. On 8.x, version 4 implements the forward pass but not the backward
+# pass (`_flash_attn_bwd`).
 SUPPORTED_GPUS = {3: {9}, 4: {9, 10, 11, 12}}
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop")
 TRIAL_BOUNDARIES = (0, 40, 41, 64)
@@ -33,7 +33,7 @@ FAILS = "does not run here"
 def unsupported_reason(
     config: "PretrainedConfig", implementation: str, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Return why one of `VERSIONS` cannot train this model here, with the fix; None if it can."""
+    """Return why this FlashAttention version cannot train the model here, and the fix, or None."""
     version, model_class = VERSIONS[implementation], causal_lm_class(config)
     if not model_class._supports_flash_attn:
         return f"is not supported by {model_class.__name__}. Use auto."
@@ -58,12 +58,12 @@ def unsupported_reason(
 def trial_problem(
     attend: Callable[..., Any], device: torch.device, dtype: torch.dtype, width: int
 ) -> str | None:
-    """Return why a kernel's forward or backward pass fails on a few tokens; None if neither does.
+    """Run a kernel's forward and backward pass on a few tokens; return the error, or None.
 
     A package with valid metadata may still have been built for another torch version or GPU.
 
     Args:
-        attend: an attention function of transformers that needs no module.
+        attend: attention function with transformers' signature, but without the module argument.
         width: head dimension.
     """
     length = TRIAL_BOUNDARIES[-1]
@@ -90,7 +90,7 @@ def register(implementation: str) -> None:
 
 
 class _AnyLayer:
-    """The attributes of a layer that transformers' function needs, without the layer's number."""
+    """The attributes of a layer that transformers' function reads, except the layer index."""
 
     def __init__(self, module: Any):
         self.config, self.is_causal = module.config, getattr(module, "is_causal", True)
@@ -108,11 +108,11 @@ def attend(
 ) -> Any:
     """Call transformers' FlashAttention function, which imports the package.
 
-    The function receives document boundaries, but no positions or layer number. With positions,
+    The function receives document boundaries, but no positions and no layer index. With positions,
     every layer would search them for documents, which synchronises with the device and breaks a
-    compiled graph; with a layer number, each layer would be compiled to its own graph. Queries that
-    a float32 rotary table has turned into float32 are cast here, because a cast inside the function
-    would also break the graph.
+    compiled graph; with a layer index, each layer would be compiled to its own graph. Queries and
+    keys that a float32 rotary table has promoted to float32 are cast here, because a cast inside
+    the function would also break the graph.
     """
     from transformers.integrations.flash_attention import flash_attention_forward
 
@@ -122,7 +122,7 @@ def attend(
 
 
 def cuda_problem(device_type: str, dtype: torch.dtype) -> str | None:
-    """Return why no FlashAttention version can run on a device, with the fix; None if one might."""
+    """Return why no FlashAttention version can run on this device, and the fix; None if one may."""
     if device_type != "cuda" or not torch.cuda.is_available():
         return f"needs a CUDA device, but this run is on {device_type}. Use auto."
     if dtype not in (torch.bfloat16, torch.float16):
@@ -135,7 +135,7 @@ def cuda_problem(device_type: str, dtype: torch.dtype) -> str | None:
 
 
 def gpu_problem(version: int, major: int) -> str | None:
-    """Return why GPUs with this major compute capability cannot train with a version, or None."""
+    """Return why a FlashAttention version cannot train on GPUs of this major compute capability."""
     if version == 2:
         return None if major >= 8 else "needs compute capability 8.0 or higher."
     if major in SUPPORTED_GPUS[version] and not torch.version.hip:
@@ -146,14 +146,14 @@ def gpu_problem(version: int, major: int) -> str | None:
 
 
 def model_problem(config: "PretrainedConfig", implementation: str, major: int) -> str | None:
-    """Return which part of a model the kernel does not support or computes differently, or None."""
+    """Return why the kernel does not support a model, or None if it does."""
     version, text = VERSIONS[implementation], config.get_text_config()
     model_class: Any = causal_lm_class(config)
-    # Transformers would warn, and use the first of these from the hub instead.
+    # Transformers would only warn, and download the first compatible kernel from the hub.
     known = getattr(model_class, "_compatible_flash_implementations", None)
     if known is not None and implementation not in known:
         return f"is not among the kernels of {model_class.__name__} ({', '.join(known)})."
-    if version > 2:  # has no dropout; transformers drops the argument, mostly without a warning
+    if version > 2:  # no dropout; transformers drops the argument, mostly without a warning
         for key in DROPOUT_KEYS:
             if getattr(text, key, 0.0):
                 return f"does not support dropout, but the model has {key} {getattr(text, key)}."

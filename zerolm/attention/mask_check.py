@@ -1,10 +1,11 @@
-"""Tests, before the first step, that a document has the same losses in a shared row as alone.
+"""Tests before the first step that a document's losses do not depend on the rest of its row.
 
-That depends on the combination of model class, attention kernel, transformers and torch. A kernel
-that ignores the mask raises no error, and the loss even looks better. So every rank tests the
-engine that will train: rows of two documents run twice, with different tokens in the first
-document, and the losses of the second document must not change. Then the second document runs at
-the start of a row, with the model's own mask and positions: its losses must be the same again.
+Whether they do depends on the combination of model class, attention kernel, and transformers and
+torch versions. A kernel that ignores the mask raises no error and even appears to lower the loss.
+So every rank tests the engine that will train: rows of two documents are evaluated twice, with
+different tokens in the first document, and the losses of the second document must not change. Then
+the second document is evaluated at the start of a row, with the model's own mask and positions, and
+its losses must still be the same.
 """
 
 from typing import Any
@@ -21,22 +22,25 @@ from zerolm.model.compile import eager
 from zerolm.model.loss import token_losses
 
 # Largest loss change allowed with the mask, as a fraction of the change without it. With a correct
-# mask the losses are bit-identical, since a masked weight is 0 and sums keep their shape. If one
-# layer of 16 ignores the mask, the fraction is a quarter.
+# mask the losses are bit-identical, since masked attention weights are 0 and the shapes of the sums
+# do not change. If one layer of 16 ignores the mask, the fraction is a quarter.
 TOLERANCE = 1e-3
-# In a mixture of experts, different tokens change an expert's token count, and so the order of
-# sums. Chosen, not measured: float32 rounds by 1e-7; 16-bit logits of about 1 are 2^-8 apart.
+# In a mixture of experts, other tokens change the number of tokens per expert, and so the order of
+# summation. These limits were not measured: the relative rounding error of float32 is about 1e-7,
+# and adjacent bf16 values near 1 differ by 2^-8.
 MOE_TOLERANCES = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.1}
 
-# Largest difference allowed between the losses of a document in a shared row and alone, as a
-# fraction of their standard deviation. Measured on a CPU with torch 2.13 (2026-11-22): 0 in rows of
-# 32 tokens for 84 of 86 families (not BLT and Doge), at most 1.5e-6 in fp32 and 0.016 in bf16 for a
+# Largest allowed difference between a document's losses in a shared row and alone, as a fraction of
+# the losses' standard deviation. Measured on a CPU with torch 2.13 (2026-11-22): 0 in rows of 32
+# tokens for 84 of 86 families (not BLT and Doge), at most 1.5e-6 in fp32 and 0.016 in bf16 for a
 # Llama in rows of 1,000 and 1,537 tokens, and 0.77 for RoBERTa with positions from 0.
 ALONE_TOLERANCES = {"fp32": 1e-2, "bf16": 0.25, "fp16": 0.25}
 
 
 def check(engine: Model, settings: Resolved, precision: str, device: Any) -> str:
-    """Test the document mask; return a line that describes the result. Every rank must call this.
+    """Test the document mask and return a line that describes the result.
+
+    Every rank must call this.
 
     The engine is in training mode afterwards.
 
@@ -44,7 +48,7 @@ def check(engine: Model, settings: Resolved, precision: str, device: Any) -> str
         precision: the model's compute precision, a key of `ALONE_TOLERANCES`.
 
     Raises:
-        ConfigError: on every rank: on at least one, the mask does not separate documents.
+        ConfigError: on every rank, if the mask does not separate documents on at least one.
     """
     config = _model(engine).config
     kernel = config._attn_implementation
@@ -56,7 +60,7 @@ def check(engine: Model, settings: Resolved, precision: str, device: Any) -> str
     masked = _gather(_loss_change(engine, batch, changed))
     keep = ("input_ids", "targets")
     plain, plain_changed = ({name: rows[name] for name in keep} for rows in (batch, changed))
-    with eager():  # compiling is not worth it: training always uses the mask
+    with eager():  # not worth compiling: training always uses the mask
         unmasked = _gather(_loss_change(engine, plain, plain_changed))  # 0: cannot be compared
         alone = _gather(_difference_alone(engine, batch))
     engine.train()
@@ -96,7 +100,7 @@ def _model(engine: Model) -> Any:
 
 
 def _limit(engine: Model, precision: str) -> float:
-    """Return the largest fraction of the unmasked change that counts as rounding."""
+    """Return the largest fraction of the unmasked loss change that counts as rounding error."""
     names = (name for name, _ in _model(engine).named_parameters())
     if any(ROUTED_EXPERT.search(name) for name in names):
         return MOE_TOLERANCES[precision]
@@ -106,7 +110,7 @@ def _limit(engine: Model, precision: str) -> float:
 def _rows(
     count: int, seq_len: int, vocab_size: int, device: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return rows of two random documents, and the same rows with another first document."""
+    """Return two batches of two random documents per row that differ in the first documents."""
     generator = torch.Generator().manual_seed(0)
     shape, first = (count, seq_len), seq_len // 2
     ids = torch.randint(0, vocab_size, shape, generator=generator)
@@ -129,7 +133,7 @@ def _rows(
 def _loss_change(
     engine: Model, batch: dict[str, torch.Tensor], changed: dict[str, torch.Tensor]
 ) -> float:
-    """Return the root mean square of the change in the second documents' losses."""
+    """Return the root mean square difference of the second documents' losses in two batches."""
     second = batch["input_ids"].shape[1] // 2
     with torch.no_grad():
         before = token_losses(engine, batch)[0][:, second:].double()
@@ -138,12 +142,13 @@ def _loss_change(
 
 
 def _difference_alone(engine: Model, batch: dict[str, torch.Tensor]) -> float:
-    """Return the difference of the second documents' losses from those at the start of a row.
+    """Return how much the second documents' losses change if these documents begin the rows.
 
-    At the start of a row, they precede the first documents and have no document ids or positions.
+    The two documents of each row are swapped, and no document ids or positions are passed.
 
     Returns:
-        The root mean square, as a fraction of the standard deviation of the losses.
+        The root mean square of the differences, as a fraction of the standard deviation of the
+        losses.
     """
     second = batch["input_ids"].shape[1] // 2
     swapped = {name: batch[name].roll(-second, dims=1) for name in ("input_ids", "targets")}

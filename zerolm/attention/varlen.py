@@ -2,8 +2,8 @@
 
 The kernel computes full or sliding-window attention within the documents of a micro-batch, without
 a mask. `register` adds it to transformers; `zerolm.model.document_mask` passes its arguments, the
-document boundaries, to the model. `unsupported_reason` returns why a model cannot use it. Must not
-depend on settings.
+document boundaries, to the model. `unsupported_reason` returns why a model cannot use the kernel.
+Must not depend on settings.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 MULTIPLE = 8  # head dimensions are padded to a multiple of this
 MAX_HEAD_DIM = 256
-# Arguments of attention functions that change the result, but that torch's function lacks.
+# Arguments of transformers' attention functions that change the result and that torch's function
+# does not accept.
 EXTRAS = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 def register() -> None:
-    """Register the kernel with transformers, under its name. May be called again."""
+    """Register the kernel with transformers as `varlen`. May be called again."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -46,10 +47,10 @@ def register() -> None:
 
 
 def torch_kernel() -> Callable[..., Any]:
-    """Return torch's function, with support for grouped-query attention.
+    """Return torch's `varlen_attn`, with grouped-query attention enabled.
 
     Raises:
-        ImportError: torch is too old: it has no such function with sliding windows.
+        ImportError: this torch version has no `varlen_attn`, or one without sliding windows.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -76,13 +77,14 @@ def attend(
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend within documents, as an attention function for transformers.
+    """Compute attention within documents; has the signature of transformers' attention functions.
 
-    Without boundaries, as when text is generated or scored, it calls transformers' `sdpa`.
+    If no document boundaries are passed, as in text generation and scoring, call transformers'
+    `sdpa` function instead.
 
     Args:
-        sliding_window: number of keys for each query, including its own token; None: the document
-            up to that token.
+        sliding_window: number of keys that each query attends to, including its own; None: all keys
+            in the document up to its own.
         cu_seq_lens_q, max_length_q: see `document_mask.boundary_arguments`.
 
     Returns:
@@ -103,7 +105,7 @@ def attend(
         )
     assert attention_mask is None and not dropout, "preflight refuses both"
     rows, heads, length, width = query_BHTD.shape
-    # Rotary tables in float32 turn queries and keys into float32.
+    # Rotary tables in float32 promote queries and keys to float32.
     flat = [
         _flat(each, _padded(width)).to(value_BKTE.dtype)
         for each in (query_BHTD, key_BKTD, value_BKTE)
@@ -121,7 +123,7 @@ def attend(
 
 
 def _flat(values_BHTD: torch.Tensor, width: int) -> torch.Tensor:
-    """Return values by token, (B T, H, width), padded with zeros up to `width`."""
+    """Flatten batch and time, and pad the last dimension with zeros to `width`: (B T, H, width)."""
     values_NHD = values_BHTD.transpose(1, 2).flatten(0, 1)
     missing = width - values_NHD.shape[-1]
     return functional.pad(values_NHD, (0, missing)) if missing else values_NHD
@@ -134,16 +136,16 @@ def _padded(width: int) -> int:
 def unsupported_reason(
     config: "PretrainedConfig", device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Return why `varlen` cannot train a model here, with the fix; None if it can."""
+    """Return why `varlen` cannot train this model on this device, and the fix; None if it can."""
     if why := model_problem(config):
         return f"{why} Use auto."
     return device_problem(device_type, dtype, head_dim(config) or MAX_HEAD_DIM)
 
 
 def model_problem(config: "PretrainedConfig") -> str | None:
-    """Return why `varlen` cannot compute a model's attention, or None.
+    """Return why `varlen` cannot compute a model's attention, or None if it can.
 
-    Runs a forward pass on the meta device, and observes the arguments of the attention function.
+    Runs a forward pass on the meta device and inspects the arguments of each attention call.
     """
     return _model_problem(ConfigKey.of(config))
 
@@ -173,7 +175,7 @@ def _model_problem(key: ConfigKey) -> str | None:
         model = meta_model(config).train()
         with torch.no_grad(), fused_kernels(model, False), intercepted_attention(model, observe):
             _forward_with_boundaries(model)
-    except Exception as error:  # any class: it depends on values of the config
+    except Exception as error:  # any class: it depends on the config's values
         return f"could not be tested with {config.model_type} ({type(error).__name__})."
     if not windows:
         return (
@@ -195,7 +197,7 @@ def _forward_with_boundaries(model: Any) -> None:
 
 
 def device_problem(device_type: str, dtype: torch.dtype, width: int) -> str | None:
-    """Return why the kernel does not run on this device, with a fix; None if it does.
+    """Return why the kernel cannot run on this device, and the fix; None if it can.
 
     Args:
         width: the model's largest head dimension.

@@ -1,8 +1,8 @@
 """Starts a branch: links the trunk's checkpoint into the run directory and copies its curve.
 
-Afterwards the directory looks like that of a run that stopped at this step: resuming, resharding,
-rollbacks, uploads and reports need no code for branches, and the trunk may be removed. The
-checkpoint is published last, so a start that was killed can simply be repeated.
+Afterwards the directory looks as if the run itself had stopped at this step. So resuming,
+resharding, rollbacks, uploads and reports need no code for branches, and the trunk may be removed.
+The checkpoint is published last, so the command can simply be repeated if it is killed.
 """
 
 import os
@@ -22,7 +22,7 @@ from zerolm.run_dir import events, jsonl
 from zerolm.run_dir.files import TEMPORARY, RunFiles, traces_of_checkpoints
 from zerolm.run_dir.jsonl import EventRow, MetricsRow, SampleRow
 
-THREADS = 8  # to read or copy files
+THREADS = 8  # that read or copy files
 
 
 def begin(plan: Plan, record: Callable[[], dict[str, Any]], log: Callable[[str], None]) -> None:
@@ -30,11 +30,11 @@ def begin(plan: Plan, record: Callable[[], dict[str, Any]], log: Callable[[str],
 
     Args:
         record: builds the content of run.json.
-        log: receives a line of text.
+        log: called with a line of text.
 
     Raises:
         CheckpointError: the trunk's checkpoint is damaged or was removed. Nothing was written.
-        OSError: a file cannot be written. Running the same command again retries.
+        OSError: a file cannot be written. The same command may be run again.
     """
     files = RunFiles(plan.run_dir)
     if plan.branch is None or plan.branch_from is None or traces_of_checkpoints(files.checkpoints):
@@ -56,7 +56,7 @@ def begin(plan: Plan, record: Callable[[], dict[str, Any]], log: Callable[[str],
 
 
 def _verified(directory: Path, digest: str) -> Checkpoint:
-    """Return the trunk's checkpoint, after comparing all its files with the manifest."""
+    """Compare all files of the trunk's checkpoint with its manifest, and return the checkpoint."""
     source = read(directory)
     with ThreadPoolExecutor(THREADS) as pool:
         shares = pool.map(lambda share: verify_files(source, share, THREADS), range(THREADS))
@@ -71,7 +71,7 @@ def _verified(directory: Path, digest: str) -> Checkpoint:
 
 
 def _link(source: Checkpoint, temporary: Path) -> int:
-    """Link the files of a checkpoint into a new directory; return how many were copied instead."""
+    """Link a checkpoint's files into a new directory; return how many had to be copied."""
     names = [entry["file"] for entry in source.entries()]
     for parent in {(temporary / name).parent for name in names} | {temporary}:
         parent.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def _link_or_copy(source: Path, target: Path) -> bool:
 
 
 def _copy_rows(source: Path, target: Path, step: int, kind: Any) -> None:
-    """Copy a file's lines up to a step, byte for byte. The trunk may still be appending to it."""
+    """Copy a file's rows up to a step byte for byte. The trunk may still be appending to it."""
     _, end = jsonl.rows_from(source, step, kind)
     write_atomically(target, partial(_copy_bytes, source, end))
 

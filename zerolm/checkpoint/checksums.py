@@ -26,7 +26,7 @@ LABELS = {XXH3: "XXH3", SHA256: "SHA-256"}
 
 
 class Checksum(NamedTuple):
-    """The checksum of a file: its kind, and its digest in hex."""
+    """The checksum of a file: the hash function, and the digest in hex."""
 
     kind: str
     digest: str
@@ -36,14 +36,14 @@ class Checksum(NamedTuple):
 
 
 class Hasher(Protocol):
-    """An object that computes a digest, with the methods of hashlib's objects."""
+    """A hash object with the methods of hashlib's objects."""
 
     def update(self, data: Any, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
 class RangeHash:
-    """Hashes a stream with XXH3, one hash for each `RANGE_BYTES` bytes."""
+    """Hashes a stream with XXH3, and computes one digest for every `RANGE_BYTES` bytes."""
 
     def __init__(self) -> None:
         self._full: list[str] = []
@@ -61,7 +61,7 @@ class RangeHash:
                 self._current, self._room = xxhash.xxh3_128(), RANGE_BYTES
 
     def hexdigest(self) -> str:
-        """Return the concatenated digests; for an empty file, the digest of zero bytes."""
+        """Return the concatenated digests; for an empty file, the digest of no bytes."""
         if self._full and self._room == RANGE_BYTES:
             return "".join(self._full)
         return "".join([*self._full, self._current.hexdigest()])
@@ -71,7 +71,7 @@ HASHERS: dict[str, Callable[[], Hasher]] = {XXH3: RangeHash, SHA256: hashlib.sha
 
 
 def checksum_of(entry: Mapping[str, Any]) -> Checksum:
-    """Return the checksum in a manifest entry whose types were already checked."""
+    """Return the checksum from a manifest entry whose types were already checked."""
     kind = XXH3 if XXH3 in entry else SHA256
     return Checksum(kind, entry[kind])
 
@@ -86,7 +86,7 @@ def checksum_file(path: str | Path, kind: str = XXH3) -> Checksum:
 
 
 class Piece(NamedTuple):
-    """The part of a listed file that one rank verifies: range `number`, or all ranges if None."""
+    """The part of a file that one rank verifies: range `number`, or the entire file if None."""
 
     entry: Mapping[str, Any]
     number: int | None
@@ -95,10 +95,11 @@ class Piece(NamedTuple):
 def share(
     entries: Sequence[Mapping[str, Any]], rank: int, world_size: int, written_by: int | None
 ) -> list[Piece]:
-    """Return what a rank verifies: the files that it will load, and its share of all others.
+    """Return the pieces that a rank verifies: its own files, and a share of all others.
 
-    A rank's own files are thus read from the network once, and are in the page cache when it loads
-    them. Together, the ranks verify every file exactly once.
+    A rank's own files are those that no other rank loads. They are read over the network only once,
+    and are in the page cache when the rank loads them. Together, the ranks verify every file
+    exactly once.
     """
     own: list[Piece] = []
     common: list[Piece] = []
@@ -114,7 +115,7 @@ def share(
 
 
 def piece_problem(path: Path, piece: Piece, *, read: bool = True) -> str | None:
-    """Return how a file differs from its entry, or None.
+    """Return how a file differs from its manifest entry, or None if it does not.
 
     A wrong size is reported for the first range only, so only one rank reports it.
     """
@@ -122,7 +123,7 @@ def piece_problem(path: Path, piece: Piece, *, read: bool = True) -> str | None:
     expected, size = checksum_of(entry), entry["size_bytes"]
     reports = number in (None, 0)
     try:
-        opened = open_regular(path)  # never waits, as opening a pipe would
+        opened = open_regular(path)  # does not block, as opening a pipe would
         if opened is None:
             raise FileNotFoundError
         with opened as file:
@@ -151,7 +152,7 @@ def piece_problem(path: Path, piece: Piece, *, read: bool = True) -> str | None:
 
 
 def _difference(path: Path, actual: Checksum, expected: Checksum, number: int | None) -> str | None:
-    """Return a line that names the first range that differs."""
+    """Return a message that names the first range whose digests differ, or None."""
     wanted = expected.digest
     if number is not None:
         wanted = wanted[number * DIGEST_CHARACTERS :][:DIGEST_CHARACTERS]

@@ -3,8 +3,9 @@
 A checkpoint is a directory `checkpoints/step-00001000`. Its `MANIFEST.json` is written last and
 contains the size and checksum of every other file, and the run's progress; a directory without a
 manifest is not a checkpoint. While a checkpoint is being written or removed, its name begins with
-`.tmp-`. Links are never followed; a link with such a name is removed. Must not depend on torch or
-DeepSpeed: `CheckpointWriter` writes the files, and zerolm/checkpoint/load.py loads them.
+`.tmp-`. Links are never followed; a link with the name of a checkpoint is removed. Must not depend
+on torch or DeepSpeed: `CheckpointWriter` writes the files, and zerolm/checkpoint/load.py loads
+them.
 """
 
 import contextlib
@@ -65,7 +66,7 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Total size of all files, without the manifest."""
+        """Total size of all files except the manifest."""
         size = sum(entry["size_bytes"] for entry in self.manifest["files"])
         return size + sum(one["files_bytes"] for one in self.manifest.get("lists", []))
 
@@ -100,7 +101,7 @@ def publish(temporary: Path, manifest: dict[str, Any]) -> Path:
 
 
 def make_way(path: Path) -> None:
-    """Free the name of a checkpoint: remove a link, or set another directory or file aside."""
+    """Make a checkpoint's path available: remove a link, or set a directory or file aside."""
     if path.is_symlink():
         path.unlink()
     elif path.exists():
@@ -127,7 +128,7 @@ def read(directory: str | Path) -> Checkpoint:
     """Read and check the manifest of a checkpoint, without touching its other files.
 
     Raises:
-        CheckpointError: there is no manifest, or it is damaged or of another version.
+        CheckpointError: there is no manifest, or it is damaged or has an unsupported version.
     """
     path = Path(directory) / MANIFEST
     try:
@@ -140,7 +141,7 @@ def read(directory: str | Path) -> Checkpoint:
 
 
 def _no_manifest(path: Path) -> str:
-    """Return the problem of a path from the user that is not a checkpoint."""
+    """Return a message for a path given by the user that is not a checkpoint."""
     fact = "neither a run with checkpoints nor a checkpoint"
     if not path.is_dir():
         fact = "no such directory"
@@ -152,11 +153,13 @@ def _no_manifest(path: Path) -> str:
 def verify_files(
     checkpoint: Checkpoint, rank: int = 0, world_size: int = 1, *, checksums: bool = True
 ) -> list[str]:
-    """Compare files with the manifest; return one line for each difference.
+    """Compare a checkpoint's files with its manifest; return one line for each difference.
 
     Args:
-        rank, world_size: select this rank's share: its own files, and part of the others.
-        checksums: whether to read the files; otherwise only names and sizes are compared.
+        rank, world_size: select the files that this rank checks: its own, and a share of the
+            others.
+        checksums: whether to read the files and compare checksums; otherwise only names and sizes
+            are compared.
     """
     directory = checkpoint.directory
     try:
@@ -167,7 +170,8 @@ def verify_files(
         problems = [problem for problem in found if problem is not None]
         if rank == 0:
             present = set(_files_below(directory)) - {MANIFEST}
-            # With lists, read names only if there are too many files; readers notice missing ones.
+            # If the manifest has lists, read them only if the number of files differs;
+            # `piece_problem` reports missing files.
             if "lists" not in checkpoint.manifest or len(present) != checkpoint.num_files:
                 names = {entry["file"] for entry in checkpoint.entries()}
                 problems += [
@@ -195,12 +199,14 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
     """Return the newest published checkpoint of a run, or None if none was ever published.
 
     Raises:
-        CheckpointError: its manifest is damaged, or all checkpoints are lost (see `candidates`).
+        CheckpointError: the newest manifest is damaged, or all checkpoints are lost (see
+            `candidates`).
     """
     published = published_checkpoints(RunFiles(run_dir).checkpoints)
     try:
         if published:
-            return read(published[-1])  # and no others: every rank calls this at each start
+            # Reads only this manifest, since every rank calls this function at each start.
+            return read(published[-1])
     except CheckpointError:
         candidates(run_dir)
         raise
@@ -209,10 +215,10 @@ def newest(run_dir: str | Path) -> Checkpoint | None:
 
 
 def locate(reference: str | Path) -> Checkpoint:
-    """Return the checkpoint selected by a reference.
+    """Return the checkpoint that a reference selects.
 
     Args:
-        reference: `RUN` (its newest), `RUN@STEP`, or the directory of a checkpoint.
+        reference: `RUN` (for its newest checkpoint), `RUN@STEP`, or the directory of a checkpoint.
 
     Raises:
         CheckpointError: there is no such checkpoint, or its manifest is damaged.
@@ -231,10 +237,10 @@ def locate(reference: str | Path) -> Checkpoint:
 
 
 def locate_several(reference: str) -> list[Checkpoint]:
-    """Return the checkpoints selected by a reference, oldest first.
+    """Return the checkpoints that a reference selects, oldest first.
 
     Args:
-        reference: `RUN` (all its checkpoints), `RUN@100,200`, `RUN@100:300` (steps 100 to 300),
+        reference: `RUN` (for all its checkpoints), `RUN@100,200`, `RUN@100:300` (steps 100 to 300),
             `RUN@100:`, or the directory of a checkpoint.
     """
     match = re.fullmatch(r"(.+)@([^@/]*)", reference)
@@ -281,13 +287,13 @@ def _no_checkpoint(reference: object, run_dir: Path, step: object, kept: list[Pa
 
 
 def candidates(run_dir: str | Path) -> tuple[list[Checkpoint], dict[Path, str]]:
-    """Return the checkpoints that a run may resume from, newest first, and the damaged checkpoints.
+    """Return a run's checkpoints with a valid manifest, newest first, and the damaged checkpoints.
 
-    The pointer `latest` is for people and tools; only manifests decide what exists.
+    The file `latest` is only for people and tools; a checkpoint exists if it has a manifest.
 
     Returns:
-        The checkpoints with a valid manifest, and {directory: problem} for the others. Both are
-        empty if the run never had a checkpoint.
+        The valid checkpoints, from which a run may resume, and {directory: problem} for the others.
+        Both are empty if the run never had a checkpoint.
 
     Raises:
         CheckpointError: the run had checkpoints, but none is left. Restarting at step 0 would hide

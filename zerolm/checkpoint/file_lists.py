@@ -1,9 +1,10 @@
 """`FILES.jsonl` in a checkpoint of many ranks: the manifest's file entries, split into lists.
 
-Every rank reads the manifest, whose size would grow with the number of ranks. So the manifest lists
-only the files that all ranks share, and the position and checksum of each list; a list contains the
-files of `LISTED_RANKS` ranks. A rank then reads a few kilobytes, however many ranks there are. A
-list must match its checksum in the manifest. Must not know directories.
+Every rank reads the manifest, whose size would grow with the number of ranks. So the manifest
+contains only the entries of files that all ranks share, and the position and checksum of each list.
+A list contains the entries for the files of `LISTED_RANKS` ranks. A rank then reads a few
+kilobytes, however many ranks there are. A list must match its checksum in the manifest. Must not
+know directories.
 """
 
 import json
@@ -29,7 +30,7 @@ class _Content(TypedDict):
 
 
 def with_lists(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Write lists if there are more than `LISTED_RANKS` ranks; return the rest of the manifest."""
+    """Move entries to lists if there are over `LISTED_RANKS` ranks; return the new manifest."""
     own = sorted((e for e in manifest["files"] if "rank" in e), key=lambda entry: entry["rank"])
     groups = [
         (number, list(entries))
@@ -58,7 +59,7 @@ def with_lists(directory: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_list(directory: Path, one: dict[str, Any]) -> list[ListedFile]:
-    """Read the list of a manifest entry `one`, and compare it with its checksum."""
+    """Read one list, located by its entry in the manifest, and verify its checksum."""
     path = directory / FILES
     where = f"{path}, {one['size_bytes']} bytes from byte {one['start_byte']}"
     try:
@@ -81,7 +82,7 @@ def read_list(directory: Path, one: dict[str, Any]) -> list[ListedFile]:
 
 
 def pieces(directory: Path, manifest: dict[str, Any], rank: int, world_size: int) -> list[Piece]:
-    """Return what a rank verifies, as `share` does, reading only the lists that it needs.
+    """Return the pieces that a rank verifies, as `share` does, but read only the necessary lists.
 
     Raises:
         CheckpointError: a list is damaged.

@@ -1,10 +1,10 @@
 """Writes one checkpoint file with `torch.save`, in a single pass over its bytes.
 
 Each 4 MiB block is hashed while it is in the CPU cache, and written with O_DIRECT if the file
-system supports it: 424 MB take 0.09 s of CPU time, against 0.16 s plus the later write-back through
-the page cache (one core of an AMD EPYC, ext4, torch 2.13, 2026-11). So the weights do not evict
-data or programs from the page cache. torch's own CRC-32 of each tensor (0.10 s) is skipped, since
-the manifest contains a checksum. Must not know manifests.
+system supports it. Writing 424 MB takes 0.09 s of CPU time, against 0.16 s plus the later
+write-back through the page cache (one core of an AMD EPYC, ext4, torch 2.13, 2026-11). With
+O_DIRECT, the weights do not evict data or programs from the page cache. torch's own CRC-32 of each
+tensor (0.10 s) is skipped, since the manifest contains a checksum. Must not know manifests.
 """
 
 import errno
@@ -25,11 +25,11 @@ DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Cancelled(Exception):
-    """The checkpoint was abandoned while it was being written."""
+    """The write was cancelled."""
 
 
 class _BlockFile:
-    """A file for `torch.save` that hashes the written bytes, and whose writes can be cancelled."""
+    """A file for `torch.save` that hashes the bytes written to it and can cancel the write."""
 
     def __init__(self, path: Path, cancelled: Callable[[], bool], *, direct: bool):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
@@ -65,10 +65,10 @@ class _BlockFile:
             raise
 
     def flush(self) -> None:
-        """Do nothing: `finish` writes the last block."""
+        """Do nothing, since `finish` writes the last block."""
 
     def finish(self, *, durable: bool) -> None:
-        """Write the remaining bytes, and sync."""
+        """Write the remaining bytes and sync the file."""
         self._buffer_from_now_on()  # the last block may be shorter
         self._write_block()
         if durable:
@@ -96,7 +96,7 @@ class _BlockFile:
                 self._buffer_from_now_on()
 
     def _buffer_from_now_on(self) -> bool:
-        """Write through the page cache from here on; return whether O_DIRECT was set."""
+        """Use the page cache for all further writes; return whether O_DIRECT was set before."""
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         if flags & DIRECT:
             fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~DIRECT)
@@ -123,7 +123,7 @@ def write_hashed(
         with _without_crc32():
             torch.save(state, cast(IO[bytes], file))
         file.finish(durable=durable)
-    except RuntimeError:  # "unexpected pos": torch hides the first error behind this one
+    except RuntimeError:  # torch hides the original error behind "unexpected pos"
         if file.error is not None:
             raise file.error from None
         raise

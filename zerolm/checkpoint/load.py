@@ -38,7 +38,7 @@ from zerolm.run_dir.files import DAMAGED, MANIFEST, RunFiles, checkpoint_step
 
 @dataclass(frozen=True)
 class DamagedCheckpoint:
-    """A checkpoint whose files differ from its manifest, and the path to which it was renamed."""
+    """A checkpoint whose files differ from its manifest, and its new path if it was renamed."""
 
     directory: Path
     problems: list[str]
@@ -50,11 +50,12 @@ def newest_complete(
 ) -> tuple[Checkpoint | None, list[DamagedCheckpoint]]:
     """Find the newest checkpoint whose files all match its manifest. Every rank must call this.
 
-    Each rank reads a share of the files. Damaged newer checkpoints are renamed, so they are not
-    tried again; nothing is deleted or unpickled.
+    Each rank verifies a share of the files. Newer checkpoints that are damaged are renamed, so they
+    are not tried again. Nothing is deleted or unpickled.
 
     Returns:
-        The checkpoint, or None if none was ever published; and the newer, damaged ones.
+        The checkpoint, or None if none was ever published; and the newer checkpoints that are
+        damaged.
 
     Raises:
         CheckpointError: on every rank: all checkpoints are damaged or lost.
@@ -95,7 +96,7 @@ def newest_complete(
 def newest_copy(
     copies: MemoryCopies, run_dir: Path, usable: Callable[[Checkpoint], bool]
 ) -> tuple[Checkpoint | None, list[str]]:
-    """Find the newest step, after the checkpoints on disk, whose copy all ranks have in memory.
+    """Find the newest in-memory copy that all ranks have, unless a checkpoint on disk is newer.
 
     All other copies are removed. Every rank must call this.
 
@@ -103,8 +104,8 @@ def newest_copy(
         usable: whether this run can resume from a copy.
 
     Returns:
-        This rank's part of the copy, or None if there is no such step or it is damaged; and the
-        damage.
+        This rank's part of the copy, or None if there is no such copy or a part of it is damaged;
+        and one line for each damaged file.
     """
     parts = {step: part for step, part in copies.found().items() if usable(part)}
     published = published_checkpoints(RunFiles(run_dir).checkpoints) if copies.rank == 0 else []
@@ -133,9 +134,11 @@ def _rename_damaged(damage: list[DamagedCheckpoint], rank: int) -> list[DamagedC
 
 
 def _same_on_all_ranks(directory: Path, digest: str) -> Checkpoint:
-    """Return the checkpoint that rank 0 has found, read by this rank. Every rank must call this.
+    """Read the checkpoint that rank 0 has found, and check that its manifest has the same digest.
 
-    On a network file system, hosts may see different contents for a while, but all must load the
+    Every rank must call this.
+
+    On a network file system, hosts may temporarily see different contents, but all must load the
     same checkpoint.
     """
     mine, problem = None, ""
@@ -166,7 +169,7 @@ def load(
             checkpoint was written with another topology.
 
     Raises:
-        CheckpointError: on every rank: a file contains more than data, the states cannot be
+        CheckpointError: on every rank: unpickling a file would run code, the states cannot be
             resharded, or DeepSpeed found nothing to load.
     """
     try:

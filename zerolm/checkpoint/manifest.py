@@ -1,4 +1,4 @@
-"""`MANIFEST.json` of a checkpoint: its content, checked against its digest and its types.
+"""Parses a checkpoint's `MANIFEST.json`, and checks its digest and the types of its values.
 
 Must not know the other files of a checkpoint, or where checkpoints are stored.
 """
@@ -27,15 +27,14 @@ FILES = "FILES.jsonl"
 
 @dataclass
 class Progress:
-    """The progress of a run. Counts are totals over all restarts.
+    """The progress of a run. Counts are totals over all starts of the run.
 
     Attributes:
         step: optimizer steps attempted.
-        position: sequences consumed, not counting `skipped_windows`.
-        tokens: tokens of the applied steps, on which the learning rate depends.
-        skipped_steps: steps that were not applied, because of a spike or because DeepSpeed skipped
-            them.
-        spikes: steps with an anomaly, see zerolm/optim/spikes.py.
+        position: number of sequences consumed, not counting `skipped_windows`.
+        tokens: number of tokens in the applied steps; the learning rate depends on it.
+        skipped_steps: number of steps that the spike guard or DeepSpeed did not apply.
+        spikes: number of steps with an anomaly, see zerolm/optim/spikes.py.
         rollbacks: how often the run has rolled back to a checkpoint.
         skipped_windows: ranges [start, end) of sequence numbers that the run skips after rollbacks.
         history: state of the spike guard, a `zerolm.optim.spikes.History` as JSON.
@@ -61,7 +60,7 @@ class Progress:
 class SavedProgress(Progress):
     """`Progress` as stored in a manifest.
 
-    Earlier releases stored the states of three features next to it.
+    Earlier releases stored the states of three features in separate keys.
     """
 
     clipping: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +70,7 @@ class SavedProgress(Progress):
     def read(self) -> Progress:
         """Return the progress with the states of all features."""
         values = dict(vars(self))
-        del values["clipping"]  # of a feature that was removed
+        del values["clipping"]  # left by a feature that was removed
         earlier = {
             "ema": {"counted": counted} if (counted := values.pop("ema_counted")) else {},
             "expert_balance": values.pop("routing"),
@@ -142,7 +141,7 @@ class Manifest(_Required, total=False):
     cut: dict[str, Any]
     order: dict[str, Any]
     probe: _Probe | None
-    plan: str  # of a copy in memory: `Plan.fingerprint` of the run that made it
+    plan: str  # only for copies in memory: `Plan.fingerprint` of the run that wrote the copy
 
 
 class _Header(TypedDict):
@@ -157,7 +156,8 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
         path: path of the manifest, for messages.
 
     Raises:
-        CheckpointError: it is damaged, or has another version. The message is one line.
+        CheckpointError: the manifest is damaged, or has an unsupported version. The message is one
+            line.
     """
     try:
         manifest: dict[str, Any] = dict(parse_record(content, path, _Header, "It is damaged."))
@@ -180,7 +180,7 @@ def parse_manifest(content: bytes, path: object) -> dict[str, Any]:
 
 
 def files_problem(files: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the problem of the first file without a valid checksum, or None."""
+    """Return what is wrong with the first file entry that lacks a valid checksum, or None."""
     for entry in files:
         ranges = -(-entry["size_bytes"] // RANGE_BYTES) or 1
         if XXH3 in entry and len(entry[XXH3]) != ranges * DIGEST_CHARACTERS:

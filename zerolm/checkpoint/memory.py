@@ -6,10 +6,10 @@
             MANIFEST-00003.json                 written last by rank 3, whose part is then complete
 
 The copies survive the death of all processes of a run, but not a reboot. Writing a copy needs no
-rename and no agreement between ranks: when a run starts, the ranks load the newest step that is
-complete on all of them. A rank deletes its part of an older copy once all ranks have a newer one.
-The token is stored in the run directory, so copies of an earlier run with the same path are never
-loaded. Must not depend on torch, since `launch supervise` also removes copies.
+rename and no agreement between ranks: when a run starts, the ranks load the newest step for which
+every rank has a complete part. A rank deletes its part of an older copy once all ranks have a newer
+one. The token is stored in the run directory, so copies of an earlier run with the same path are
+never loaded. Must not depend on torch, since `launch supervise` also removes copies.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from zerolm.run_dir.files import (
 )
 
 SHARED_MEMORY = Path("/dev/shm")
-OWNER = "run_dir"  # file that contains the path of the run directory
+OWNER = "run_dir"  # name of the file that contains the path of the run directory
 KEPT = 2  # copies that exist at once: the newest complete one, and the one being written
 
 
@@ -45,11 +45,11 @@ class _Token(TypedDict):
 
 
 class MemoryCopies:
-    """One rank's part of the copies in this host's memory.
+    """Reads, publishes and removes one rank's part of the copies in this host's memory.
 
     Args:
-        leads: whether this rank writes what all ranks on its host load (at stages 1 and 2, the
-            weights).
+        leads: whether this rank writes the data that all ranks on its host load (at stages 1 and 2,
+            the weights).
         holds: whether this rank writes its optimizer states; False if an earlier rank on its host
             writes the same states.
     """
@@ -62,13 +62,13 @@ class MemoryCopies:
         return self.directory / checkpoint_name(step)
 
     def publish(self, step: int, manifest: dict[str, Any]) -> None:
-        """Write the manifest of this rank's part of a step, after all of its files."""
+        """Write the manifest of this rank's part of a copy, after all other files of that part."""
         content = with_digest(manifest)
         path = self.step_directory(step) / self.manifest_name
         write_atomically(path, encode_json(content), durable=False)
 
     def found(self) -> dict[int, Checkpoint]:
-        """Return this rank's part of each step for which that part is complete."""
+        """Return {step: this rank's part} of all copies for which the part is complete."""
         parts: dict[int, Checkpoint] = {}
         for directory in checkpoint_directories(self.directory):
             path = directory / self.manifest_name
@@ -78,7 +78,7 @@ class MemoryCopies:
         return parts
 
     def remove_part(self, step: int) -> None:
-        """Delete this rank's part of a step; the last rank of the host removes the directory."""
+        """Delete this rank's part of a copy; the host's last rank also removes the directory."""
         directory = self.step_directory(step)
         path = directory / self.manifest_name
         with contextlib.suppress(OSError, CheckpointError):
@@ -89,7 +89,7 @@ class MemoryCopies:
             directory.rmdir()
 
     def remove_older(self, step: int) -> None:
-        """Delete this rank's parts of the steps before `step`."""
+        """Delete this rank's parts of all copies from before `step`."""
         for older in [each for each in self.found() if each < step]:
             self.remove_part(older)
 
@@ -101,14 +101,17 @@ class MemoryCopies:
 
 
 def connect(run_dir: Path, rank: int, tensor_rank: int, shard: int) -> MemoryCopies:
-    """Create the copy directories on all hosts; return this rank's part. All ranks call this.
+    """Create the directory for copies on each host; return this rank's `MemoryCopies`.
+
+    All ranks call this.
 
     Args:
         tensor_rank: the tensor-parallel rank.
-        shard: index of this rank's part of the optimizer states; ranks with the same part share it.
+        shard: index of this rank's shard of the optimizer states; ranks with the same shard have
+            the same index.
 
     Raises:
-        ConfigError: on every rank: a host cannot create the directory.
+        ConfigError: on every rank, if a host cannot create the directory.
     """
     token = collectives.broadcast_object(create_token(run_dir) if rank == 0 else "")
     machine = processes.machine_id()
@@ -119,10 +122,12 @@ def connect(run_dir: Path, rank: int, tensor_rank: int, shard: int) -> MemoryCop
 
 
 def forget(run_dir: Path, rank: int) -> None:
-    """Remove the copies of earlier starts from all hosts. Every rank must call this.
+    """Remove the copies written before this start of the run from all hosts.
+
+    Every rank must call this.
 
     Raises:
-        ConfigError: on every rank: a host cannot remove them.
+        ConfigError: on every rank, if a host cannot remove its copies.
     """
     if collectives.broadcast_object(read_token(run_dir) if rank == 0 else None) is not None:
         _on_each_host(rank, lambda: remove_copies(run_dir))
@@ -141,7 +146,7 @@ def _on_each_host(rank: int, action: Callable[[], object]) -> None:
 
 
 def user_directory() -> Path:
-    """Return this user's directory of copies; it may not exist."""
+    """Return the directory of this user's copies, which may not exist."""
     return SHARED_MEMORY / f"zerolm-{os.getuid()}"
 
 
@@ -163,7 +168,7 @@ def create_token(run_dir: Path) -> str:
 
 
 def directory_of(run_dir: Path, token: str) -> Path:
-    """Return the directory of a run's copies on this host; it may not exist."""
+    """Return the directory of a run's copies on this host, which may not exist."""
     return user_directory() / f"{_path_digest(run_dir)}-{token}"
 
 
@@ -171,7 +176,7 @@ def create_directory(run_dir: Path, token: str) -> Path:
     """Create the directory of a run's copies on this host. Called by one rank per host.
 
     Raises:
-        OSError: it cannot be created, or belongs to another user.
+        OSError: the directory cannot be created, or belongs to another user.
     """
     directory = directory_of(run_dir, token)
     make_private(user_directory())
@@ -184,17 +189,17 @@ def create_directory(run_dir: Path, token: str) -> Path:
 
 
 def remove_abandoned() -> None:
-    """Remove copies on this host whose run directory was deleted or belongs to another run."""
+    """Remove this host's copies of runs whose directory was deleted or reused by another run."""
     for directory in _directories(lambda name: True):
         with contextlib.suppress(OSError):
             run_dir = Path((directory / OWNER).read_text())
             own = directory_of(run_dir, read_token(run_dir) or "")
-            if directory.name.removeprefix(".tmp-") != own.name:  # `own` may be under construction
+            if directory.name.removeprefix(".tmp-") != own.name:  # `own` may not be complete yet
                 shutil.rmtree(directory, ignore_errors=True)
 
 
 def remove_copies(run_dir: Path) -> None:
-    """Remove a run's copies from this host, and its token, without which no host loads a copy."""
+    """Remove a run's token, without which no host loads a copy, and its copies on this host."""
     RunFiles(run_dir).memory.unlink(missing_ok=True)
     for directory in _directories(lambda name: name.startswith(_path_digest(run_dir))):
         shutil.rmtree(directory, ignore_errors=True)

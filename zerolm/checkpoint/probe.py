@@ -1,9 +1,10 @@
-"""The probe: the loss of a fixed batch, saved with each checkpoint and checked after loading it.
+"""The probe: the loss on a fixed batch, saved with each checkpoint and compared after loading.
 
 The batch is the first sequence of each training source (up to `MAX_SEQUENCES`), the same for any
-world size. It runs in evaluation mode without gradients, so training is unaffected. Every rank
-computes the complete batch, so wrong weights on a single rank are detected. Training resumes only
-if the loss on each rank matches the manifest. Some logits are saved too, for a check by `export`.
+world size. The probe runs in evaluation mode without gradients, so it does not affect training.
+Every rank computes the complete batch, so wrong weights on a single rank are detected. Training
+resumes only if the loss on each rank matches the one in the manifest. Some logits are also saved,
+so `export` can check the exported model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -38,7 +39,9 @@ def num_sequences(plan: Plan) -> int:
 
 
 def measure(engine: Engine, batches: Iterable[Mapping[str, torch.Tensor]], plan: Plan) -> dict:
-    """Return the manifest's `probe`: loss, logits and what they depend on. All ranks call this.
+    """Measure the probe; return the manifest's entry `probe`. All ranks call this.
+
+    The entry contains the loss, some logits, and what both depend on.
 
     Args:
         engine: the DeepSpeed engine; in training mode afterwards.
@@ -65,9 +68,9 @@ def measure(engine: Engine, batches: Iterable[Mapping[str, torch.Tensor]], plan:
 
 
 def sample_logits(model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the first tokens of a micro-batch, all from one document, and some of their logits.
+    """Return the first tokens of a micro-batch's first document, and some of their logits.
 
-    The tokens are the model's only input, without a mask or positions, as for an exported model. So
+    The model receives only the tokens, without a mask or positions, as an exported model does. So
     an export check with the same shape can get bit-identical logits.
 
     Args:
@@ -103,16 +106,18 @@ def check(
     manifest: Mapping[str, Any],
     where: Path,
 ) -> str:
-    """Measure the probe on a loaded engine and compare it with the manifest. All ranks call this.
+    """Measure the probe on a loaded engine, and compare its loss with the manifest.
+
+    All ranks call this.
 
     Args:
         where: path of the manifest, for messages.
 
     Returns:
-        The result as text, for the log.
+        The result as a line for the log.
 
     Raises:
-        CheckpointError: on every rank: the loss on at least one rank differs from the saved loss.
+        CheckpointError: on every rank, if the loss on any rank differs from the saved loss.
     """
     saved = manifest.get("probe")
     if saved is None:
@@ -153,7 +158,7 @@ def _rule(tolerance: float) -> str:
 
 
 def _data_identity(plan: Plan) -> dict[str, Any]:
-    """Return the settings that determine the probe's tokens."""
+    """Return the data fingerprint and the settings that determine the probe's tokens."""
     return {
         "fingerprint": plan.data_fingerprint,
         "seq_len": plan.settings.seq_len,
@@ -164,7 +169,10 @@ def _data_identity(plan: Plan) -> dict[str, Any]:
 
 
 def _numerics(plan: Plan) -> dict[str, Any]:
-    """Return what determines rounding besides the topology; on CPUs, it determines every bit."""
+    """Return what, in addition to the topology, determines how the probe's loss is rounded.
+
+    On CPUs, equal values and topologies give bit-identical losses.
+    """
     return {
         "micro_batch_size": plan.settings.micro_batch_size,
         "attention": plan.settings.attn_implementation,

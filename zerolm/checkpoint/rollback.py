@@ -1,10 +1,10 @@
-"""Rolls a run back to a checkpoint from before a spike; safe if the run crashes at any point.
+"""Rolls a run back to a checkpoint from before a spike, and is safe against crashes at any point.
 
 The rollback is first recorded in `rollbacks.json`. Then `apply_recorded` renames the undone
-checkpoints, newest first, and updates `latest`. Every start of the run also calls it, to complete
-an interrupted rollback. Each checkpoint stores the number of earlier rollbacks, so checkpoints from
-before and after a rollback cannot be confused. Only rank 0 changes files. Must not depend on the
-training loop or on torch.
+checkpoints, newest first, and updates `latest`. Every start of the run also calls this function, to
+complete an interrupted rollback. Each checkpoint stores the number of rollbacks before it, so
+checkpoints from before and after a rollback can be distinguished. Only rank 0 changes files. Must
+not depend on the training loop or on torch.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ def target(run_dir: Path, first_anomaly: int, margin: int) -> Checkpoint | None:
     """Return the checkpoint to roll back to, or None if none precedes the first anomaly.
 
     Args:
-        margin: good steps before the anomaly to undo as well, if a checkpoint is old enough.
+        margin: number of good steps before the anomaly to undo as well, if a checkpoint is old
+            enough.
     """
     before = []
     for directory in published_checkpoints(RunFiles(run_dir).checkpoints):
@@ -51,16 +52,18 @@ def plan(
     reason: str,
     position_of: Callable[[Checkpoint], int] = lambda found: found.progress.position,
 ) -> Rollback | None:
-    """Return the rollback that undoes a spike, or None if no checkpoint is old enough.
+    """Plan the rollback that undoes a spike; return None if no checkpoint is old enough.
 
     The run will skip the data from `margin` steps before the first anomaly to the end of the last
     batch. The range starts at the checkpoint instead if that is later, or if the batch size has
     changed since then.
 
     Args:
-        batch_schedule: position -> number of sequences in the batch that starts there.
+        batch_schedule: function from a position to the number of sequences in the batch that starts
+            there.
         reason: why the last step is an anomaly.
-        position_of: the position from which the run continues after loading a checkpoint.
+        position_of: function from a checkpoint to the position from which the run continues after
+            loading it.
     """
     found = target(run_dir, first_anomaly, margin)
     if found is None:
@@ -70,7 +73,7 @@ def plan(
         if step == first_anomaly - 1 - margin:
             start = position
         position += batch_schedule(position)
-    if position != progress.position:  # the steps since the checkpoint used other batches
+    if position != progress.position:  # the batch size has changed since the checkpoint
         start = position_of(found)
     window = sequence_range(start, progress.position, progress.skipped_windows)
     return {
@@ -117,7 +120,7 @@ def apply_recorded(run_dir: Path) -> None:
 
 
 def undone_by(progress: Progress, rollbacks: list[Rollback]) -> list[Rollback]:
-    """Return the rollbacks since a checkpoint was saved that have undone its step."""
+    """Return the rollbacks that undo a checkpoint and were recorded after it was saved."""
     return [
         entry
         for entry in rollbacks
@@ -133,10 +136,11 @@ def remove_older(run_dir: Path, number: int) -> None:
 
 
 def with_rollbacks(progress: Progress, rollbacks: list[Rollback]) -> Progress:
-    """Return a checkpoint's progress, updated with the rollback counts and skipped windows.
+    """Return a checkpoint's progress, updated with the effects of later rollbacks.
 
     Args:
-        rollbacks: all rollbacks of the run; those from before the checkpoint have no effect.
+        rollbacks: all rollbacks of the run; those recorded before the checkpoint was saved have no
+            effect.
     """
     for entry in rollbacks:
         if entry["number"] > progress.rollbacks:

@@ -1,7 +1,7 @@
-"""Removal of checkpoints that are not retained, and of what a killed run left behind.
+"""Removes checkpoints that are not retained, and incomplete ones that a killed run left behind.
 
-Runs after a checkpoint is published, and before one is written. Rank 0 decides; each rank deletes
-the files that it wrote. Must not depend on torch or DeepSpeed.
+This happens after a checkpoint is published, and before the next one is written. Rank 0 decides;
+each rank deletes the files that it wrote. Must not depend on torch or DeepSpeed.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ def rotate(
 ) -> tuple[list[Path], list[str]]:
     """After `publish`, update `latest` and retire the checkpoints that are not retained.
 
-    Only rank 0 may call this. The new checkpoint exists even if this fails. Each rank deletes the
-    files that it wrote for a retired checkpoint (`delete_own`); the next save deletes what is left.
+    Only rank 0 may call this. The new checkpoint exists even if this fails. Each rank deletes its
+    own files of a retired checkpoint (`delete_own`); the next save deletes any remaining files.
 
     Args:
         newest: the checkpoint just published, which is always kept.
@@ -98,7 +98,7 @@ def removable(
 
 
 def retire(directory: Path) -> Path:
-    """Rename a checkpoint that is to be deleted, so a kill never leaves one half deleted."""
+    """Rename a checkpoint before its deletion, so it is never published but incomplete."""
     renamed = directory.with_name(TEMPORARY + directory.name)
     remove_unfinished(directory.parent, renamed)
     os.replace(directory, renamed)
@@ -107,9 +107,9 @@ def retire(directory: Path) -> Path:
 
 
 def delete_own(retired: Iterable[Path], names: Sequence[str]) -> None:
-    """Delete one rank's files of retired checkpoints; the last rank removes the directories.
+    """Delete one rank's files of retired checkpoints; the last rank also removes the directories.
 
-    Files that cannot be deleted now are deleted, or reported, before the next checkpoint.
+    Files that cannot be deleted now are deleted or reported before the next checkpoint is written.
     """
     for directory in retired:
         with contextlib.suppress(OSError):
@@ -122,10 +122,11 @@ def remove_unfinished(checkpoints: Path, needed: Path) -> list[str]:
     """Delete checkpoints that a killed run was writing or removing, and links with such names.
 
     Args:
-        needed: the checkpoint about to be written. A file with this name is set aside.
+        needed: the temporary path of the checkpoint about to be written. A regular file with such a
+            name is set aside.
 
     Returns:
-        One line for each that cannot be deleted.
+        One line for each path that cannot be deleted.
 
     Raises:
         OSError: `needed` cannot be deleted.

@@ -1,6 +1,6 @@
 """One checkpoint or copy in progress (`Job`), and its destination (`Target`): disk or memory.
 
-Must not know when a checkpoint is saved or published: `CheckpointWriter` does.
+`CheckpointWriter` decides when a checkpoint is saved and published.
 """
 
 import shutil
@@ -30,15 +30,15 @@ from zerolm.run_dir.files import TEMPORARY, checkpoint_name
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of saving a checkpoint, the same on every rank.
+    """The result of saving a checkpoint; the same on every rank except where noted.
 
     Attributes:
         progress: the run's progress at the step of the checkpoint.
         error: why the checkpoint was not published; None if it was.
-        problems: files that could not be removed; filled on rank 0 only.
-        copy_seconds: how long training waited for the copy.
+        problems: lines about files that could not be removed; set on rank 0 only.
+        copy_seconds: how long training was blocked by the copy.
         seconds: on rank 0, time from the start of the copy until the checkpoint was published; on
-            other ranks, until the end of the step in which they were notified.
+            other ranks, until the end of the step that reported the publication.
         in_memory: whether this is a copy in host memory instead of a checkpoint.
     """
 
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass
 class Job:
-    """One checkpoint or copy in progress, in its target's directory `temporary`.
+    """A checkpoint or in-memory copy in progress, written to the directory `temporary`.
 
     Threads only set `entries`, `published_seconds`, `published`, `problems` and `error`.
     """
@@ -80,35 +80,35 @@ class Target(Protocol):
     """The destination of a save. Every rank has one and makes the same calls, except in threads.
 
     Attributes:
-        publishes: whether rank 0 publishes the save when all ranks have written; otherwise the part
-            of each rank is complete on its own.
+        publishes: whether rank 0 publishes the checkpoint after all ranks have written; otherwise
+            each rank completes its own part.
     """
 
     publishes: bool
 
     def directory(self, step: int) -> Path:
-        """Return the directory for the files of a step."""
+        """Return the directory to write a step's files to."""
 
     def prepare(self, job: Job) -> None:
-        """Make room before the state is copied; set the job's error if that fails."""
+        """Free space before the state is copied; set the job's error if this fails."""
 
     def parts(self, engine: Engine) -> AbstractContextManager[None]:
-        """Return a context in which the engine saves the part that this rank writes."""
+        """Return a context in which the engine saves only the part that this rank must write."""
 
     def reserve(self, job: Job, size_bytes: int) -> None:
-        """Compare the size of this rank's files with the free space. All ranks call this."""
+        """Check that there is enough free space for this rank's files. All ranks call this."""
 
     def write(self, job: Job) -> None:
-        """Write this rank's files, and set `entries`. Run in a thread."""
+        """Write this rank's files, and set `entries`. Runs in a thread."""
 
     def publish(self, job: Job) -> None:
-        """Publish what all ranks have written, and set `published`. Run in a thread of rank 0."""
+        """Publish the files of all ranks, and set `published`. Runs in a thread on rank 0."""
 
     def discard(self, job: Job) -> None:
         """Delete the files of a failed save, after all ranks have stopped writing."""
 
     def replaces(self, job: Job) -> Callable[[], object]:
-        """Return a function that deletes this rank's older files in a thread.
+        """Return a function, to be run in a thread, that deletes this rank's files of older saves.
 
         All ranks call this.
         """
@@ -219,13 +219,13 @@ class InMemory:
         return self.copies.step_directory(step)
 
     def prepare(self, job: Job) -> None:
-        """Do nothing: the first rank to write creates the directory."""
+        """Do nothing, since the first rank that writes creates the directory."""
 
     def parts(self, engine: Engine) -> AbstractContextManager[None]:
         return saving_parts(engine, weights=self.copies.leads, states=self.copies.holds)
 
     def reserve(self, job: Job, size_bytes: int) -> None:
-        """Do nothing: preflight has compared the size with the host's memory."""
+        """Do nothing, since preflight has compared the size with the host's memory."""
 
     def write(self, job: Job) -> None:
         """Write this rank's files, then its manifest."""

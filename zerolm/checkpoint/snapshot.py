@@ -1,8 +1,8 @@
 """`HostCopy`: a copy of DeepSpeed's state in host memory, from which a checkpoint is written.
 
-Training waits for the copy; a thread writes the files from it. All copies reuse the same host
-memory, because page faults in new memory cost more than copying (0.26 against 0.04 seconds for 256
-MB on a CPU, torch 2.13). Must not depend on files.
+Training waits for the copy to complete; a thread then writes it to files. All copies reuse the same
+host memory, because page faults in new memory cost more than copying (0.26 against 0.04 seconds for
+256 MB on a CPU, torch 2.13). Must not depend on files.
 """
 
 import copy
@@ -30,7 +30,7 @@ class HostCopy:
 
     @torch.no_grad()
     def copy(self, state: Any) -> Any:
-        """Copy dicts, lists, tuples and objects to the CPU, so training may then modify the state.
+        """Copy nested containers and objects to the CPU; training may then modify the originals.
 
         Tensors that share memory in `state` share it in the copy; views become compact, and tensors
         inside objects get new memory. Copies from a GPU are asynchronous: call
@@ -69,7 +69,7 @@ class HostCopy:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield each tensor in nested containers once."""
+    """Yield each tensor in nested containers exactly once."""
     if id(value) in seen:
         return
     if isinstance(value, torch.Tensor):
@@ -88,7 +88,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 def _pin(buffer: torch.Tensor) -> None:
     """Pin memory in place. torch's own pinned allocator rounds sizes up to a power of two.
 
-    If that fails, as some drivers do for large buffers, copies to the buffer take longer.
+    If pinning fails, as with some drivers for large buffers, copies to the buffer are slower.
     """
     if not buffer.numel():
         return

@@ -8,7 +8,7 @@
     delete    a thread on each rank deletes its files of the retired checkpoints
 
 At most one checkpoint is in progress; the caller finishes it before the next save. An error on any
-rank reaches all ranks with the sums of the next step; then nothing is published. DeepSpeed's
+rank reaches all ranks through the sums of the next step, and nothing is published. DeepSpeed's
 `save_checkpoint` only passes its state to `_capture`; it writes no files except for states on NVMe.
 Must not depend on the training loop or on logs.
 """
@@ -81,7 +81,7 @@ class CheckpointWriter:
 
     @property
     def size_bytes(self) -> int:
-        """Host memory that this rank reserves for copies: its part of the last checkpoint."""
+        """Bytes of host memory that this rank has used for its part of the last checkpoint."""
         return self._host_copy.size_bytes
 
     def save(self, progress: Progress, ranked: Sequence[str] = (), **facts: Any) -> float:
@@ -92,7 +92,7 @@ class CheckpointWriter:
         Args:
             progress: the point from which a resume continues.
             ranked: checkpoint names for all evaluated steps, best first.
-            facts: further manifest entries, as JSON values.
+            facts: additional manifest entries, as JSON values.
 
         Returns:
             The elapsed time in seconds.
@@ -144,7 +144,7 @@ class CheckpointWriter:
     # ---- Called between two steps
 
     def flags(self) -> tuple[float, float, float]:
-        """Return this rank's terms in the sums over ranks: written, failed, published."""
+        """Return this rank's flags (written, failed, published), to be summed over all ranks."""
         job = self._job
         if job is None:
             return 0.0, 0.0, 0.0
@@ -198,12 +198,12 @@ class CheckpointWriter:
             self._start(job.target.publish)
 
     def _abort(self) -> Outcome:
-        """Cancel a checkpoint that some rank could not write, and delete its files."""
+        """Cancel a checkpoint that at least one rank could not write, and delete its files."""
         job = self._job
         assert job is not None and job.thread is not None
         job.cancelled = True
         job.thread.join()
-        errors = gather_objects(job.error)  # also a barrier: all ranks have stopped writing
+        errors = gather_objects(job.error)  # also a barrier, after which no rank is writing
         job.target.discard(job)
         lines = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
         return self._end("; ".join(lines))

@@ -1,4 +1,4 @@
-"""`decode-batch`: print the text of a batch, with its sources and documents."""
+"""`decode-batch`: print the text of a batch, with the source and documents of each row."""
 
 import argparse
 from pathlib import Path

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _about_average(run_dir: Path) -> str:
-    """Return the sentence about the moving average for the model card."""
+    """Return the model card's sentence about the exponential moving average."""
     settings = (find_run_json(run_dir) or {}).get("settings", {})
     half_life = settings.get("ema_tokens")
     return "The weights are an exponential moving average over the training" + (
@@ -90,7 +90,7 @@ def _about_average(run_dir: Path) -> str:
 
 
 def run_of(checkpoint: Checkpoint) -> Path:
-    """Return the run directory of a checkpoint."""
+    """Return the run directory that contains a checkpoint."""
     return checkpoint.directory.parent.parent
 
 
@@ -102,7 +102,8 @@ def write_output(
     """Write a model directory according to the output flags, and push it if requested.
 
     Args:
-        write: (tokenizer directory, EOS id, model name, maximum file size) -> printed result.
+        write: function of (tokenizer directory, EOS id, model name, maximum file size) that writes
+            the model and returns a line to print.
     """
     from safetensors import SafetensorError
 
@@ -123,7 +124,7 @@ def write_output(
     name = arguments.push or output.absolute().name
     try:
         result = write(tokenizer_dir, eos_id, name, arguments.max_shard_size or MAX_SHARD_BYTES)
-    except (OSError, SafetensorError) as error:  # a full disk, a directory that is not writable
+    except (OSError, SafetensorError) as error:  # a full disk, for example
         raise ZerolmError(f"{output}: nothing was exported: {error}") from error
     print(f"{output}: {result}")
     print("load it with AutoModelForCausalLM.from_pretrained")
@@ -138,7 +139,7 @@ def model_files(
     about: str = "",
     measured: Callable[[str], bool] = lambda key: True,
 ) -> dict[str, bytes]:
-    """Return {file name: content} of the model card and, if the run has metrics, its plot."""
+    """Return {file name: content} for the model card and, if the run has metrics, a loss plot."""
     from zerolm.export.model_card import PICTURE, model_card
     from zerolm.report.plot import plot_losses
 

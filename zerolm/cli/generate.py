@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> None:
     from zerolm.export.checkpoint_model import load_model
 
     settings = settings_of(arguments)
-    with redirect_stdout(sys.stderr):  # for notices from libraries; stdout is for the text
+    with redirect_stdout(sys.stderr):  # notices from libraries; stdout is for the generated text
         loaded = load_model(arguments.model, arguments.device)
     coder = TextCoder(loaded.tokenizer, loaded.eos_id)
     print(loaded.about, *(f"note: {line}" for line in coder.notices), sep="\n", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`merge`: write a weighted mean of checkpoints as a Hugging Face model directory."""
+"""`merge`: write the weighted mean of several checkpoints as a Hugging Face model directory."""
 
 import argparse
 from collections.abc import Sequence
@@ -113,9 +113,9 @@ def _check_flags(method: str, ema_decay: float | None, decay_shape: str | None) 
 
 
 def _find(references: Sequence[str], output: Path, *, ordered: bool) -> list[Checkpoint]:
-    """Return the checkpoints, oldest first, after verifying files, models and tokenizers.
+    """Find the checkpoints, check that they can be merged, and return them, oldest first.
 
-    If `ordered`, their token counts must differ.
+    If `ordered`, all checkpoints must have different token counts.
     """
     from zerolm.export.export import check_room
 
@@ -168,7 +168,7 @@ def _differences(checkpoints: Sequence[Checkpoint]) -> list[str]:
     for run_dir in dict.fromkeys(map(run_of, checkpoints)):
         source = first_source(run_dir)
         if source is None:
-            continue  # its token shards were deleted
+            continue  # the run's token shards were deleted
         fingerprint = source.head["tokenizer"]["fingerprint"]
         first = first or (run_dir, fingerprint)
         if fingerprint != first[1]:
@@ -182,7 +182,7 @@ def _differences(checkpoints: Sequence[Checkpoint]) -> list[str]:
 def _rows(
     checkpoints: Sequence[Checkpoint], coefficients: Sequence[float]
 ) -> list[tuple[str, str, str, str]]:
-    """Return (step, tokens, weight, run) for each checkpoint."""
+    """Return the table row (step, tokens, weight, run) for each checkpoint."""
     return [
         (
             f"{checkpoint.progress.step:,}",
@@ -195,7 +195,7 @@ def _rows(
 
 
 def _about(how: str, rows: Sequence[tuple[str, str, str, str]]) -> str:
-    """Return the section of the model card about the merge."""
+    """Return the model card's section about the merge."""
     from zerolm.export.model_card import table
 
     text = (

@@ -21,7 +21,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=number,
         help="price of one device per hour, to show the cost of the run",
     )
-    add("--of_process", type=count, help=argparse.SUPPRESS)  # the run that started this command
+    # The process number of the run that started this command.
+    add("--of_process", type=count, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -21,13 +21,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Restore the run, unless another process writes to the run directory."""
+    """Restore the run, unless another process is using the run directory."""
     from zerolm.train import run_directory
     from zerolm.upload.restore import complete_steps, restore
 
     refuse_bad_url(arguments.url)
     restored = None
-    if complete_steps(arguments.url, arguments.step):  # before `claim` creates the run directory
+    # Checked first, because `claim` creates the run directory.
+    if complete_steps(arguments.url, arguments.step):
         with run_directory.claim(arguments.run_dir):
             restored = restore(arguments.url, arguments.run_dir, arguments.step)
     if restored is None:

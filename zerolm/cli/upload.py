@@ -18,7 +18,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="keep only the newest N checkpoints in the store; 0: all (default: 0)",
     )
-    add("--of_process", type=count, help=argparse.SUPPRESS)  # the run that started this command
+    # The process number of the run that started this command.
+    add("--of_process", type=count, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         child.serve(arguments.of_process)
     try:
         sent = uploader.upload(arguments.run_dir, arguments.url, arguments.keep)
-    except StoreError:  # the uploader has printed it
+    except StoreError:  # the uploader has printed the error
         return EXIT_BUG
     if not sent and arguments.of_process is None:
         print(f"{arguments.url}: already contains every checkpoint of {arguments.run_dir}")

@@ -1,6 +1,6 @@
-"""`Child`: a zerolm process that works in the background of a run.
+"""`Child`: a zerolm process that runs in the background of a run.
 
-Each tracker, the HTML report and the uploads run in child processes, so a slow or failing one
+Each tracker, the HTML report and the uploads run in child processes, so a slow or failing child
 neither delays a step nor ends the run. The run uses `Child`; the child process calls `serve`.
 Standard library only.
 """
@@ -22,20 +22,20 @@ WAIT_SECONDS = 0.05
 
 
 class Child:
-    """The process `python -m zerolm ARGUMENTS --of_process PID`, at most one at a time.
+    """Runs `python -m zerolm ARGUMENTS --of_process PID`, at most one process at a time.
 
     The owner calls `start` when the child is `due`, and `poll` regularly; only `wait` blocks.
 
     Args:
         arguments: a zerolm command and its arguments.
-        log: file to append the output to, created with its directory; None: inherit the output of
-            this process.
-        supervised: whether `launch supervise` waits for the process to end before restarting the
+        log: file to append the child's output to, created with its directory; None: inherit the
+            output of this process.
+        supervised: whether `launch supervise` waits for the process to exit before it restarts the
             run.
-        endless: whether the process should never exit on its own, so even exit code 0 is a failure.
-        first_pause_seconds: pause after the first failure until it is due again; doubled by each
-            further failure.
-        max_failures: number of failures after which it is never due again.
+        endless: whether the process must never exit on its own, so even exit code 0 is a failure.
+        first_pause_seconds: pause after the first failure before the process is due again; doubled
+            after each further failure.
+        max_failures: number of failures after which the process is never due again.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether a process was started and `poll` has not reported its exit yet."""
+        """Whether a process was started whose exit `poll` has not reported yet."""
         return self.process is not None
 
     def due(self) -> bool:
@@ -68,7 +68,8 @@ class Child:
         """Start the process.
 
         Raises:
-            OSError: the process cannot be started. It is not due again for `MAX_PAUSE_SECONDS`.
+            OSError: the process cannot be started. The child is not due again for
+                `MAX_PAUSE_SECONDS`.
         """
         try:
             with contextlib.ExitStack() as stack:
@@ -76,8 +77,8 @@ class Child:
                 if self.log is not None:
                     self.log.parent.mkdir(exist_ok=True)
                     output = stack.enter_context(open(self.log, "ab"))
-                # Blocked until `serve` ignores them, since a launcher may signal the child while it
-                # starts.
+                # These signals are blocked until `serve` ignores them, since a launcher may signal
+                # the child while it starts.
                 mask = signal.pthread_sigmask(signal.SIG_BLOCK, processes.STOP_SIGNALS)
                 stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
                 self.process = subprocess.Popen(
@@ -114,15 +115,16 @@ class Child:
         cancelled: Callable[[], bool] = lambda: False,
         waiting: Callable[[], object] = lambda: None,
     ) -> int | None:
-        """Wait until the process ends.
+        """Wait until the process exits.
 
         Args:
             deadline: time on the clock of `time.monotonic`.
-            cancelled: returns True to stop waiting earlier.
-            waiting: called every `WAIT_SECONDS` to record progress, since waiting is not a hang.
+            cancelled: function that returns True to stop waiting early.
+            waiting: called every `WAIT_SECONDS`, to show the watchdog that this process is not
+                hanging.
 
         Returns:
-            The exit code, or None if the process is still running or does not exist.
+            The exit code, or None if the process is still running or was not started.
         """
         while (code := self.poll()) is None and self.running:
             if time.monotonic() >= deadline or cancelled():
@@ -132,7 +134,7 @@ class Child:
         return code
 
     def kill(self) -> None:
-        """Kill the process if it still runs."""
+        """Kill the process if it is still running."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -140,7 +142,7 @@ class Child:
 
 
 def _environment(supervised: bool) -> dict[str, str]:
-    """Return an environment in which a child imports the same zerolm as this process."""
+    """Return environment variables with which a child imports the same zerolm as this process."""
     environment = dict(os.environ)
     shield(environment)
     if not supervised:
@@ -149,14 +151,14 @@ def _environment(supervised: bool) -> dict[str, str]:
 
 
 def serve(pid: int) -> None:
-    """Make this process a child of process `pid`: lower its priorities, and end it with the parent.
+    """Lower this child process's priorities, and make it exit with its parent, process `pid`.
 
-    The child ignores signals, because the run handles them: it saves first, and gives the child
-    time to finish.
+    The child ignores stop signals, because the run handles them: it saves first, and then gives the
+    child time to finish.
     """
     os.nice(19)
-    os.setpgrp()  # so the terminal's Ctrl-C does not reach W&B's service and other subprocesses
-    with contextlib.suppress(Exception):  # not available in every kernel or container
+    os.setpgrp()  # so Ctrl-C does not reach this process's own subprocesses, such as W&B's service
+    with contextlib.suppress(Exception):  # not supported by every kernel or container
         import psutil
 
         psutil.Process().ionice(psutil.IOPRIO_CLASS_IDLE)

@@ -56,7 +56,7 @@ SYNTAX = (
     "durations as 3h50m or 90s."
 )
 
-SYNONYMS = {  # {other programs' name: our name}, for each command that has the flag
+SYNONYMS = {  # {name in other programs: our name}; suggested by each command that has the flag
     **dict.fromkeys(("output_dir", "out_dir", "output_prefix", "save_dir", "out"), "output"),
     **dict.fromkeys(("input_dir", "input_path", "files", "dataset", "data_path"), "input"),
     **dict.fromkeys(("num_proc", "num_workers", "nproc", "processes", "jobs"), "workers"),
@@ -95,11 +95,11 @@ class Command:
 
 @dataclass(frozen=True)
 class Group:
-    """The commands of a program, or a group of commands such as `zerolm data ...`.
+    """All commands of a program, or a group of its commands such as `zerolm data ...`.
 
     Attributes:
         topic: heading under which the commands are listed in the help of an outer group.
-        around: context in which each command runs; called with the command's arguments.
+        around: returns a context in which to run a command, given the command line's arguments.
     """
 
     description: str
@@ -109,10 +109,10 @@ class Group:
 
 
 def commands_in(package: str, topics: Mapping[str, Mapping[str, str]]) -> dict[str, Command]:
-    """Return the commands of a package that has one module per command, with the same name.
+    """Return the commands of a package in which each command has a module of the same name.
 
     Args:
-        topics: {topic: {name: line of help}}.
+        topics: {topic: {name of a command: its line of help}}.
     """
     return {
         name: Command(text, f"{package}.{name.replace('-', '_')}", topic)
@@ -122,14 +122,14 @@ def commands_in(package: str, topics: Mapping[str, Mapping[str, str]]) -> dict[s
 
 
 def run_program(group: Group, argv: Sequence[str], program: str) -> int:
-    """Run the command that `argv` names, and return the exit code.
+    """Run the command given by `argv`, and return its exit code.
 
     Args:
         program: what the user typed to start the program, such as `zerolm`, for usage and messages.
     """
     open_standard_streams()
     streams: Any = sys.stdout, sys.stderr
-    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may not support a character
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the terminal may not support every character
         sys.stdout.reconfigure(errors="backslashreplace")
     shown: Any = PrintableOutput(sys.stdout, "\n\t"), PrintableOutput(sys.stderr, "\n\r\t")
     sys.stdout, sys.stderr = shown
@@ -144,7 +144,7 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
     try:
         code = _run(group, argv, program)
     except BrokenPipeError:
-        if not _output_is_closed():  # one of our own pipes, not `| head`
+        if not _output_is_closed():  # caused by one of our own pipes, not by `| head`
             raise
         code = EXIT_OUTPUT_CLOSED
     except SystemExit as end:
@@ -164,17 +164,17 @@ def _exit_code(group: Group, argv: Sequence[str], program: str) -> int:
 
 
 class PrintableOutput:
-    """A standard stream without control characters, since printed text may come from a file.
+    """A standard stream that escapes control characters, since printed text may come from a file.
 
     Attributes:
-        stream: the unfiltered stream, for commands that draw on the terminal.
+        stream: the original stream, for commands that draw on the terminal.
     """
 
     def __init__(self, stream: TextIO, kept: str):
         self.stream, self.kept = stream, kept
 
     def write(self, text: str) -> int:
-        is_move = not text.replace(CURSOR_UP, "")  # tqdm moves to the bar above
+        is_move = not text.replace(CURSOR_UP, "")  # tqdm's sequence that moves up to another bar
         self.stream.write(text if is_move else printable(text, self.kept))
         return len(text)
 
@@ -185,8 +185,9 @@ class PrintableOutput:
 def open_standard_streams() -> None:
     """Open /dev/null for each closed standard stream, as daemons may have.
 
-    For a closed stream, Python uses None, which cannot be flushed. The next opened file would get
-    its descriptor, and C libraries and the processes of a run would write messages into that file.
+    Python represents a closed stream as None, which cannot be flushed. The next file to be opened
+    would receive the stream's descriptor, and C libraries and the processes of a run would write
+    their messages into that file.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is not None:
@@ -194,12 +195,15 @@ def open_standard_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free one
+            # `os.open` returns the lowest free descriptor.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         setattr(sys, name, open(os.devnull, mode))
 
 
 def flush_output() -> None:
-    """Flush stdout. If its reader has exited, as in `| head`, discard the rest without an error."""
+    """Flush stdout. If the reader of the output has exited, as in `| head`, discard the rest
+    without an error.
+    """
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -238,14 +242,14 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
                 contexts.enter_context(outer.around(remaining))
             module = importlib.import_module(found.module)
             arguments = remaining if found.own_parser else _parse(found, module, remaining, name)
-            interrupts.raise_on_interrupt()  # from here on, there may be something to clean up
+            interrupts.raise_on_interrupt()  # from here on, the command may have to clean up
             return module.run(arguments) or EXIT_DONE
     except ZerolmError as error:
         heading = "refused\n" if error.exit_code == EXIT_REFUSED else ""
         print(f"{name}: {heading}{error}", file=sys.stderr)
         return error.exit_code
     except PermissionError as error:
-        named = error.filename is not None  # None if a library in another language opened it
+        named = error.filename is not None  # None if a library in another language opened the file
         cause = f"{barrier(error.filename)}: {error.strerror}" if named else reason(error)
         fix = "Change its permissions, or name another."
         print(f"{name}: refused\n{cause}. {fix}", file=sys.stderr)
@@ -253,7 +257,7 @@ def _run(group: Group, argv: Sequence[str], program: str) -> int:
 
 
 def refuse_line_breaks(argv: Sequence[str]) -> None:
-    """Refuse existing files with a line break in their path, which would forge lines of output."""
+    """Refuse paths of existing files that contain line breaks, since they could forge output."""
     paths = (part for argument in argv for part in (argument, argument.partition("=")[2]))
     found = [path for path in paths if {"\n", "\r"} & set(path) and os.path.lexists(path)]
     if found:
@@ -309,7 +313,7 @@ def help_text(group: Group, program: str) -> str:
 
 
 def _listed(group: Group) -> dict[str, list[tuple[str, str]]]:
-    """Return {topic: [(name, help line), ...]}; names of commands in a group are `group name`."""
+    """Return {topic: [(name, help line), ...]}; commands in a group are named `GROUP NAME`."""
     topics: dict[str, list[tuple[str, str]]] = {}
     for name, command in group.commands.items():
         rows = topics.setdefault(command.topic, [])
@@ -322,7 +326,7 @@ def _listed(group: Group) -> dict[str, list[tuple[str, str]]]:
 
 
 # -------------------------------------------------------------------------------------------------
-# The flags of one command
+# Flags of a single command
 
 
 class Parser(argparse.ArgumentParser):
@@ -330,7 +334,7 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         program: program and command, for usage and messages.
-        more: further arguments for argparse.
+        more: additional arguments for argparse.
     """
 
     def __init__(self, program: str, description: str, **more: Any):
@@ -339,7 +343,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Split arguments into the command's own flags with their values, and all others."""
+        """Separate the command's own flags and their values from all other arguments."""
         takes_value = {
             _with_underscores(flag): action.nargs != 0
             for action in self._actions
@@ -391,7 +395,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Adds the default of each switch to its help, and does not break lines at dashes in flags."""
+    """Adds each switch's default to its help, and does not break lines at dashes in flags."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=40, width=WIDTH)
@@ -415,7 +419,7 @@ def _with_underscores(flag: str) -> str:
 
 
 def flag_type(parse: Callable[[str], Any], **bounds: float) -> Callable[[str], Any]:
-    """Return the argparse `type` of a flag whose values `parse` reads, checked by `within`."""
+    """Return a converter for argparse's `type` that parses a value and checks its bounds."""
 
     def read(text: str) -> Any:
         try:
@@ -434,7 +438,7 @@ duration = flag_type(parse_duration)  # in seconds
 
 
 def file_to_write(text: str) -> Path:
-    """Return the path of a file that a command writes when it ends."""
+    """Convert a flag's value to the path of a file, after checking that the file can be written."""
     if problem := write_problem(Path(text)):
         raise argparse.ArgumentTypeError(problem)
     return Path(text)

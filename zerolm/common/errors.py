@@ -16,19 +16,20 @@ from zerolm.common.values import printable
 EXIT_DONE = 0
 EXIT_BUG = 1
 EXIT_REFUSED = 2  # nothing was written
-EXIT_STOPPED = 75  # saved and stopped on request; start again. EX_TEMPFAIL in sysexits.h
+EXIT_STOPPED = 75  # saved and stopped on request; start the run again. EX_TEMPFAIL in sysexits.h
 EXIT_GAVE_UP = 76  # the loss is not finite, or diverges
 EXIT_CORRUPT = 77  # a device computed or stored wrong values; start again without its host
 
 MAX_REASON_CHARACTERS = 300
-MAX_PROBLEM_CHARACTERS = 1800  # the middle of a longer one is cut: a value, or a key in a file
+MAX_PROBLEM_CHARACTERS = 1800  # for a value, or a key in a file; the middle of a longer one is cut
 
 
 class ZerolmError(Exception):
     """Base class of errors that are shown to the user as a message, without a traceback.
 
     Attributes:
-        on_all_ranks: whether every rank raises it at the same point, so all can exit together.
+        on_all_ranks: whether every rank raises the error at the same point, so all ranks can exit
+            together.
     """
 
     exit_code = EXIT_BUG
@@ -58,11 +59,11 @@ def _shortened(problem: str) -> str:
     if len(problem) <= MAX_PROBLEM_CHARACTERS:
         return problem
     half = MAX_PROBLEM_CHARACTERS // 2
-    return f"{problem[:half]} ... {problem[-half:]}"  # the end states the rule and the fix
+    return f"{problem[:half]} ... {problem[-half:]}"  # the end contains the fix
 
 
 class RecordError(ConfigError):
-    """A file that one of our programs wrote is damaged. The message is one line."""
+    """A file written by one of our programs is damaged. The message is one line."""
 
 
 class ShardError(ConfigError):
@@ -70,7 +71,7 @@ class ShardError(ConfigError):
 
 
 class ShardReadError(ShardError):
-    """A process of the run could not read token data."""
+    """A process of the run cannot read token data."""
 
     exit_code = EXIT_BUG
     on_all_ranks = False
@@ -81,7 +82,7 @@ class CheckpointError(ConfigError):
 
 
 class GaveUp(ZerolmError):
-    """Training cannot continue: a loss that is not finite, or too many spikes and rollbacks."""
+    """Training cannot continue, because the loss is not finite or there were too many spikes."""
 
     exit_code = EXIT_GAVE_UP
 
@@ -108,13 +109,13 @@ def reason(
 ) -> str:
     """Return an error as one line of at most `MAX_REASON_CHARACTERS`, without credentials.
 
-    Secrets are masked before the text is shortened, because part of a secret would not be
+    Secrets are masked before the text is shortened, because a truncated secret would not be
     recognised.
 
     Args:
-        named: whether to begin with the exception's type, which is always shown if it has no
+        named: whether to begin with the exception's type; the type is always shown if there is no
             message.
-        environment: variables whose secret values are hidden.
+        environment: environment variables; the values of secret ones are hidden.
     """
     text = str(error)
     if isinstance(error, BaseException) and (named or not text.strip()):
@@ -125,7 +126,7 @@ def reason(
 
 @dataclass
 class Findings:
-    """The results of checking the input, in the order in which they were found.
+    """Problems and notices from checking the input, each in the order in which it was found.
 
     Attributes:
         problems: reasons to refuse the run.
@@ -139,8 +140,8 @@ class Findings:
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean "x"?' for the most similar choice, or an empty string.
 
-    For a flag, only another spelling of its words counts, since a similar flag with another meaning
-    would mislead.
+    A flag must be more similar than other words, since a suggested flag with another meaning would
+    mislead.
     """
     is_flag = word.startswith("--")
     by_word = {choice.removeprefix("--"): choice for choice in choices}
@@ -150,7 +151,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def unknown_keys(where: str, given: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return one problem for each key that is not an option."""
+    """Return one problem for each given key that is not a known option."""
     known = list(known)
     return [
         f"{where}.{key}: is not an option.{did_you_mean(key, known)} Known: {', '.join(known)}."

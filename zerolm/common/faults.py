@@ -3,8 +3,9 @@
     FAULT=point:rank:step:action[,point:rank:step:action ...]
 
 `rank` and `step` are numbers, or `*` for any. `POINTS` lists the points and `ACTIONS` the actions.
-A fault triggers each time its point is reached. With `FAULT_ONCE=DIRECTORY` it triggers only once
-across all restarts of a run, recorded by a file in that directory. Standard library only.
+A fault triggers each time its point is reached. With `FAULT_ONCE=DIRECTORY` a fault triggers only
+once across all restarts of a run, and a file in that directory records that it has triggered.
+Standard library only.
 """
 
 import errno
@@ -107,8 +108,8 @@ def parse_faults(text: str) -> list[Fault]:
     return faults
 
 
-# Parsed once, so a point without faults costs only the iteration over an empty list. An invalid
-# value ends the process here, before it starts anything.
+# Parsed once, so a point costs only the iteration over an empty list if there are no faults. An
+# invalid value makes the process exit here, before it does anything else.
 try:
     _FAULTS = parse_faults(os.environ.get("FAULT", ""))
 except ConfigError as error:
@@ -136,7 +137,7 @@ def fault_point(point: str, step: int) -> str | None:
 
 
 def _is_armed(fault: Fault, environment: Mapping[str, str]) -> bool:
-    """Return False if the fault may trigger only once and has already triggered."""
+    """Return whether a fault may trigger, and record that it has if it may trigger only once."""
     directory = environment.get("FAULT_ONCE")
     if not directory:
         return True

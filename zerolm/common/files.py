@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 HASH_CHUNK_BYTES = 1 << 22
-# Pointer files, small texts in place of files stored elsewhere: first line, program, remedy.
+# Pointers: small text files that replace files stored elsewhere. First line, program, remedy.
 POINTERS = (
     (rb"version https://git-lfs\.github\.com/spec/.*", "Git LFS", "git lfs pull"),
     (rb"version https://hawser\.github\.com/spec/.*", "Git LFS", "git lfs pull"),
@@ -30,7 +30,7 @@ VISIBLE_SECONDS, VISIBLE_POLL_SECONDS = 75.0, 0.1  # acdirmax of nfs(5) is 60 s
 
 
 def sha256_file(path: str | Path) -> str:
-    """Return the hex SHA-256 of a file, read in chunks."""
+    """Return the SHA-256 of a file in hex. The file is read in chunks."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
@@ -39,13 +39,13 @@ def sha256_file(path: str | Path) -> str:
 
 
 def file_entry(path: Path, directory: Path) -> dict[str, Any]:
-    """Return a file's entry for a manifest in its directory: name, size and SHA-256."""
+    """Return a file's entry for the manifest in `directory`: relative path, size and SHA-256."""
     name = path.relative_to(directory).as_posix()
     return {"file": name, "size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def pointer_problem(content: bytes) -> str:
-    """Return the problem if the content of a file is a pointer to another file; otherwise empty."""
+    """Return a message if the content of a file is a pointer to another file; otherwise ""."""
     if len(content) > MAX_POINTER_BYTES or content.count(b"\n") >= MAX_POINTER_LINES:
         return ""
     first = content.partition(b"\n")[0].rstrip(b"\r")
@@ -56,14 +56,18 @@ def pointer_problem(content: bytes) -> str:
 
 
 def pointer_problem_of(path: str | Path) -> str:
-    """Return `pointer_problem` for a file; empty if it cannot be read."""
+    """Return `pointer_problem` for the content of a file; "" if the file cannot be read."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         return pointer_problem(file.read(MAX_POINTER_BYTES + 1))
     return ""
 
 
 def barrier(path: str | Path) -> Path:
-    """Return what denies access to a path: its first inaccessible directory, or the path itself."""
+    """Return the path whose permissions must change to access a path.
+
+    This is the first directory that cannot be entered, if any; otherwise the path itself, or its
+    directory if the path is accessible or missing.
+    """
     path = Path(path)
     for directory in reversed(path.parents):
         if directory.exists() and not os.access(directory, os.X_OK):
@@ -73,10 +77,10 @@ def barrier(path: str | Path) -> Path:
 
 
 def require_writable(directory: str | Path) -> None:
-    """Create and remove a directory in the nearest existing parent, to check that this works.
+    """Check that a directory can be created, by doing so in its nearest existing parent.
 
     Raises:
-        OSError: it cannot be created. `filename` is the existing directory.
+        OSError: no directory can be created there. `filename` is the existing parent.
     """
     existing = Path(directory)
     while not os.path.lexists(existing):
@@ -89,7 +93,7 @@ def require_writable(directory: str | Path) -> None:
 
 
 def write_problem(path: Path) -> str | None:
-    """Return why a command could not write a file when it ends, or None if it could."""
+    """Return why a file cannot be written, or None; for commands that write it only at the end."""
     directory = path.parent
     if not directory.is_dir():
         return f"{path}: {directory} is not a directory. Create it, or choose another."
@@ -101,7 +105,7 @@ def write_problem(path: Path) -> str | None:
 
 
 def sync_directory(path: str | Path) -> None:
-    """Make the creations and renames in a directory durable."""
+    """Make the creation and renaming of entries in a directory durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -116,7 +120,7 @@ def sync_file(path: str | Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Make a directory durable: its entries, and all files and directories below it."""
+    """Make a directory durable, including all files and directories below it."""
     for path in directory.rglob("*"):
         if path.is_dir():
             sync_directory(path)
@@ -128,13 +132,13 @@ def sync_tree(directory: Path) -> None:
 def make_directories(path: str | Path) -> None:
     """Durably create a directory and its missing parents.
 
-    A file may be lost in a power failure if the name of its directory was never synced.
+    A file may be lost in a power failure if its directory's own entry was never synced.
     """
     path = Path(path).absolute()
     missing = [each for each in (path, *path.parents) if not each.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        with contextlib.suppress(PermissionError):  # a parent that is writable but not readable
+        with contextlib.suppress(PermissionError):  # the parent is writable but not readable
             sync_directory(each.parent)
 
 
@@ -154,7 +158,7 @@ def set_default_modes(directory: Path) -> None:
 
 
 def wait_until_visible(path: Path, seconds: float = VISIBLE_SECONDS) -> bool:
-    """Wait for a file that another host has written; return whether it became visible in time.
+    """Wait until a file written by another host is visible; return False after a timeout.
 
     An NFS client that looked up a name before the file existed may cache "no such file" for a
     minute.
@@ -181,18 +185,18 @@ def write_atomically(
 ) -> None:
     """Write a file so that readers see either the complete new content or the previous state.
 
-    Classes that stream a large file (`ShardWriter`, `StageWriter`) implement the same steps
+    Classes that stream large files (`ShardWriter`, `StageWriter`) implement the same steps
     themselves.
 
     Args:
-        content: the bytes, or a function that writes them to a file.
+        content: the bytes to write, or a function that writes them to the open file.
         many_writers: whether other processes, possibly on other hosts, may write the same file at
-            the same time. A killed writer then leaves a temporary file that no other writer
-            overwrites.
-        durable: whether to sync, so that this also holds after a power failure.
+            the same time. If such a writer is killed, its temporary file is left behind, since no
+            other writer overwrites it.
+        durable: whether to sync, so readers see one of the two even after a power failure.
 
     Raises:
-        OSError: the file could not be written, and is unchanged or absent.
+        OSError: the file could not be written. It is unchanged or still absent.
     """
     path = Path(path)
     temporary = temporary_path(path) if many_writers else path.with_name(path.name + ".tmp")
@@ -236,7 +240,7 @@ def attempt_token() -> str:
 
 @functools.cache
 def host_name() -> str:
-    """Return this host's name, with only characters that are safe in file names."""
+    """Return this host's name, reduced to characters that are safe in file names."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:32]
 
 
@@ -244,12 +248,12 @@ def host_name() -> str:
 
 
 def private_directory(name: str) -> Path:
-    """Return this user's directory of that name in the temporary directory; it may not exist."""
+    """Return the path of this user's directory for `name` in the temporary directory."""
     return Path(tempfile.gettempdir()) / f"zerolm-{name}-{os.getuid()}"
 
 
 def privacy_problem(directory: Path) -> str | None:
-    """Return why a directory is not private to this user; None if it is, or does not exist."""
+    """Return why a directory is not private to this user; None if it is private or missing."""
     try:
         status = directory.lstat()
     except FileNotFoundError:
@@ -264,10 +268,10 @@ def privacy_problem(directory: Path) -> str | None:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory that only this user can access, unless it exists.
+    """Create a directory that only this user can access, unless one exists.
 
     Raises:
-        PermissionError: it exists and is not private to this user.
+        PermissionError: the directory exists but is not private to this user.
     """
     directory.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with contextlib.suppress(FileExistsError):

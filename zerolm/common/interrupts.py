@@ -9,18 +9,18 @@ _raised = False
 
 
 def was_raised() -> bool:
-    """Return whether Ctrl-C has raised KeyboardInterrupt since `raise_on_interrupt`."""
+    """Return whether Ctrl-C has raised KeyboardInterrupt since `raise_on_interrupt` was called."""
     return _raised
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end this process without a traceback, until it installs its own handler."""
+    """Make Ctrl-C end this process without a traceback until another handler is installed."""
     if _signal.getsignal(_signal.SIGINT) in (_signal.default_int_handler, _raise):  # not ignored
         _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 
 def raise_on_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, after `end_on_interrupt`."""
+    """Undo `end_on_interrupt`: make Ctrl-C raise KeyboardInterrupt again."""
     if _signal.getsignal(_signal.SIGINT) == _signal.SIG_DFL:
         _signal.signal(_signal.SIGINT, _raise)
 

@@ -1,8 +1,8 @@
-"""File locks, held by at most one process and released by the kernel when that process dies.
+"""File locks that the kernel releases when their holder exits or is killed.
 
-The `filelock` package does not fit: block caches need shared locks, which it implements only with
-an SQLite database or marker files, and its `FileLock` always creates the file, which `--check` must
-not do. Standard library only.
+The `filelock` package does not fit: block caches need shared locks, which `filelock` implements
+only with an SQLite database or marker files, and `FileLock` always creates the file, which
+`--check` must not do. Standard library only.
 """
 
 import fcntl
@@ -19,7 +19,7 @@ class LockTaken(BlockingIOError):
     """Another process holds the lock.
 
     Attributes:
-        owner: the text that this process wrote into the lock file, without surrounding whitespace.
+        owner: the text that the holder wrote into the lock file, without surrounding whitespace.
     """
 
     def __init__(self, path: Path, owner: str = ""):
@@ -28,20 +28,21 @@ class LockTaken(BlockingIOError):
 
 
 class FileLock:
-    """A lock that this process holds from now until `release`, or until it ends.
+    """A lock on a file, held from construction until `release` is called or this process exits.
 
-    Child processes do not hold the lock: forked ones close their copy of the file. Releasing the
-    lock leaves the file in place. Works on NFS, whose locks need a file that is open for writing.
+    Child processes do not hold the lock, because forked children close their copy of the file.
+    Releasing the lock leaves the file in place. Works on NFS, where exclusive locks require a file
+    opened for writing.
 
     Args:
         shared: whether other shared locks may be held at the same time. A shared lock waits for the
             holder of an exclusive one; an exclusive lock never waits.
         create: whether to create a missing file.
-        owner: text to write into the file, which `LockTaken` reports to other processes.
+        owner: text to write into the file; `LockTaken` reports it to other processes.
 
     Attributes:
-        unsupported: the error if the file system does not support locks, which the caller may
-            accept although nothing then keeps other processes out; otherwise None.
+        unsupported: the error if the file system does not support locks; otherwise None. The caller
+            may ignore the error, but then nothing keeps other processes out.
 
     Raises:
         LockTaken: another process holds the lock.
@@ -108,7 +109,7 @@ def wait_for_lock(path: Path, give_up: Callable[[], bool], poll_seconds: float) 
         give_up: called before each attempt; returns True to stop.
 
     Raises:
-        LockTaken: `give_up` returned True first.
+        LockTaken: `give_up` returned True before the lock was released.
     """
     while not give_up():
         try:
@@ -123,7 +124,7 @@ _held: "weakref.WeakSet[FileLock]" = weakref.WeakSet()
 
 def _release_in_child() -> None:
     for lock in list(_held):
-        lock.release()  # closing a copy of the file does not release the parent's lock
+        lock.release()  # closing the child's copy does not release the parent's lock
     _held.clear()
 
 

@@ -22,15 +22,15 @@ from zerolm.common import processes
 DEFAULT_HOSTFILE = "/job/hostfile"  # deepspeed/launcher/runner.py, DLTS_HOSTFILE
 RUNNER_NAMES = ("deepspeed", "deepspeed.launcher.runner", "zerolm.engine.launcher", "ds")
 MAX_COMPILE_WORKERS = 32  # torch/_inductor/config.py, decide_compile_threads
-STALE_BUILD_SECONDS = 600  # compiling one source file of an operator takes much less
+STALE_BUILD_SECONDS = 600  # compiling one source file of an operator is much faster
 
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
-MMAP_THRESHOLD_BYTES = 1 << 30  # larger allocations are still returned when they are freed
+MMAP_THRESHOLD_BYTES = 1 << 30  # larger allocations are still returned to the system when freed
 TRIM_THRESHOLD_BYTES = (1 << 31) - 1  # the maximum of an int
 
 
 def free_port(wanted: int = 0) -> int:
-    """Return a port on which nothing listens: the wanted port if it is free, otherwise another."""
+    """Return a free port: the wanted one if nothing listens on it, otherwise another."""
     with socket.socket() as probe:
         try:
             probe.bind(("", wanted))
@@ -40,12 +40,12 @@ def free_port(wanted: int = 0) -> int:
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc keep freed memory, for CPU runs. Return whether that worked.
+    """Make glibc's malloc keep freed memory, for CPU runs; return whether this succeeded.
 
     glibc maps each allocation above 32 MiB separately, and the kernel zeroes its pages on first
-    touch. For logits and tensors of similar size, that took a sixth of a step's CPU time
-    (docs/log.md). A process that keeps freed memory stays at its peak between steps, but every step
-    reaches that peak anyway.
+    touch. For logits and tensors of similar size, mapping and zeroing took a sixth of a step's CPU
+    time (docs/log.md). A process that keeps freed memory stays at its peak usage between steps, but
+    every step reaches that peak anyway.
 
     Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
     """
@@ -57,11 +57,11 @@ def keep_freed_memory() -> bool:
 
 
 def build_locks(environment: Mapping[str, str]) -> tuple[list[Path], list[Path]]:
-    """Return the locks of operator builds in torch's extension cache: (stale, possibly in use).
+    """Return the stale locks of operator builds in torch's extension cache, and all other locks.
 
     A rank that is killed while building an operator leaves its lock behind, and every later rank
-    silently waits for it forever. A running build writes files next to its lock, and its compiler
-    runs in that directory.
+    silently waits forever for the lock. A running build writes files next to its lock, and its
+    compiler runs in that directory.
     """
     stale: list[Path] = []
     fresh: list[Path] = []
@@ -81,7 +81,7 @@ def running_builds(environment: Mapping[str, str]) -> list[str]:
 
 
 def built_operators(environment: Mapping[str, str]) -> list[Path]:
-    """Return the compiled DeepSpeed operators that a rank with these variables finds."""
+    """Return the compiled operators that torch finds with these environment variables."""
     return _operator_files(environment, "*.so")
 
 
@@ -92,21 +92,22 @@ def _operator_files(environment: Mapping[str, str], pattern: str) -> list[Path]:
 
 
 def _build_locks(environment: Mapping[str, str]) -> Iterator[tuple[Path, bool]]:
-    """Yield each lock, and whether nothing has been written next to it for a long time."""
+    """Yield each lock of an operator build, and whether its directory has long been unchanged."""
     for lock in _operator_files(environment, "lock"):
         try:
             newest = max(path.stat().st_mtime for path in lock.parent.iterdir())
         except (OSError, ValueError):  # the build has ended in the meantime
             continue
-        # A time far in the future was set before the clock was set back: no build takes that long.
+        # A time far in the future was written before the clock was set back, not by a running
+        # build.
         yield lock, abs(time.time() - newest) > STALE_BUILD_SECONDS
 
 
 def missing_compilers(device_kind: str) -> list[str]:
-    """Return what this host lacks to compile DeepSpeed's operators and torch.compile's code.
+    """Return what this host lacks for compiling DeepSpeed's operators and torch.compile's code.
 
-    On a GPU, Triton compiles a C module against Python's headers for its first kernel. DeepSpeed
-    compiles C++, as does torch.compile on a CPU.
+    On a GPU, Triton compiles a C module against Python's headers before it launches its first
+    kernel. DeepSpeed compiles C++, as does torch.compile on a CPU.
 
     Source: triton/runtime/build.py, 3.6; torch/_inductor/cpp_builder.py, 2.13.
     """
@@ -136,13 +137,13 @@ def compile_problem(device_kind: str) -> str | None:
 def write_problem(run_dir: str | Path) -> str | None:
     """Return why a directory cannot be created or written, or None if it can.
 
-    Writes an anonymous file in the nearest existing directory, and leaves nothing behind.
+    Tests this with an anonymous file in the nearest existing directory, and leaves nothing behind.
     """
     path = Path(run_dir).absolute()
     try:
         while not path.exists() and not path.is_symlink():
             path = path.parent
-    except OSError as error:  # a name longer than 255 bytes
+    except OSError as error:  # for example, a name longer than 255 bytes
         return f"cannot be a directory ({error.strerror}). Choose another one."
     if not path.is_dir():
         return f"{path} is not a directory. Remove it, or choose another directory."
@@ -157,7 +158,7 @@ def write_problem(run_dir: str | Path) -> str | None:
 
 
 def free_bytes(run_dir: str | Path) -> int | None:
-    """Return the free bytes on a directory's file system, or None if unknown."""
+    """Return the number of free bytes on a directory's file system, or None if it is unknown."""
     try:
         return shutil.disk_usage(_existing(run_dir)).free
     except OSError:
@@ -178,9 +179,9 @@ def _existing(path: str | Path) -> Path:
 
 
 def launcher(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (options, environment) of DeepSpeed's runner; both are empty if it is not visible.
+    """Return the options and environment of DeepSpeed's runner; both are empty if none is found.
 
-    The runner is a process on this host if it has started this host's ranks.
+    The runner is visible only on the host where it was started.
 
     Args:
         argv: the flags of this script.
@@ -194,7 +195,7 @@ def launcher(argv: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def num_nodes_problem(options: Mapping[str, str], environment: Mapping[str, str]) -> str | None:
-    """Return the problem if `deepspeed --num_nodes N` silently started fewer than N nodes.
+    """Return a message if `deepspeed --num_nodes N` silently started fewer than N nodes, or None.
 
     The runner uses the first N hosts of its hostfile, or all hosts if there are fewer.
 
@@ -212,7 +213,7 @@ def num_nodes_problem(options: Mapping[str, str], environment: Mapping[str, str]
 
 
 def ranks_of_host(environment: Mapping[str, str]) -> int:
-    """Return the number of ranks on this host, or 1 if no launcher states it.
+    """Return the number of ranks on this host, or 1 if no launcher has set a variable for it.
 
     torchrun sets `LOCAL_WORLD_SIZE`; DeepSpeed's launcher sets `LOCAL_SIZE`.
     """
@@ -221,7 +222,7 @@ def ranks_of_host(environment: Mapping[str, str]) -> int:
 
 
 def cores_of_rank(environment: Mapping[str, str]) -> int:
-    """Return the number of cores for this rank: its share, or all that `srun` gives its task."""
+    """Return the number of cores for this rank: an equal share, or all cores of its `srun` task."""
     cores = len(os.sched_getaffinity(0))
     is_task = environment.get("SLURM_NTASKS", "1") == environment.get("WORLD_SIZE")
     if is_task and environment.get("SLURM_CPUS_PER_TASK") == str(cores):
@@ -232,11 +233,11 @@ def cores_of_rank(environment: Mapping[str, str]) -> int:
 def keep_operators(environment: MutableMapping[str, str]) -> None:
     """Let torch build DeepSpeed's operators inside this virtual environment.
 
-    Call this before torch is imported. By default, torch uses one directory for all environments of
-    a user, which would keep rebuilding each other's operators. `TORCH_EXTENSIONS_DIR` is kept if it
-    is set, and so is the default outside of virtual environments. The environment's own ninja is
-    put first on the PATH, where ssh shells lack it: another version of ninja considers every
-    operator changed, and rebuilds it at each start.
+    Call this before torch is imported. By default, torch uses one directory for all of a user's
+    environments, and they would keep rebuilding each other's operators. `TORCH_EXTENSIONS_DIR` is
+    kept if it is set, and torch's default is used outside of virtual environments. The
+    environment's own ninja is put first on the PATH, since it is missing from the PATH of ssh
+    shells and another version of ninja would rebuild every operator at each start.
     """
     programs = Path(sys.executable).parent
     found = shutil.which("ninja", path=environment.get("PATH"))
@@ -257,7 +258,7 @@ def oom_kills() -> int:
 
 
 def oom_note(kills: int) -> str:
-    """Return a sentence with the number of out-of-memory kills, to explain a killed process."""
+    """Return text with the number of out-of-memory kills, to explain why a process was killed."""
     return (
         f"the out-of-memory killer has killed {kills} process{'es' * (kills > 1)} of this host "
         "since the start"
@@ -267,8 +268,8 @@ def oom_note(kills: int) -> str:
 def share_cores(environment: MutableMapping[str, str]) -> None:
     """Divide the cores among this host's ranks, for OpenMP and torch's compile workers.
 
-    Call this before torch is imported. Otherwise each rank would use all cores for CPUAdam, and up
-    to 32 compile workers. Variables that are already set are kept.
+    Call this before torch is imported. Otherwise each rank would use all cores for CPUAdam, and
+    start up to 32 compile workers. Variables that are already set are kept.
     """
     if ranks_of_host(environment) == 1:
         return
@@ -289,14 +290,14 @@ def num_nodes(environment: Mapping[str, str]) -> int | None:
 
 
 def num_hosts(environment: Mapping[str, str]) -> int:
-    """Return the number of hosts whose ranks rendezvous without an agent; 1 with an agent."""
+    """Return the number of hosts whose ranks must rendezvous; 1 if torchrun's agents do this."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True":
         return 1
     return (num_nodes(environment) or 1) if "MASTER_ADDR" in environment else 1
 
 
 def _zero_separated(path: Path) -> list[str]:
-    """Return the strings in a /proc file; none if the process has exited or is another user's."""
+    """Return the strings in a /proc file; [] if the file cannot be read."""
     try:
         return path.read_bytes().decode(errors="replace").removesuffix("\0").split("\0")
     except OSError:
@@ -304,7 +305,7 @@ def _zero_separated(path: Path) -> list[str]:
 
 
 def _runner_options(command: Sequence[str], flags: Sequence[str]) -> dict[str, str]:
-    """Return the options of DeepSpeed's runner if the command runs a script with these flags."""
+    """Return the runner's options if a command starts DeepSpeed's runner for these flags."""
     if len(flags) >= len(command) or list(command[len(command) - len(flags) :]) != list(flags):
         return {}
     head = command[: len(command) - len(flags) - 1]  # the command without the script

@@ -1,7 +1,7 @@
 """Processes on this machine: inspect them, find marked ones, and signal exactly the right one.
 
 A process is identified by its number and start time, or by a mark in its environment; never by its
-name, which it shares with processes of other runs. Reads Linux's /proc. Standard library only.
+name, which other runs' processes share. Reads Linux's /proc. Standard library only.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-SUPERVISOR = "ZEROLM_SUPERVISOR"  # variable with the supervisor's mark, in all its processes
-# Each makes a run save and stop. A closing terminal sends SIGHUP.
+SUPERVISOR = "ZEROLM_SUPERVISOR"  # variable that marks all processes started by the supervisor
+# Each of these signals makes a run save and stop. A closing terminal sends SIGHUP.
 STOP_SIGNALS = (
     signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP,
 )  # fmt: skip
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the `STOP_SIGNALS` to handle: without SIGHUP if it is ignored, as under `nohup`."""
+    """Return the `STOP_SIGNALS` to handle: all but SIGHUP if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in STOP_SIGNALS if number != signal.SIGHUP or not ignored]
 
@@ -31,8 +31,8 @@ class Process:
 
     Attributes:
         state: `R` running, `S` and `D` waiting, `T` stopped, `t` traced by a debugger, `Z` exited.
-        parent: process number of its parent.
-        start_ticks: its start time in clock ticks since the machine booted.
+        parent: process number of the parent.
+        start_ticks: start time in clock ticks since the machine booted.
         wait_status: the status that `os.waitpid` returns for a process that has exited.
     """
 
@@ -62,7 +62,7 @@ def alive(process: Process) -> bool:
 
 
 def exit_reason(wait_status: int) -> str:
-    """Return `SIGKILL` or `exit code 1`."""
+    """Return why a process exited: for example `SIGKILL` or `exit code 1`."""
     if os.WIFSIGNALED(wait_status):
         number = os.WTERMSIG(wait_status)
         with contextlib.suppress(ValueError):
@@ -72,7 +72,7 @@ def exit_reason(wait_status: int) -> str:
 
 
 def machine_id() -> str:
-    """Return an identifier of this boot and PID namespace, the scope of process numbers."""
+    """Return an identifier of this boot and PID namespace, which make process numbers unique."""
     with contextlib.suppress(OSError):
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {(PROC / 'self/ns/pid').readlink()}"
@@ -90,7 +90,7 @@ def children(parent: int) -> list[Process]:
 
 
 def handles_signal(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal; SIGQUIT ends one that does not."""
+    """Return whether a process handles a signal; SIGQUIT would kill one without a handler."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = (PROC / str(pid) / "status").read_text()
         caught = int(text.partition("SigCgt:")[2].split()[0], 16)
@@ -102,7 +102,7 @@ def files_in_use(paths: Collection[Path]) -> set[Path]:
     """Return the given files that some process of this user has mapped or opened."""
     used = set()
     for pid in all_pids() if paths else ():
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has exited, or belongs to another user
             maps = (PROC / str(pid) / "maps").read_text(errors="replace")
             used |= {path for path in paths if str(path) in maps}
             for descriptor in (PROC / str(pid) / "fd").iterdir():
@@ -115,7 +115,7 @@ def is_working_directory(directory: Path) -> bool:
     """Return whether a directory is the working directory of a process of this user."""
     directory = directory.resolve()
     for pid in all_pids():
-        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has exited, or belongs to another user
             if (PROC / str(pid) / "cwd").readlink() == directory:
                 return True
     return False
@@ -162,7 +162,7 @@ def signal_process(process: Process, number: int) -> bool:
 
 def _signal_if(condition: Callable[[], bool], pid: int, number: int) -> bool:
     try:
-        # Keeps the number from being reused between the check and the signal.
+        # Keeps the process number from being reused between the check and the signal.
         descriptor = os.pidfd_open(pid)
     except OSError:
         return False

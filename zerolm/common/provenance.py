@@ -13,7 +13,7 @@ SHOWN_PACKAGES = ("zerolm", "torch", "DeepSpeed", "transformers")  # by `--versi
 
 
 def versions() -> dict[str, str]:
-    """Return {name: version} of Python and of the installed packages that influence results."""
+    """Return {name: version} for Python and the installed packages that influence results."""
     found = {"python": platform.python_version()}
     for package in (*PACKAGES, *OPTIONAL_PACKAGES):
         if (version := installed_version(package)) is not None:
@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 
 def version_text() -> str:
-    """Return what `--version` prints, without importing the packages, which would take seconds."""
+    """Return the text for `--version`, without importing the packages, which would take seconds."""
     lines = [
         f"{package} {installed_version(package.lower()) or 'is not installed'}"
         for package in SHOWN_PACKAGES
@@ -33,8 +33,8 @@ def version_text() -> str:
 def installed_version(package: str) -> str | None:
     """Return the version of an installed package, or None if it is not installed.
 
-    The metadata is usually in a directory with the package's name. Only otherwise is
-    importlib.metadata used, whose import takes 15 ms.
+    The metadata is usually in a directory with the package's name. Only if it is not,
+    importlib.metadata is imported, which takes 15 ms.
     """
     start, end = re.sub(r"[-_.]+", "_", package) + "-", ".dist-info"
     for directory in filter(os.path.isdir, sys.path):
@@ -53,10 +53,10 @@ def installed_version(package: str) -> str | None:
 
 
 def git_commit(directory: Path) -> str | None:
-    """Return the commit of a source tree, or None if git does not track its files.
+    """Return the git commit of a source tree, or None if git does not track its files.
 
     Args:
-        directory: any directory of the tree.
+        directory: any directory in the tree.
 
     Returns:
         The hash, with `+changes` appended if tracked files were modified.
@@ -71,7 +71,8 @@ def git_commit(directory: Path) -> str | None:
                 check=True,
             ).stdout.strip()
             for arguments in (
-                ["ls-files", "--error-unmatch", "."],  # fails in another project's checkout
+                # Fails if the files are only inside another project's checkout.
+                ["ls-files", "--error-unmatch", "."],
                 ["rev-parse", "HEAD"],
                 ["status", "--porcelain", "-uno"],
             )

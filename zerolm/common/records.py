@@ -1,9 +1,9 @@
 """Reads JSON files, and checks those that our own programs wrote against a declared type.
 
-A file may be torn by a power failure, edited, written by another release, or not a file at all. The
-reader gets a value of the declared type, or one line with the file, the key and the problem. Types
-are `TypedDict` classes (which allow other keys), dataclasses (which do not), lists, dicts, unions
-and scalars. Standard library only.
+A file may be torn by a power failure, edited, written by another release, or not a file at all.
+Readers receive a value of the declared type, or an error of one line with the file, the key and the
+problem. Types are `TypedDict` classes (which allow other keys), dataclasses (which do not), lists,
+dicts, unions and scalars. Standard library only.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ MAX_DIGITS = 40  # of an integer, so it can be converted to a float
 DAMAGED = "The file is damaged: restore it from a copy."
 
 Count = Annotated[int, "not negative"]
-Range = Annotated[list[int], "[start, end)"]  # a non-empty range of counts
+Range = Annotated[list[int], "[start, end)"]  # a range of counts that is not empty
 Name = Annotated[str, "name"]  # a file name without a directory
-RelativePath = Annotated[str, "relative"]  # stays within the directory that it is relative to
+RelativePath = Annotated[str, "relative"]  # a path that stays within its base directory
 
 _NAME = re.compile(r"\w[\w.-]{0,100}", re.ASCII)
 
@@ -55,8 +55,8 @@ def open_regular(path: str | Path) -> BinaryIO | None:
     """Open a file for reading; return None if nothing has that name.
 
     Raises:
-        OSError: it is a directory, a dangling link or a device, or cannot be opened. Opening never
-            blocks, even on a named pipe without a writer.
+        OSError: the path is a directory, a dangling link or a device, or cannot be opened. Opening
+            never blocks, even on a named pipe without a writer.
     """
     try:
         file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
@@ -84,7 +84,7 @@ def read_file(path: str | Path) -> bytes | None:
 
 
 def unreadable(path: object, error: Exception, fix: str, what: str = "cannot be read") -> str:
-    """Return the message for an unreadable file; `fix` is used unless permissions are the cause."""
+    """Return the message for an unreadable file; it ends in `fix` unless access is denied."""
     if isinstance(error, PermissionError):
         fix = f"Let this user read {barrier(str(path))}."
     return f"{path}: {what} ({why(error)}). {fix}"
@@ -113,7 +113,7 @@ def read_json(
     """Read a JSON object from a file written by the user.
 
     Args:
-        what: what the file should be, for messages: "a model config".
+        what: description of the file for messages, such as "a model config".
         loads: `json.loads`, or a more lenient parser.
 
     Raises:
@@ -121,7 +121,7 @@ def read_json(
     """
     try:
         content = read_file(path)
-        if content is not None and not content.strip():  # a lenient parser reads it as {}
+        if content is not None and not content.strip():  # a lenient parser would return {}
             raise ValueError("it is empty")
         value = None if content is None else parse_json(content, loads)
     except (ValueError, OSError, RecursionError) as error:
@@ -147,7 +147,8 @@ def read_record(path: str | Path, kind: type[T], fix: str = DAMAGED) -> T | None
         The content, or None if there is no such file.
 
     Raises:
-        RecordError: it cannot be read, is not JSON, or has another type. The message is one line.
+        RecordError: the file cannot be read, is not JSON, or does not have this type. The message
+            is one line.
     """
     try:
         content = read_file(path)
@@ -157,13 +158,13 @@ def read_record(path: str | Path, kind: type[T], fix: str = DAMAGED) -> T | None
 
 
 def parse_record(content: bytes, where: object, kind: type[T], fix: str = DAMAGED) -> T:
-    """Parse the content of a file that was already read; otherwise like `read_record`.
+    """Like `read_record`, but parse the content of a file that was already read.
 
     Args:
         where: the file's path or URL, for messages.
 
     Raises:
-        RecordError: it is not JSON, or has another type.
+        RecordError: the content is not JSON, or does not have this type.
     """
     try:
         value = parse_json(content)
@@ -178,19 +179,19 @@ def parse_record(content: bytes, where: object, kind: type[T], fix: str = DAMAGE
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
-    """Return the hex SHA-256 of a manifest without its entry `digest`."""
+    """Return the SHA-256 of a manifest without its entry `digest`, in hex."""
     content = {key: value for key, value in manifest.items() if key != "digest"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def with_digest(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with its `digest`, in the form in which JSON reads it back."""
+    """Return a manifest with `digest` added, converted to the types that JSON parses to."""
     content = json.loads(json.dumps(manifest))
     return {**content, "digest": manifest_digest(content)}
 
 
 def digest_problem(manifest: Mapping[str, Any]) -> str:
-    """Return how a manifest differs from its `digest`; empty if it does not, or has no digest."""
+    """Return a message if a manifest's `digest` exists but does not match its content, else ""."""
     stated = manifest.get("digest")
     if "digest" not in manifest or stated == (actual := manifest_digest(manifest)):
         return ""
@@ -204,9 +205,10 @@ def parse_json(content: bytes, loads: Callable[..., Any] = json.loads) -> Any:
     """Parse JSON into a value that is safe to recurse into, convert and print.
 
     Raises:
-        ValueError: it is not JSON or not UTF-8, repeats a key, nests deeper than `MAX_DEPTH`, or
-            contains an integer of more than `MAX_DIGITS` digits or half of a surrogate pair.
-        RecursionError: it nests deeper than the parser can handle.
+        ValueError: the content is not JSON or not UTF-8, repeats a key, nests deeper than
+            `MAX_DEPTH`, or contains an integer of more than `MAX_DIGITS` digits or half of a
+            surrogate pair.
+        RecursionError: the content nests deeper than the parser can handle.
     """
     text = content.decode("utf-8").removeprefix("\ufeff")  # the byte order mark of Windows editors
     value = loads(text, object_pairs_hook=_unique, parse_int=_integer)
@@ -252,11 +254,11 @@ def _check_depth(value: Any) -> None:
 
 
 def mismatch(value: Any, kind: Any, key: str = "") -> str:
-    """Return why a JSON value does not have a type, with its dotted key; empty if it does.
+    """Return why a JSON value does not have a type, beginning with the dotted key; "" if it does.
 
     Args:
-        kind: the type; `TypedDict` classes and dataclasses may be nested.
-        key: the value's dotted key; "" for the content of a file.
+        kind: the expected type, which may contain nested `TypedDict` classes and dataclasses.
+        key: the value's dotted key; "" for the entire content of a file.
     """
     if kind is Any:
         return ""
@@ -301,7 +303,7 @@ def _object_mismatch(value: Mapping[str, Any], kind: Any, key: str) -> str:
 
 @functools.cache
 def _keys(kind: Any) -> tuple[dict[str, Any], list[str], bool]:
-    """Return ({key: type}, required keys, whether other keys are refused) of an object type."""
+    """Return an object type's keys with types, its required keys, and whether it refuses others."""
     if is_typeddict(kind):
         return get_type_hints(kind, include_extras=True), sorted(kind.__required_keys__), False
     assert dataclasses.is_dataclass(kind), kind
@@ -329,8 +331,8 @@ def _shown(value: Any) -> str:
 def _one_line(text: str) -> str:
     text = text if text.isprintable() else repr(text)
     if len(text) <= 40:
-        return text  # errors are masked when they are printed
-    text = masked(text)  # masking would not recognise part of a credential
+        return text  # complete credentials are masked when the error is printed
+    text = masked(text)  # must precede truncation: part of a credential would not be recognised
     return text if len(text) <= 40 else text[:37] + "..."
 
 

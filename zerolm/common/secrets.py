@@ -25,8 +25,7 @@ SECRET_NAME = re.compile(
 FILE_NAME = re.compile(r"_(FILE|PATH|DIR|HOME)$|APPLICATION_CREDENTIALS$")
 MIN_SECRET_LENGTH = 8  # a shorter value could be part of any word
 SECRET_VALUE = re.compile(r"\b(hf_|sk-|ghp_|AKIA|local-)[A-Za-z0-9_-]{12,}")
-# A URL, also in the form that `Path` gives it ("s3:/bucket"), up to white space, a quote or the
-# next URL.
+# A URL up to white space, a quote or the next URL; `Path` shortens it to "s3:/bucket".
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+:/{1,2}"
 _URL = re.compile(rf"({_SCHEME})((?:(?!{_SCHEME})[^\s'\"`<>|])+)")
 _QUERY_SECRET = re.compile(
@@ -36,10 +35,11 @@ _QUERY_SECRET = re.compile(
 
 
 def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return a text without credentials: in URLs, known tokens, and values of secret variables.
+    """Return a text with credentials hidden: in URLs, known tokens, and values of secret variables.
 
     Args:
-        environment: variables; the values of those that match `SECRET_NAME` are hidden.
+        environment: environment variables; values of variables whose names match `SECRET_NAME` are
+            hidden.
     """
     text = SECRET_VALUE.sub(HIDDEN, _URL.sub(_mask_url, text))
     for name, value in environment.items():
@@ -50,7 +50,7 @@ def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 
 def masked_values(value: Any) -> Any:
-    """Return a JSON value in which every string is masked."""
+    """Return a JSON value with every string masked."""
     if isinstance(value, str):
         return masked(value)
     if isinstance(value, dict):
@@ -80,7 +80,7 @@ def has_credentials(text: str) -> bool:
 
 
 def mask_tracebacks() -> None:
-    """Mask secrets in the tracebacks of uncaught exceptions."""
+    """Install a hook that masks secrets in the tracebacks of uncaught exceptions."""
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = masked("".join(traceback.format_exception(kind, error, trace)))

@@ -1,8 +1,8 @@
 """Files that come with zerolm, and the commands that start them in other processes.
 
 A checkout and an installed wheel store them in the same places. Every Python process is started
-through `module_command` or `code_command`, which keep files of the working directory from being
-imported, whatever their names.
+through `module_command` or `code_command`, so no file in the working directory can be imported by
+accident.
 """
 
 import os
@@ -20,10 +20,9 @@ DIRECTORIES = ("ds_configs", "model_configs")
 
 
 def find_config(path: str | Path) -> Path:
-    """Return the path of a config file; `ds_configs/zero2.json`, for example, works from any
-    directory.
+    """Find a config file; `ds_configs/zero2.json`, for example, is found from any directory.
 
-    A relative path that does not exist here is looked up among the files that come with zerolm.
+    If a relative path does not exist, it is looked up among the files that come with zerolm.
     """
     path = Path(path)
     shipped = ROOT / path
@@ -32,7 +31,7 @@ def find_config(path: str | Path) -> Path:
 
 
 def shipped_notice(path: str | Path) -> str | None:
-    """Return a line for the plan if `find_config` selects the file that comes with zerolm."""
+    """Return a line for the plan if `find_config` selects a file of zerolm's own, or None."""
     found = find_config(path)
     return None if found == Path(path) else f"{path}: not in this directory; using {found}"
 
@@ -53,7 +52,7 @@ def code_command(code: str) -> list[str]:
 def shield(environment: MutableMapping[str, str]) -> None:
     """Keep the working directory's files out of Python processes that other libraries start.
 
-    These are DeepSpeed's launcher and multiprocessing, whose processes start with `python -c`.
+    Such processes are started by DeepSpeed's launcher and, with `python -c`, by multiprocessing.
     Empty entries in PYTHONPATH also mean the working directory. Called at the start of each
     program.
     """
@@ -66,7 +65,7 @@ def shield(environment: MutableMapping[str, str]) -> None:
 
 
 def _shield_multiprocessing() -> None:
-    """Give multiprocessing the effect that PYTHONSAFEPATH has from Python 3.11 on."""
+    """Make multiprocessing behave as with PYTHONSAFEPATH, which Python supports from 3.11 on."""
     import multiprocessing.util
 
     util: Any = multiprocessing.util

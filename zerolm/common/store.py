@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from zerolm.common.errors import reason
 from zerolm.common.secrets import masked
 
-# Part size of multipart uploads. S3 accepts up to 10,000 parts of at least 5 MiB. A few parts are
-# in memory for each file that is being sent.
+# Part size of multipart uploads. S3 accepts up to 10,000 parts of at least 5 MiB. A few parts of
+# each file being sent are held in memory.
 PIECE_BYTES = 16 << 20
 MAX_PIECES = 9000
 CHUNK_BYTES = 4 << 20
@@ -27,7 +27,7 @@ CONNECT_SECONDS, READ_SECONDS = 10, 30
 OFF = "off"
 T = TypeVar("T")
 
-_SAID: set[str] = set()  # stores for which this process has already printed that it retries
+_SAID: set[str] = set()  # stores for which this process has already printed a notice about retries
 
 
 class StoreError(Exception):
@@ -46,9 +46,9 @@ class Mismatch(StoreError):
 
 
 def call_within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of `call`, with a time limit.
+    """Run `call` with a time limit and return its result.
 
-    A call that hangs inside a library cannot be interrupted; its daemon thread is left behind.
+    A call that hangs inside a library cannot be interrupted, so its daemon thread is left running.
 
     Raises:
         StoreError: the call takes longer than `seconds`.
@@ -88,7 +88,7 @@ def retried(
     Args:
         where: prefix for messages.
         seconds: how long to retry after errors.
-        missing_seconds: how long to retry after a FileNotFoundError, up to `seconds`.
+        missing_seconds: how long to retry after a FileNotFoundError; at most `seconds`.
         started_at: start of the retry period as a `time.monotonic()` value; None: now.
 
     Raises:
@@ -121,7 +121,7 @@ def retried(
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Return whether retrying cannot help, for example because permissions are missing."""
+    """Return whether retrying is useless, for example because permissions are missing."""
     return isinstance(error, (PermissionError, NotADirectoryError, Mismatch)) or (
         "Credential" in type(error).__name__
     )
@@ -130,7 +130,7 @@ def _is_permanent(error: Exception) -> bool:
 def store_options(scheme: str) -> dict[str, Any]:
     """Return arguments for a scheme's fsspec file system: short timeouts, no stale listings.
 
-    For S3's `config_kwargs`, the user's own fsspec configuration takes precedence.
+    Values for S3's `config_kwargs` in the user's fsspec configuration take precedence.
     """
     import fsspec
 
@@ -140,7 +140,8 @@ def store_options(scheme: str) -> dict[str, Any]:
         ours = {
             "connect_timeout": CONNECT_SECONDS,
             "read_timeout": READ_SECONDS,
-            # Retries single parts; otherwise a failed part would restart the whole file.
+            # Makes the client retry single parts; otherwise a failed part would restart the whole
+            # file.
             "retries": {"mode": "standard", "total_max_attempts": ATTEMPTS},
         }
         options["config_kwargs"] = {**ours, **theirs}

@@ -42,7 +42,7 @@ def path_or_url(text: str) -> "Path | Url":
 
 
 def url_problem(url: str) -> str | None:
-    """Return what is wrong with a store's URL, or None. Uses no network."""
+    """Return what is wrong with a store's URL, or None. Does not access the network."""
     import fsspec
 
     scheme, separator, rest = url.partition("://")
@@ -65,13 +65,14 @@ def url_problem(url: str) -> str | None:
 
 
 def ask_hub(name: str, revision: str | None = None, kind: str = "model") -> str | None:
-    """Query the hub once for a name that is not a local file, after printing a line about it.
+    """Check with a single query that the hub contains a name; first print a line about the query.
 
-    The hub's client and transformers would query each of many files, and retry for minutes.
+    Otherwise the hub's client and transformers would query many files one by one, and retry for
+    minutes.
 
     Returns:
-        Why the hub does not contain the name or cannot be reached, in which case only the cache can
-        be used; None if it does, or if HF_HUB_OFFLINE is set.
+        Why the query failed, in which case only the cache can be used; None if the hub contains the
+        name, or if HF_HUB_OFFLINE is set.
     """
     from huggingface_hub import HfApi, constants
 
@@ -80,13 +81,13 @@ def ask_hub(name: str, revision: str | None = None, kind: str = "model") -> str 
     announce_hub(name)
     try:
         HfApi().repo_info(name, revision=revision, repo_type=kind, timeout=HUB_SECONDS)
-    except Exception as error:  # from the network or the hub, or because the hub refuses the name
+    except Exception as error:  # any class: from the network, from the hub, or for an invalid name
         return reason(error)
     return None
 
 
 def announce_hub(name: str, fact: str = "no local file has this name") -> None:
-    """Print on rank 0 that the hub is queried for a name, and why."""
+    """Print on rank 0 that the hub is queried for a name, and the reason."""
     from huggingface_hub import constants
 
     if os.environ.get("RANK", "0") == "0":
@@ -96,9 +97,9 @@ def announce_hub(name: str, fact: str = "no local file has this name") -> None:
 
 @contextlib.contextmanager
 def hub_client(name: str, fact: str = "no local file has this name") -> Iterator[None]:
-    """Query the hub once, after printing a line about it; if it does not answer, read only caches.
+    """Print a line and query the hub once; if it does not answer, let its clients read only caches.
 
-    For libraries whose clients would retry each request for half a minute.
+    This is for libraries whose clients would retry each request for half a minute.
     """
     import datasets
     import httpx

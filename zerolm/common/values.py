@@ -1,7 +1,7 @@
 """Parse and format values as users write them: numbers with suffixes, byte counts, durations.
 
-Must not know any setting. Parsers raise a ValueError with the rule and the fix; the caller adds the
-setting's name and value.
+Must not know any setting. Parsers raise a ValueError that states the rule and the fix; the caller
+adds the setting's name and value.
 """
 
 import json
@@ -15,18 +15,19 @@ from typing import Any, NamedTuple
 
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
-MAX_COUNT = 10**18  # fits in 64 bits, with room for sums
+MAX_COUNT = 10**18  # fits in 64 bits, with headroom for sums
 UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
 JOINERS = "\u200c\u200d"
 BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Return a file's text for a terminal, with control characters escaped as in JSON: `\\u001b`.
+    """Return text from a file for a terminal, with control characters escaped as in JSON:
+    `\\u001b`.
 
     Control characters could recolour, clear or retitle the terminal, and bidirectional ones could
-    make the text read differently from what it is. The joiners of Persian, Hindi and emoji are
-    kept, and so are the characters in `kept`.
+    display the text in a misleading order. The joiners of Persian, Hindi and emoji are kept, and so
+    are the characters in `kept`.
     """
     if text.isprintable():
         return text
@@ -64,7 +65,7 @@ def count(number: float) -> str:
 def _scaled(number: float, step: int, units: Sequence[str]) -> str:
     *smaller, largest = units
     for unit in smaller:
-        if not number >= 999.5:  # true for nan; 999.5 with three digits would be 1e+03
+        if not number >= 999.5:  # also true for NaN; 999.5 with three digits would be 1e+03
             return f"{number:.3g}{unit}"
         number /= step
     return f"{number:.3g}{largest}"
@@ -74,7 +75,7 @@ def parse_number(value: Any) -> int | float:
     """Parse `3e9`, `3B`, `500M`, `2k` or a JSON number; return an int if there is no fraction.
 
     Raises:
-        ValueError: it is not a finite number of at most 10^30.
+        ValueError: the text is not a finite number of at most 10^30.
     """
     text, factor = str(value).strip().lower(), 1
     if isinstance(value, str) and text[-1:] in SUFFIXES:
@@ -89,7 +90,7 @@ def parse_number(value: Any) -> int | float:
 
 
 def parse_count(value: Any) -> int:
-    """Parse an integer, in any form that `parse_number` accepts."""
+    """Parse an integer in any form that `parse_number` accepts."""
     number = parse_number(value)
     if isinstance(number, float):
         raise ValueError("must be a whole number. Round it.")
@@ -99,7 +100,7 @@ def parse_count(value: Any) -> int:
 
 
 def parse_real(value: Any) -> float:
-    """Parse a number with or without a fraction, in any form that `parse_number` accepts."""
+    """Parse a real number in any form that `parse_number` accepts."""
     return float(parse_number(value))
 
 
@@ -114,7 +115,7 @@ def within(
     """Return a number if it is within the bounds.
 
     Raises:
-        ValueError: the message contains the bound and the fix.
+        ValueError: the number is out of bounds; the message states the bound and the fix.
     """
     if minimum is not None and value < minimum:
         raise ValueError(f"must be at least {minimum}. Give a larger number.")
@@ -128,7 +129,7 @@ def within(
 
 
 def parse_path(text: str) -> str:
-    """Expand a leading `~`, which the shell does not expand in `--flag=~/path`, nor in files."""
+    """Expand a leading `~`, which the shell does not expand in `--flag=~/path` and files."""
     return os.path.expanduser(text)  # noqa: PTH111 (Path drops a trailing slash)
 
 
@@ -196,10 +197,11 @@ def shown_seconds(seconds: float) -> str:
 
 
 def split_evenly(total: int, available: Sequence[int]) -> list[int]:
-    """Split a total into parts, one per cap, as evenly as the caps allow.
+    """Split a total into one part for each cap, as evenly as the caps allow.
 
     Args:
-        available: the cap of each part. If the total exceeds their sum, the excess is dropped.
+        available: the cap of each part. If the total exceeds the sum of the caps, the excess is
+            dropped.
 
     Returns:
         The parts, in the order of the caps; remainders go to the parts with the largest caps.
@@ -213,7 +215,7 @@ def split_evenly(total: int, available: Sequence[int]) -> list[int]:
 
 
 class Tensor(NamedTuple):
-    """A tensor that has not been read, with torch's name of its dtype."""
+    """The shape and dtype of a tensor that has not been read; the dtype is torch's name for it."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -1,8 +1,8 @@
-"""Finds keys in configs, tokenizers and models that would make transformers run or download code.
+"""Finds keys in config and tokenizer files that would make transformers run or download code.
 
-Such files are data that may come from anyone, so their code is never executed, downloaded, or
-offered for execution. Every call that loads one passes `trust_remote_code=False` (a test enforces
-it), and the functions here name the key to remove. Must not import transformers.
+Such files may come from anyone, so their code is never executed, downloaded, or offered for
+execution. Every call that loads such a file passes `trust_remote_code=False` (a test enforces
+this), and the functions here name the key to remove. Must not import transformers.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from zerolm.common.errors import reason
 
 # Keys in config.json that select transformers' kernels, and the values that neither download nor
-# import anything. Any other name may be a hub repository ("org/kernel"), or a kernel that
+# import anything. Any other value may name a hub repository ("org/kernel") or a kernel that
 # transformers downloads on first use.
 KERNEL_KEYS = {
     "attn_implementation": ("eager", "sdpa", "flex_attention"),
@@ -23,7 +23,7 @@ ADAPTER = "adapter_config.json"
 
 
 def tokenizer_problem(directory: Path) -> str | None:
-    """Return why a tokenizer directory would need its own Python code, or None if it does not."""
+    """Return why a tokenizer needs Python code from its directory, or None if it does not."""
     file = directory / "tokenizer_config.json"
     code = _read(file).get("auto_map")
     if isinstance(code, dict):
@@ -38,7 +38,7 @@ def tokenizer_problem(directory: Path) -> str | None:
 
 
 def kernel_problems(file: Path, values: Mapping[str, Any]) -> list[str]:
-    """Return one line for each key of a config, at any depth, that names a kernel to download."""
+    """Return one line for each key, at any depth of a config, that names a kernel to download."""
     return [
         f"{file}: {key}: {_shown(name)} names code that would be downloaded and executed. Remove "
         f"the key."
@@ -47,7 +47,7 @@ def kernel_problems(file: Path, values: Mapping[str, Any]) -> list[str]:
 
 
 def model_problems(directory: Path) -> list[str]:
-    """Return one line for each part of an exported model that would run or download code."""
+    """Return one line for each key or file of an exported model that would run or download code."""
     file = directory / "config.json"
     values = _read(file)
     problems = kernel_problems(file, values)
@@ -69,7 +69,7 @@ def model_problems(directory: Path) -> list[str]:
 
 
 def _named_kernels(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for the kernels that a config and its sub-configs name."""
+    """Yield (dotted key, name) for each kernel named in a config or its sub-configs."""
     if isinstance(values, list):
         values = dict(enumerate(values))
     if not isinstance(values, dict):
@@ -80,7 +80,7 @@ def _named_kernels(values: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         if harmless is None:
             yield from _named_kernels(value, f"{dotted}.")
             continue
-        # A dictionary contains one name for each part of the model.
+        # A dictionary maps parts of the model to kernel names.
         names = value.values() if isinstance(value, dict) else [value]
         for name in names:
             if name is not None and name not in harmless:
@@ -92,7 +92,7 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError):
-        return {}  # the code that loads the file reports it
+        return {}  # reported by the code that loads the file
     return values if isinstance(values, dict) else {}
 
 

@@ -1,7 +1,7 @@
 """Default values of settings, as functions of the model's size. Pure arithmetic.
 
-Each formula cites its source. Only the micro-batch size depends on the devices, and it affects only
-speed, so a run learns the same on any hardware.
+Each formula cites its source. Only the micro-batch size depends on the devices, and only affects
+speed, so training is the same on any hardware.
 """
 
 import math
@@ -17,16 +17,17 @@ WARMUP_SHARE = 0.01
 DECAY_SHARE = 0.2  # Hägele et al. 2024 (arXiv 2405.18392): 20% of decay matches cosine
 RAMP_SHARE = 0.1
 EVAL_TOKENS = 1_000_000
-MAX_LEARNING_RATE = 3e-3  # the fit below starts at 1e17 FLOPs, where it predicts 2.3e-3
+MAX_LEARNING_RATE = 3e-3  # the fit starts at 1e17 FLOPs, where it predicts 2.3e-3
 CPU_MICRO_BATCH_TOKENS = 8192
-MEMORY_SHARE = 0.9  # of a device's memory; the rest is for the context, NCCL and fragmentation
-NUM_LOGS, NUM_EVALS, NUM_CHECKPOINTS = 1000, 20, 10  # per run, for the default intervals
+# Fraction of a device's memory to use; the rest is for the context, NCCL and fragmentation.
+MEMORY_SHARE = 0.9
+NUM_LOGS, NUM_EVALS, NUM_CHECKPOINTS = 1000, 20, 10  # per run, used for the default intervals
 MIN_INTERVAL_STEPS = {"log": 1, "eval": 10, "checkpoint": 50}
 MAX_INTERVAL_STEPS = {"log": 10, "eval": 500, "checkpoint": 1000}
 
 
 def learning_rate(training_flops: float) -> float:
-    """Return the peak learning rate for a compute budget, to two digits.
+    """Return the peak learning rate for a compute budget, rounded to two digits.
 
     Source: DeepSeek LLM (arXiv 2401.02954), equation 1: 0.3118 C^-0.1250.
     """
@@ -36,7 +37,8 @@ def learning_rate(training_flops: float) -> float:
 def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> int:
     """Return the number of sequences in a global batch: the power of 2 nearest to the fitted size.
 
-    At most a hundredth of the run, so even a short run has a hundred steps.
+    The fitted size is at most a hundredth of the run, so even a short run has about a hundred
+    steps.
 
     Source: DeepSeek LLM (arXiv 2401.02954), equation 1: 0.2920 C^0.3271 tokens.
     """
@@ -45,7 +47,7 @@ def batch_sequences(training_flops: float, seq_len: int, total_tokens: int) -> i
 
 
 def rollback_margin(total_steps: int) -> int:
-    """Return how many steps before a spike a rollback also undoes, since they may have caused it.
+    """Return how many steps before a spike a rollback also undoes, as these may be its cause.
 
     Source: PaLM (arXiv 2204.02311), section 5.1, went back "roughly 100 steps".
     """
@@ -53,18 +55,17 @@ def rollback_margin(total_steps: int) -> int:
 
 
 def interval(total_steps: int, what: str) -> int:
-    """Return the default interval for `what` (log, eval or checkpoint) in optimizer steps."""
+    """Return the default interval, in optimizer steps, for `what`: log, eval or checkpoint."""
     times = {"log": NUM_LOGS, "eval": NUM_EVALS, "checkpoint": NUM_CHECKPOINTS}[what]
     return max(MIN_INTERVAL_STEPS[what], min(MAX_INTERVAL_STEPS[what], total_steps // times))
 
 
 def layer_activations(hidden_size: int, intermediate_size: int) -> int:
-    """Estimate the number of activation values that a layer keeps per token, for untraceable
-    models.
+    """Estimate a layer's number of activation values per token, if a model cannot be traced.
 
-    12 times the hidden size (inputs and outputs of both norms, queries, keys, values, the attention
-    output, both residual sums, and two casts), plus 4 times the MLP width (gate, up, their product
-    and the activation). Attention scores are not kept (SDPA or FlashAttention).
+    The estimate is 12 times the hidden size (inputs and outputs of both norms, queries, keys,
+    values, the attention output, both residual sums, and two casts), plus 4 times the MLP width
+    (gate, up, their product and the activation). SDPA and FlashAttention keep no attention scores.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 4, for a gated MLP.
     """
@@ -72,12 +73,12 @@ def layer_activations(hidden_size: int, intermediate_size: int) -> int:
 
 
 def micro_batch_candidates(per_rank: int) -> list[int]:
-    """Return the powers of two that divide a rank's number of sequences, in ascending order."""
+    """Return the powers of two that divide a rank's number of sequences, smallest first."""
     return [1 << power for power in range(per_rank.bit_length()) if per_rank % (1 << power) == 0]
 
 
 def micro_batch_size(per_rank: int, sequence_bytes: int, budget_bytes: int | None) -> int:
-    """Return the largest candidate whose activations fit, at least 1.
+    """Return the largest candidate whose activations fit in the budget, or 1 if none fits.
 
     Args:
         per_rank: number of sequences per rank in the smallest global batch.
@@ -93,7 +94,7 @@ def micro_batch_size(per_rank: int, sequence_bytes: int, budget_bytes: int | Non
 
 
 def nearest_multiples(value: int, unit: int) -> str:
-    """Return the multiples of `unit` nearest to `value` as text: `960 or 1024`."""
+    """Return the multiples of `unit` below and above `value` as text, such as `960 or 1024`."""
     below = value // unit * unit
     choices: Sequence[int] = [below, below + unit] if below else [unit]
     return " or ".join(str(choice) for choice in choices)

@@ -31,23 +31,26 @@ def flag(
     planned: bool = False,
     no_tensor_parallel: str = "",
 ) -> Any:
-    """Describe a field. If it has a default value, the help shows it.
+    """Return a dataclass field that describes a flag. The help shows the default value, if any.
 
     Args:
         group: a key of `zerolm.config.settings.GROUPS`.
-        kind: how the value is converted, a key of `zerolm.parts.parse.CONVERTERS`.
+        kind: a key of `zerolm.parts.parse.CONVERTERS`, which determines how the value is converted.
         shows: placeholder for the value in the help.
         minimum, above, maximum, below: bounds for `values.within`.
-        saved: whether it is saved in run.json.
+        saved: whether the value is saved in run.json.
         tracker: `module:class` of the `Tracker` that the flag enables.
-        changes_curve: whether a resume with another value changes the loss curve. Runs from before
-            the setting existed count as having the default value.
-        unchangeable: why no resume may use another value, even with --accept_changes.
-        follows: whether it follows from other settings or from the machine, so each run derives it
-            again.
-        of_one_run: whether a branch does not inherit it from its trunk.
-        planned: whether it affects the memory or time of a step, so it is a flag of `zerolm plan`.
-        no_tensor_parallel: why it cannot be combined with tensor parallelism, if so.
+        changes_curve: whether resuming with another value changes the loss curve. Runs from before
+            the setting existed are treated as if they had the default value.
+        unchangeable: why a resume may never use another value, even with --accept_changes.
+        follows: whether the value follows from other settings or the machine, so each start derives
+            it again.
+        of_one_run: whether the setting belongs to one run, so a branch does not inherit it from its
+            trunk.
+        planned: whether the setting affects the memory or time of a step, so `zerolm plan` also has
+            the flag.
+        no_tensor_parallel: why the flag cannot be combined with tensor parallelism; empty if it
+            can.
     """
     bounds = {"minimum": minimum, "above": above, "maximum": maximum, "below": below}
     about: dict[str, Any] = {
@@ -61,7 +64,7 @@ def flag(
 
 
 def with_default(help: str, kind: str, default: Any) -> str:
-    """Return a help text that ends in the default, as a user would write it."""
+    """Append the default value to a help text, in the form that a user would type."""
     if kind in ("recompute", "list") or default is None:
         return help
     text = default

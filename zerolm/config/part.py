@@ -1,4 +1,4 @@
-"""`Part`: the interface of an optional part of a run, for code that does not know the part.
+"""`Part`: the interface through which other code uses an optional part of a run.
 
 The base class of `Feature` and `Evaluation`. Standard library only, so that `--help` is instant.
 """
@@ -11,17 +11,17 @@ from zerolm.run_dir.metrics import Metric
 
 @dataclass(frozen=True)
 class NoFlags:
-    """For a part without flags of its own: other code also reads the flags that enable it."""
+    """The flags of a part that has none of its own, because other code also reads its flags."""
 
 
 class Part:
     """An optional part of a run.
 
     Attributes:
-        name: key of its state in checkpoints, or prefix of its scores.
-        Flags: dataclass of its flags.
-        METRICS, SECTION: its metrics, and the section of `zerolm.run_dir.metrics.SECTIONS` for
-            them.
+        name: key of the part's state in checkpoints, or prefix of its scores.
+        Flags: dataclass of the part's flags.
+        METRICS, SECTION: the part's metrics, and their section in
+            `zerolm.run_dir.metrics.SECTIONS`.
     """
 
     name: str
@@ -31,5 +31,5 @@ class Part:
 
     @classmethod
     def state_bytes(cls, settings: Any) -> int:
-        """Return the bytes per parameter that the optimizer keeps for this part."""
+        """Return the number of bytes per parameter that the optimizer stores for this part."""
         return 0

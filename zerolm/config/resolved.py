@@ -8,11 +8,11 @@ from zerolm.config.settings import Settings
 
 @dataclass(frozen=True)
 class Resolved(Settings):
-    """Settings completed from defaults and the DeepSpeed JSON.
+    """Settings completed with defaults and values from the DeepSpeed JSON.
 
-    The fields below are never None. Others may be None if they do not apply: evaluation settings
-    without validation data, for example, or schedule settings if the DeepSpeed JSON defines the
-    schedule.
+    The fields below are never None. Other fields may be None if they do not apply, as with
+    evaluation settings without validation data, or schedule settings if the DeepSpeed JSON defines
+    the schedule.
     """
 
     seq_len: int = 0
@@ -28,7 +28,7 @@ class Resolved(Settings):
 
     @staticmethod
     def of(settings: Settings) -> "Resolved":
-        """Return completed settings as this type, in which these fields are not optional."""
+        """Cast completed settings to `Resolved`, in which the fields above are not optional."""
         missing = [name for name in Resolved.__annotations__ if getattr(settings, name) is None]
         assert not missing, f"not resolved: {missing}"
         return cast(Resolved, settings)

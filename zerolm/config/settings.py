@@ -1,9 +1,10 @@
 """The settings that every run has: one field per flag, with its unit, bounds and help.
 
-Settings of optional parts are in their modules; `zerolm.parts.settings.RunSettings` combines all.
+The settings of optional parts are defined in their modules; `zerolm.parts.settings.RunSettings`
+combines all settings.
 
-A setting that the user does not give is None here; resolving the settings replaces None with a
-default that suits the model. Values that belong in DeepSpeed's JSON have no flag. Must not depend
+A setting that the user does not give is None here, until resolving the settings replaces it with a
+default that suits the model. Values that belong in DeepSpeed's JSON have no flags. Must not depend
 on data, the model or the DeepSpeed JSON. Standard library only, so that `--help` is instant.
 """
 
@@ -552,21 +553,21 @@ class Settings:
 
     local_rank: int = flag("hidden", "count", "", default=0, minimum=0, saved=False)
 
-    explicit: frozenset[str] = frozenset()  # names set by a flag, in a file, or for the trunk
-    inherited: frozenset[str] = frozenset()  # names whose values --branch copied from another run
+    explicit: frozenset[str] = frozenset()  # names given by a flag, in a file, or for the trunk
+    inherited: frozenset[str] = frozenset()  # names of settings that --branch copied from a trunk
     origins: dict[str, str] = field(default_factory=dict)  # {name: `file: key`} of explicit values
 
     def where(self, name: str) -> str:
-        """Return where a setting was given, as the start of a message: `file: key`."""
+        """Return the start of a message about a setting: where it was given, as `file: key`."""
         return self.origins.get(name, f"default: --{name}")
 
     @property
     def rows_differ(self) -> bool:
-        """Whether the number of targets may differ between sequences."""
+        """Whether sequences may have different numbers of targets."""
         return self.document_mask or self.packing == BEST_FIT
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings for run.json; `--settings` reads them back into equal settings."""
+        """Return the settings for run.json, from which `--settings` restores equal settings."""
         saved = [name for name, about in flags_of(self).items() if about["saved"]]
         values = {name: getattr(self, name) for name in saved}
         return {
@@ -575,7 +576,7 @@ class Settings:
         }
 
     def kept_bytes(self) -> int:
-        """Return the bytes per parameter that the optimizer keeps for all parts."""
+        """Return the number of bytes per parameter that the optimizer stores for all parts."""
         return sum(part.state_bytes(self) for part in self.parts)
 
     if TYPE_CHECKING:
@@ -585,17 +586,17 @@ class Settings:
 
 
 def flags_of(settings: Settings | type[Settings]) -> dict[str, Any]:
-    """Return {name: metadata} of the fields that are flags."""
+    """Return {name: metadata} for the fields that are flags."""
     return {item.name: item.metadata for item in dataclasses.fields(settings) if item.metadata}
 
 
-TRACKERS: dict[str, str] = {  # {name of a tracker and its flag: its class}
+TRACKERS: dict[str, str] = {  # {name of a tracker, and of its flag: `module:class`}
     name: about["tracker"] for name, about in flags_of(Settings).items() if about["tracker"]
 }
 
 
 def split_weight(source: str) -> tuple[str, float | None]:
-    """Split a value of `--data` into path and weight; the weight is None if not given.
+    """Split a value of `--data` into path and weight; the weight is None if it is not given.
 
     Raises:
         ValueError: the text after the last `=` is not a number.

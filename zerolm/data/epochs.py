@@ -23,7 +23,7 @@ def cap_problems(
     total_sequences: int,
     settings: Settings,
 ) -> tuple[list[str], list[str]]:
-    """Return (problems, notices) about stages and caps that do not fit the length of the run."""
+    """Return problems and notices about stages and caps that do not fit the length of the run."""
     where, seq_len = settings.where("max_epochs"), settings.seq_len or 1
     problems = [
         f"{settings.where('data_stage')}: {spec} starts at or after the end of the run, "
@@ -63,7 +63,7 @@ def skipped_data_notices(
 
     Args:
         end: the position at which the run ends. The sequences that replace skipped ones come after
-            it, so the check before the run could not count them.
+            this position, so the check before the run could not count them.
     """
     if not len(skipped_windows):
         return []
@@ -83,10 +83,10 @@ def skipped_data_notices(
 def table(
     mixture: Mixture, order: Order, names: Sequence[str], total_sequences: int, seq_len: int
 ) -> list[str]:
-    """Return the planned epochs as table lines, one row per source.
+    """Return the lines of a table of planned epochs, with one row per source.
 
-    Columns: tokens in the source, its share (and epochs) in each stage of the run, total tokens
-    read, total epochs, and the cap.
+    Columns: tokens in the source, its share (and epochs) in each stage of the run, total number of
+    tokens read, total epochs, and the cap.
     """
     stages = [stage for stage in mixture.stages if stage.start < total_sequences]
     edges = [stage.start for stage in stages] + [total_sequences]

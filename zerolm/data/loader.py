@@ -26,23 +26,24 @@ from zerolm.data.skips import SkippedRanges
 from zerolm.data.window_stream import READ_BYTES, Batch, Rows, Tokens, WindowStream
 from zerolm.shards.reader import Source
 
-MESSAGE_BYTES = 1 << 20  # per worker message; in smaller ones the fixed cost dominates
+MESSAGE_BYTES = 1 << 20  # per message from a worker; the fixed cost dominates smaller messages
 PARENT_CHECK_SECONDS = 2.0
 
 
 class TokenStream(WindowStream):
-    """One rank's training data: the part of an endless order between two positions.
+    """One rank's training data: its share of an endless order, from one position to another.
 
     A position is the total number of sequences that all ranks have consumed. The global batch that
     starts at position p consists of sequence numbers p to p + batch_schedule(p); micro-step a of
     rank r starts at p + (a * world_size + r) * micro_batch_size. If ranges of the order are
-    skipped, these numbers are positions in the order without those ranges.
+    skipped, these numbers count the remaining sequences only.
 
     Args:
-        seq_len: tokens in a row (T).
-        batch_schedule: position -> number of sequences in the global batch that starts there, a
-            multiple of micro_batch_size * world_size. A pure function; called ahead of time.
-        micro_batch_size: rows of a micro-batch (M).
+        seq_len: number of tokens in a row (T).
+        batch_schedule: function from a position to the number of sequences in the global batch that
+            starts there, a multiple of micro_batch_size * world_size. Must be a pure function,
+            since it is called ahead of time.
+        micro_batch_size: number of rows in a micro-batch (M).
         position: start of the first global batch.
         end_position: no global batch starts at or after this position.
         document_mask, packing: see `WindowStream`.
@@ -104,14 +105,15 @@ class TokenStream(WindowStream):
 
 
 class ValidationStream(WindowStream):
-    """The first windows of each source, which are the same for any number of ranks.
+    """The validation data: the first windows of each source, the same for any number of ranks.
 
-    Every rank yields the same number of micro-batches. The last ones are padded with copies of the
-    last row, with sequence id -1 and all targets -100.
+    Every rank yields the same number of micro-batches. The last micro-batches are padded with
+    copies of the last row, with sequence id -1 and all targets -100.
 
     Args:
-        num_sequences: total number, split over the sources as evenly as possible, or fewer if there
-            are not enough windows. Sequences are numbered from 0, source after source.
+        num_sequences: total number of sequences, split over the sources as evenly as possible;
+            fewer if there are not enough windows. Sequences are numbered from 0, source after
+            source.
     """
 
     def __init__(
@@ -153,11 +155,12 @@ class ValidationStream(WindowStream):
 
 
 class StreamLoader(DataLoader):
-    """A DataLoader that yields the batches of its stream, reading them in larger groups."""
+    """A DataLoader that yields the batches of a stream, and reads them in larger groups."""
 
     def __init__(self, stream: WindowStream, num_workers: int, pin_memory: bool):
         self.stream = stream
-        # Copies straight into pinned memory; torch's pinning thread would make another copy.
+        # Batches are built directly in pinned memory; torch's pinning thread would make another
+        # copy.
         self.pins_memory = pin_memory and torch.cuda.is_available()
         group = stream.num_micro_batches_within(MESSAGE_BYTES if num_workers else READ_BYTES)
         super().__init__(
@@ -174,9 +177,9 @@ class StreamLoader(DataLoader):
 
 
 class _Groups(IterableDataset):
-    """The groups of a stream, which a worker sends through a pipe as numpy arrays.
+    """Yields groups of micro-batches as numpy arrays, which workers send through a pipe.
 
-    Tensors would use shared memory, one file each, and containers have little of it.
+    Each tensor would use a file in shared memory, which is small in containers.
     """
 
     def __init__(self, stream: WindowStream, group: int):
@@ -195,22 +198,22 @@ class _Groups(IterableDataset):
 
 
 def make_loader(stream: WindowStream, num_workers: int, pin_memory: bool) -> StreamLoader:
-    """Make a loader that yields the batches of a stream in order; `pin_memory` requires CUDA.
+    """Return a loader that yields the batches of a stream in order; `pin_memory` requires CUDA.
 
     Args:
-        num_workers: 0 to read in this process, which is fastest for local files in the page cache.
-            Workers hide the latency of a slow disk.
+        num_workers: number of worker processes, which hide the latency of a slow disk; 0 to read in
+            this process, which is fastest for local files in the page cache.
     """
     return StreamLoader(stream, num_workers, pin_memory)
 
 
 def require_complete_files(error: RuntimeError, sources: Sequence[Source]) -> None:
-    """Explain a loader worker killed by SIGBUS: a file became shorter than its memory map.
+    """Raise a clear error if a worker was killed by SIGBUS because a mapped file became shorter.
 
-    torch raises `error` at an arbitrary point of the main thread, and blames shared memory.
+    torch raises `error` at an arbitrary point in the main thread, and blames shared memory.
 
     Raises:
-        ShardReadError: a worker was killed, and a source's file has lost bytes.
+        ShardReadError: a worker was killed, and a source's file is shorter than expected.
     """
     if "DataLoader worker" not in str(error):
         return
@@ -219,7 +222,7 @@ def require_complete_files(error: RuntimeError, sources: Sequence[Source]) -> No
 
 
 def prefetch_to_device(loader: Iterable[Batch], device: torch.device | str) -> Iterator[Batch]:
-    """Yield a loader's batches on a device, CPU or CUDA.
+    """Yield a loader's batches, moved to a CPU or CUDA device.
 
     On CUDA, before a batch is yielded, the next one is read and its copy is started on a separate
     stream. The copy overlaps with computation if the loader's tensors are pinned. On a CPU, batches
@@ -244,7 +247,7 @@ def prefetch_to_device(loader: Iterable[Batch], device: torch.device | str) -> I
 
 
 def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Make the current stream wait for a batch's copy, and the allocator wait for the stream."""
+    """Make the current stream wait for a batch's copy, and keep its memory for the stream."""
     current = torch.cuda.current_stream(device)
     current.wait_event(copied)
     for tensor in batch.values():
@@ -253,7 +256,7 @@ def _wait_for_copy(batch: Batch, copied: torch.cuda.Event, device: torch.device)
 
 
 def _raise_errors(messages: Iterator[Any]) -> Iterator[Tokens]:
-    """Yield the messages of workers, and raise the errors among them."""
+    """Yield the workers' messages, but raise those that are errors."""
     for message in messages:
         if isinstance(message, ZerolmError):
             raise message
@@ -269,9 +272,9 @@ def _obey_parent_only(worker: int) -> None:
 
     Ctrl-C and schedulers signal every process, and DeepSpeed's launcher signals a rank's children
     first. The rank then saves and stops, which fails if its workers have already exited. So a
-    worker obeys only its parent's SIGTERM, with which multiprocessing stops workers. If the parent
-    is killed, a worker could block forever while sending a message; torch's own watchdog misses
-    that case.
+    worker must obey only SIGTERM from its parent, which multiprocessing uses to stop workers. If
+    the parent is killed, a worker could block forever while sending a message; torch's own watchdog
+    misses that case.
     """
     for number in processes.STOP_SIGNALS:
         if number != signal.SIGTERM:
@@ -281,7 +284,7 @@ def _obey_parent_only(worker: int) -> None:
 
 
 def _follow_parent(parent: int) -> None:
-    started_by = multiprocessing.parent_process()  # not the parent process if a fork server is used
+    started_by = multiprocessing.parent_process()  # with a fork server, not the parent process
     assert started_by is not None, "only loader workers run this"
     # The second condition covers a parent that was killed before this worker's first check.
     while os.getppid() == parent and started_by.is_alive():

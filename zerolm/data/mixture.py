@@ -1,7 +1,8 @@
 """The mixture of a run's sources: stages of weights, and caps on epochs. Pure.
 
-A mixture is resolved from the user's settings. Only its stages determine the order of the data. It
-does not depend on the batch size, the ranks or the length of the run.
+A mixture is built from the user's settings. Of its fields, only the stages and the group size
+determine the order of the data. The mixture does not depend on the batch size, the ranks or the
+length of the run.
 
 With `--over_max_epochs redistribute`, a source is dropped before one more of its windows could
 exceed its cap, and the others share its weight. This starts a new stage like any other.
@@ -19,9 +20,10 @@ from zerolm.config.settings import BEST_FIT, REDISTRIBUTE, Settings
 from zerolm.data.order import Order, Stage
 from zerolm.data.quotas import MAX_SEQUENCES, block_size, counts_at_end, exact_shares
 
-TEMPERATURE_DIGITS = 12  # of a weight, so it is the same number on every machine
+TEMPERATURE_DIGITS = 12  # to which weights are rounded, so they are the same on every machine
 
-FindSource = Callable[[str], int]  # name -> index of the source; raises ValueError with a reason
+# From a source's name to its index; raises ValueError with a reason.
+FindSource = Callable[[str], int]
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,11 @@ class Mixture:
     """The weights and caps of a run's sources.
 
     Attributes:
-        stages: in ascending order; the first one starts at 0.
+        stages: stages in ascending order; the first one starts at 0.
         caps: maximum number of epochs over each source in a run; None for no limit.
         supply: number of sequences available within the caps, if sources are dropped at their caps;
             None for no limit.
-        group: number of consecutive windows read one after another, see `Order`.
+        group: number of consecutive windows that are read one after another, see `Order`.
     """
 
     stages: list[Stage]
@@ -42,20 +44,20 @@ class Mixture:
     group: int = 1
 
     def order(self, num_windows: Sequence[int], seed: int) -> Order:
-        """Return the order of these sources for a seed."""
+        """Return the order of the sources' sequences for a seed."""
         first, *later = self.stages
         return Order(num_windows, first.weights, seed, stages=later, group=self.group)
 
 
 def group_size(settings: Settings) -> int:
-    """Return the number of windows, read one after another, in a sequence of `--later_seq_len`."""
+    """Return how many windows of `--seq_len` make up one sequence of `--later_seq_len`."""
     return max(1, (settings.later_seq_len or 0) // (settings.seq_len or 1))
 
 
 def temperature_weights(num_tokens: Sequence[int], temperature: float) -> list[float]:
     """Return weights proportional to tokens^(1 / temperature), rounded to 12 digits.
 
-    Computed in decimal arithmetic, which is the same on every processor and C library.
+    They are computed in decimal arithmetic, which is the same on every processor and C library.
 
     Source: Raffel et al. 2020 (arXiv 1910.10683), section 3.5.2, temperature-scaled mixing.
     """
@@ -111,11 +113,10 @@ def redistribute(
 
 
 def same_order_until(ours: Sequence[Stage], theirs: Sequence[Stage], end: int) -> bool:
-    """Return whether two mixtures of the same sources have the same order up to a sequence number.
+    """Return whether two mixtures of the same sources have the same order before sequence `end`.
 
-    Stages that start at or after that number may differ. If a stage that has already started ends
-    elsewhere in the other mixture, all blocks up to that of the last sequence must be complete in
-    both.
+    Stages that start at or after `end` may differ. If the last stage before `end` ends at different
+    numbers in the two mixtures, every block before `end` must be complete in both.
     """
     started, other = ([stage for stage in each if stage.start < end] for each in (ours, theirs))
     begins = [[(stage.start, stage.consumed) for stage in each] for each in (started, other)]
@@ -141,7 +142,7 @@ def same_order_until(ours: Sequence[Stage], theirs: Sequence[Stage], end: int) -
 
 
 def record(mixture: Mixture, names: Sequence[str]) -> dict[str, Any]:
-    """Return a mixture's entry for run.json."""
+    """Return the entry that describes a mixture in run.json."""
     return {
         "sources": list(names),
         "stages": [stage_record(stage) for stage in mixture.stages],
@@ -150,7 +151,7 @@ def record(mixture: Mixture, names: Sequence[str]) -> dict[str, Any]:
 
 
 def stages_from_record(stages: Sequence[Sequence[Any]]) -> list[Stage]:
-    """Return the stages from an entry that `record` made."""
+    """Return the stages in an entry written by `record`."""
     return [
         Stage(int(start), tuple(weights), tuple(consumed[0]) if consumed else None)
         for start, weights, *consumed in stages
@@ -158,19 +159,19 @@ def stages_from_record(stages: Sequence[Sequence[Any]]) -> list[Stage]:
 
 
 def stage_record(stage: Stage) -> list[Any]:
-    """Return a stage as JSON, with `consumed` only if it is set."""
+    """Return a stage as a JSON value, which includes `consumed` only if it is set."""
     start, weights, consumed = stage
     return [start, list(weights), *([] if consumed is None else [list(consumed)])]
 
 
 def stage_shares(stage: Stage, names: Sequence[str]) -> dict[str, float]:
-    """Return {name: share} of the sources that a stage uses."""
+    """Return {name: share} for the sources that a stage uses."""
     exact = exact_shares(stage.weights, allow_zero=True)
     return {name: float(share) for name, share in zip(names, exact, strict=True) if share}
 
 
 def describe_stages(stages: Sequence[Stage]) -> str:
-    """Return stages as one line for messages."""
+    """Describe stages in one line, for messages."""
     return "; ".join(
         f"{shown(list(stage.weights))} from sequence {stage.start}" for stage in stages
     )
@@ -187,12 +188,12 @@ def resolve_mixture(
     num_windows: Sequence[int],
     problems: list[str],
 ) -> Mixture:
-    """Make the mixture that the settings describe; append problems to `problems`.
+    """Build the mixture that the settings describe; append any problems to `problems`.
 
     Args:
         settings: settings whose `seq_len` is set.
-        weights: weights in the first stage; 0 for sources that a later stage adds.
-        find: returns a source's index by its name.
+        weights: weights in the first stage; 0 for sources that only a later stage uses.
+        find: function from a source's name to its index.
         num_windows: number of windows in each source, at least 1.
     """
     if not any(weights):
@@ -201,7 +202,7 @@ def resolve_mixture(
             "Give at least one source a weight."
         )
     stages = [Stage(0, tuple(weights)), *_parse_stages(settings, len(weights), find, problems)]
-    is_valid = len(stages) == 1 + len(settings.data_stage)  # else one may give it a weight
+    is_valid = len(stages) == 1 + len(settings.data_stage)  # an invalid one may use the source
     for number in range(len(weights)):
         if is_valid and not any(stage.weights[number] for stage in stages):
             problems.append(
@@ -262,7 +263,7 @@ def _parse_stages(
 def _parse_stage(
     spec: str, num_sources: int, find: FindSource, where: str, problems: list[str]
 ) -> tuple[int, list[float] | None, tuple[int, ...] | None]:
-    """Parse `2B:web=0.3,code=0.7` into (tokens, weights, consumed windows).
+    """Parse a stage such as `2B:web=0.3,code=0.7` into (tokens, weights, consumed windows).
 
     The weights are None if they are invalid. `web=0.3@120` records 120 consumed windows of web; a
     branch with a longer sequence length writes this form.
@@ -308,7 +309,7 @@ def _parse_stage(
 def _parse_caps(
     settings: Settings, num_sources: int, find: FindSource, problems: list[str]
 ) -> list[Fraction | None]:
-    """Parse `4` (for all sources) and `code=8` (for one source, which takes precedence)."""
+    """Parse caps: `4` is for all sources; `code=8` is for one source, and takes precedence."""
     where = settings.where("max_epochs")
     default: Fraction | None = None
     named: dict[int, Fraction] = {}

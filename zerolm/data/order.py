@@ -21,11 +21,12 @@ that it needs.
 Quotas are differences of rounded cumulative weights: floor(n W_s) with W_s = w_0 + ... + w_s, taken
 at both ends of a block in exact integers, where n counts from the start of the stage. So at the end
 of any block, each source has provided its weight times n, to within one sequence, however long the
-run is; a fixed quota per block would drift. At the end of a stage it is within two, because the
-last block may be so short that a rounded difference is -1 (`counts_at_end`). The epochs of a source
-continue across stages. If a branch has a longer `seq_len`, its stage starts with the number of
-windows that were consumed before it: groups of short windows are read in the order of the long
-windows that they form, so the long windows that follow are exactly the unread ones.
+run is; a fixed quota per block would drift. At the end of a stage, each source is within two
+sequences, because the last block may be so short that a rounded difference is -1 (`counts_at_end`).
+The epochs of a source continue across stages. If a branch has a longer `seq_len`, its stage starts
+with the number of windows that were consumed before the stage. Groups of short windows are read in
+the order of the long windows that they form, so the long windows that follow are exactly those not
+yet read.
 
 `zerolm.data.permutation` implements the permutation. The order is part of a run's identity: a
 change to the golden values in tests/zerolm/data/test_order.py would make existing runs
@@ -47,15 +48,15 @@ _SLOTS_KEY, _WINDOWS_KEY, _STAGE_KEY = 1, 2, 3  # distinguish keys by purpose
 def num_windows(num_tokens: int, seq_len: int) -> int:
     """Return the number of windows in a source of `num_tokens` ids.
 
-    A window consists of `seq_len` + 1 ids. The next window starts at the last id of this one, so
-    each id except the first is a target exactly once. Up to `seq_len` - 1 ids after the last full
-    window are unused.
+    A window consists of `seq_len` + 1 ids. Each window starts at the last id of the previous one,
+    so each id except the first is a target exactly once. Up to `seq_len` - 1 ids after the last
+    full window are unused.
     """
     return max(0, (num_tokens - 1) // seq_len)
 
 
 class Placement(NamedTuple):
-    """The origins of sequences; (N,) int64 each."""
+    """The source, window and epoch of each sequence; (N,) int64 each."""
 
     source: np.ndarray
     window: np.ndarray
@@ -63,13 +64,13 @@ class Placement(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The weights of the sources from one sequence number until the next stage.
+    """The weights of the sources from a sequence number to the start of the next stage.
 
     Attributes:
         start: sequence number at which the stage starts.
-        weights: one per source, in any unit; 0 if the source is not used.
-        consumed: number of windows of each source before the stage; None to continue from the
-            previous stages.
+        weights: one weight per source, in any unit; 0 if the source is not used.
+        consumed: number of windows consumed from each source before the stage; None to continue
+            from the previous stages.
     """
 
     start: int
@@ -78,15 +79,16 @@ class Stage(NamedTuple):
 
 
 class Order:
-    """The order of the sequences of some sources, for one seed.
+    """The order of the sequences from all sources, for one seed.
 
     Args:
         num_windows: number of windows in each source, at least 1.
         weights: share of the sequences from each source in the first stage, in any unit. Weights
-            count as the exact decimal numbers that they print as. 0 is for sources of later stages.
+            are used as the exact decimal numbers that they print as. 0 is for sources that only
+            later stages use.
         seed: any integer; used modulo 2^64.
         block: minimum number of sequences in a mixing block. It is doubled until each source's
-            share is at least two sequences per block, so rounding leaves it at least one.
+            share is at least two sequences per block, so at least one remains after rounding.
         stages: later stages, in ascending order of start.
         group: number of consecutive windows of a source that are read one after another. Windows
             after the last complete group are unused.
@@ -116,7 +118,7 @@ class Order:
         self.starts = np.array([stage.start for stage in all_stages], np.int64)
         assert (np.diff(self.starts) > 0).all(), "stages ascend"
         self._mixers: list[StageMixer] = []
-        shifts = list[int]()  # for one source: its sequence minus the sequence number
+        shifts = list[int]()  # for a single source: sequence index in it minus sequence number
         before = np.zeros(len(num_windows), np.int64)
         for number, stage in enumerate(all_stages):
             assert len(num_windows) == len(stage.weights) > 0, "one weight a source"
@@ -155,26 +157,30 @@ class Order:
         return Placement(source, window, epoch)
 
     def counts(self, num_sequences: int) -> np.ndarray:
-        """Return how many of the first `num_sequences` sequences come from each source, (S,) int64.
+        """Count how many of the first `num_sequences` sequences come from each source: (S,) int64.
 
-        Cheap at the end of a mixing block; inside a block, it also places the block's first
-        sequences.
+        This is cheap at the end of a mixing block; inside a block, the block's first sequences must
+        also be placed.
         """
         before, sources, _ = self._block_until(num_sequences)
         return before + np.bincount(sources, minlength=len(before))
 
     def ends(self, num_sequences: int) -> np.ndarray:
-        """Return the number of windows of each source up to the last one that was read, (S,) int64.
+        """Return each source's number of windows up to and including the last one read: (S,) int64.
 
-        Inside a mixing block this exceeds `counts`, because slots are permuted, so a source's
-        windows are not read one after another.
+        Inside a mixing block this may exceed `counts`, because slots are permuted, so a source's
+        windows are not read in their order.
         """
         ends, sources, samples = self._block_until(num_sequences)
         np.maximum.at(ends, sources, samples + 1)
         return ends
 
     def _block_until(self, num_sequences: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the counts at the start of a block, and the source and number of its sequences."""
+        """Return the counts at the start of the current block, and its sequences so far.
+
+        The sequences are returned as the source of each, and its index among that source's
+        sequences.
+        """
         mixer = self._mixers[self.stage_of(num_sequences)]
         blocks, rest = divmod(int(num_sequences) - mixer.start, mixer.block)
         before = mixer.counts_after(np.array([blocks]))[0]
@@ -182,11 +188,11 @@ class Order:
         return before, *self._mix(ids)
 
     def stage_of(self, sequence_id: int) -> int:
-        """Return the index of the stage that a sequence belongs to."""
+        """Return the index of the stage that contains a sequence number."""
         return int(np.searchsorted(self.starts, sequence_id, side="right")) - 1
 
     def _mix(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each sequence, and its number among that source's sequences."""
+        """Return the source of each sequence, and its index among that source's sequences."""
         if len(self.num_windows) == 1:  # no mixing: sequences [0, windows) are exactly one epoch
             stage = np.searchsorted(self.starts, ids, side="right") - 1
             return np.zeros_like(ids), ids + self._shifts[stage]

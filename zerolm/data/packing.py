@@ -51,13 +51,13 @@ class PackingManifest(TypedDict):
 
 
 def index_file(directory: Path, seq_len: int, part: str = "json") -> Path:
-    """Return the path of one file of an index: `json`, `rows` or `pieces`."""
+    """Return the path of one of an index's files: `json`, `rows` or `pieces`."""
     return directory / f"packing-{seq_len}.{part}"
 
 
 @dataclass(frozen=True)
 class Packing:
-    """One source's packing index, opened for reading. Pickled without its memory maps.
+    """One source's packing index, opened for reading. It is pickled without its memory maps.
 
     Attributes:
         manifest: the checked content of packing-<seq_len>.json.
@@ -78,12 +78,12 @@ class Packing:
 
     @property
     def fingerprint(self) -> str:
-        """Hex SHA-256 that identifies the rows."""
+        """SHA-256, in hex, that identifies the rows."""
         digests = [self.manifest[part]["sha256"] for part in PARTS]
         return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
     def pieces(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (start in the source, length) of each of a row's pieces, in reading order.
+        """Return the starts in the source and the lengths of a row's pieces, in reading order.
 
         Raises:
             ShardReadError: the row is invalid, because the index is damaged.
@@ -92,7 +92,8 @@ class Packing:
         first, end = int(ends[row - 1]) if row else 0, int(ends[row])
         row_pieces = pieces[first:end]
         starts, lengths = row_pieces["start"], row_pieces["length"]
-        # Each is first compared alone, because damaged numbers may be so large that sums overflow.
+        # Each number is first checked alone, because damaged ones may be so large that sums
+        # overflow.
         if not (
             0 <= first < end <= len(pieces)
             and int(lengths.max()) <= self.num_tokens
@@ -107,7 +108,7 @@ class Packing:
         return starts, lengths
 
     def damage(self) -> list[str]:
-        """Read both files and compare their checksums; return one line for each damaged file."""
+        """Compare both files with their checksums; return one line for each damaged file."""
         files = {part: index_file(self.directory, self.seq_len, part) for part in PARTS}
         return [
             f"{file}: is damaged: its SHA-256 differs. {_repack_hint(self)}"
@@ -134,7 +135,7 @@ def _repack_hint(packing: Packing) -> str:
 
 
 def open_packing(source: Source, seq_len: int) -> Packing:
-    """Open a source's packing index, and check that it is complete and was built from its tokens.
+    """Open a source's packing index, and check that it is complete and matches the source's tokens.
 
     Raises:
         ShardError: there is no index for this `seq_len`, it was built from other tokens, or one of
@@ -186,7 +187,7 @@ def open_packing(source: Source, seq_len: int) -> Packing:
 
 
 def open_intact_packing(source: Source, seq_len: int) -> Packing:
-    """Open a source's packing index, and compare the checksums of its files."""
+    """Open a source's packing index, and verify the checksums of its files."""
     packing = open_packing(source, seq_len)
     if damage := packing.damage():
         raise ShardError(damage)
@@ -210,14 +211,14 @@ def verify_packings(source: Source) -> list[str]:
 
 
 def num_rows(source: Source, seq_len: int, packing: str) -> int:
-    """Return the number of rows with `seq_len` targets in a source, for `BEST_FIT` or `CONCAT`."""
+    """Return the number of rows in a source for a kind of packing, `BEST_FIT` or `CONCAT`."""
     if packing == BEST_FIT:
         return open_packing(source, seq_len).num_rows
     return num_windows(source.num_tokens, seq_len)
 
 
 def data_fingerprint(sources: Sequence[Source], seq_len: int | None, packing: str) -> str:
-    """Return the hex SHA-256 that identifies a run's rows: the tokens and their packing."""
+    """Return a SHA-256, in hex, that identifies a run's rows by their tokens and their packing."""
     prints = [source.fingerprint for source in sources]
     if packing == BEST_FIT:
         assert seq_len is not None

@@ -2,8 +2,8 @@
 
 A Feistel network on the smallest power of two that is at least N and at least 64. Its rounds
 alternately change the high and the low bits. Results outside [0, N) pass through the network again
-("cycle walking") until they fall inside, so the mapping remains a bijection. `Order` decides what
-to permute. Any change in the results would make existing runs irreproducible.
+("cycle walking") until they fall inside, so the mapping remains a bijection. `Order` determines
+what is permuted. Any change to the results would make existing runs irreproducible.
 
 Sources: Luby and Rackoff, "How to construct pseudorandom permutations from pseudorandom functions"
 (1988), for the network; Black and Rogaway, "Ciphers with arbitrary finite domains" (2002), for
@@ -14,7 +14,8 @@ splitmix64, the round function.
 import numpy as np
 
 # In theory, four rounds suffice on large domains. On tiny ones, fewer rounds or bits than these
-# make distributions uneven by 20%; with these values, 100,000 keys show no unevenness at any size.
+# make distributions uneven by 20%. With these values, no unevenness was found at any size with
+# 100,000 keys.
 NUM_ROUNDS = 6
 MIN_DOMAIN_BITS = 6
 MASK_64 = (1 << 64) - 1
@@ -26,12 +27,12 @@ _ROUND_CONSTANT = 0xD1B54A32D192ED03
 
 
 def permute(index: np.ndarray, size: np.ndarray, bits: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Permute indices; for each (size, key), this is a bijection of [0, size).
+    """Permute indices. For each size and key, this is a bijection on [0, size).
 
     Args:
-        index: (N,) uint64, below `size`.
-        size: uint64, (N,) or a scalar.
-        bits: uint64, (N,) or a scalar: `domain_bits` of the size.
+        index: indices below `size`, (N,) uint64.
+        size: number of elements in each permutation, (N,) uint64 or a scalar.
+        bits: `domain_bits` of each size, (N,) uint64 or a scalar.
         key: (N,) uint64.
 
     Returns:
@@ -47,7 +48,8 @@ def permute(index: np.ndarray, size: np.ndarray, bits: np.ndarray, key: np.ndarr
     size, low_bits, low_mask, high_mask, key = np.broadcast_arrays(
         size, low_bits, low_mask, high_mask, key
     )
-    while outside.size:  # cycle walking: at most half of the values repeat, if size is above 32
+    # Cycle walking: if size is above 32, at most half of the values need another pass.
+    while outside.size:
         walked = _feistel(
             result[outside],
             low_bits[outside],
@@ -61,7 +63,7 @@ def permute(index: np.ndarray, size: np.ndarray, bits: np.ndarray, key: np.ndarr
 
 
 def derive_key(key: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """Derive a key from a key and a number, (N,) uint64; the two are broadcast."""
+    """Derive new keys from keys and numbers, which are broadcast: (N,) uint64."""
     return _mix(key ^ _mix(part))
 
 
@@ -88,7 +90,7 @@ def _feistel(
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Return the next output of splitmix64 from each state, (N,) uint64, modulo 2^64."""
+    """Return the next splitmix64 output for each state, modulo 2^64: (N,) uint64."""
     mixed = np.atleast_1d(values) + _GOLDEN  # arrays wrap around silently; scalars would warn
     mixed ^= mixed >> np.uint64(30)
     mixed *= _MULTIPLIER_1

@@ -1,6 +1,6 @@
 """Assigns the sequences of a stage to sources: exact shares, mixing blocks and their quotas. Pure.
 
-`Order` explains the arithmetic. It determines the order of the data, which must never change.
+`Order` explains the arithmetic. This determines the order of the data, which must never change.
 """
 
 import math
@@ -17,14 +17,14 @@ from zerolm.data.permutation import derive_key, domain_bits, permute
 # that a source's epochs overlap by no more than its share of one block.
 BLOCK_SEQUENCES = 64
 MAX_SEQUENCES = 1 << 62
-MIN_SHARE = Fraction(1, 1 << 20)  # limits the size of a mixing block, and so the cost of counts()
+MIN_SHARE = Fraction(1, 1 << 20)  # limits the size of a block, and so the cost of `Order.counts`
 
 # Of `StageMixer._bounds` with 64 bits: a remainder is below 2^63, the error of an estimate below 1.
 MAX_DENOMINATOR, MAX_DISTANCE = 1 << 61, 1 << 31
 
 
 class StageMixer:
-    """Assigns the sequences of one stage to the sources, in mixing blocks.
+    """Assigns a stage's sequences to sources, in mixing blocks.
 
     Args:
         shares: exact share of each source; 0 for sources that the stage does not use.
@@ -83,7 +83,7 @@ class StageMixer:
         return source, sample
 
     def _find(self, number: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Find the source and its sample for places in complete blocks, by bisection.
+        """Find the source and sample index for places in complete blocks, by bisection.
 
         The source is the last one that starts at or before a place, because among sources that
         start at the same place, only the last one has a quota.
@@ -102,12 +102,12 @@ class StageMixer:
         return source, before + place - first
 
     def _bounds(self, number: np.ndarray) -> Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]:
-        """Return a function that maps sources, (N,), to their lower bounds in the blocks `number`.
+        """Return a function that computes the lower bounds of sources in the blocks `number`.
 
-        The bounds are the number of sequences from all earlier sources before the block, and the
-        place in the block where the source starts, (N,) int64 each. They are exact: computed in 64
-        bits relative to the first block if the denominator and the distances of the blocks allow,
-        and otherwise with Python integers.
+        The function maps sources to two bounds each, (N,) int64: the number of sequences from all
+        lower-numbered sources before the block, and the place in the block where the source starts.
+        Both are exact. They are computed in 64 bits relative to the first block if the denominator
+        and the distances between blocks are small enough, and otherwise with Python integers.
         """
         base = int(number.min()) if number.size else 0
         distance = number - base
@@ -128,7 +128,7 @@ class StageMixer:
 
         def in_small(source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             # floor((rest of the base + distance * rest of a block) / denominator): an estimate that
-            # is off by at most one, and its remainder modulo 2^64, which shows by how much.
+            # is off by at most one, and is corrected by its remainder.
             block_rest = self._block_rests[source]
             estimate = (base_parts[source] + distance * block_parts[source]).astype(np.int64)
             remainder = base_rests[source] + distance * block_rest - estimate * denominator
@@ -141,7 +141,7 @@ class StageMixer:
         return in_small
 
     def _find_in_last(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Like `_find`, but for the last block, whose quotas end at `at_end`."""
+        """Like `_find`, but for places in the last block, whose quotas add up to `at_end`."""
         before = self.counts_after(np.array([self._last]))[0]
         quotas = self.at_end - before
         first = np.cumsum(quotas) - quotas
@@ -149,8 +149,8 @@ class StageMixer:
         return source, before[source] + place - first[source]
 
     def counts_after(self, blocks: np.ndarray) -> np.ndarray:
-        """Return how many sequences from each source precede the end of each block, (B, S)."""
-        # Arrays of Python integers, which are exact, since the products soon exceed 64 bits.
+        """Count the sequences from each source before the start of each given block: (B, S)."""
+        # Uses arrays of Python integers, since the products soon exceed 64 bits.
         lengths = np.minimum(blocks.astype(object) * self.block, self._length)
         ends = lengths[:, None] * self._levels // self._denominator
         counts = self._before + np.diff(ends, axis=1).astype(np.int64)
@@ -164,7 +164,7 @@ def counts_at_end(
     """Return the number of sequences from each source in a complete stage.
 
     These are the differences of floor(`length` * cumulative share). If a source would get a
-    negative number in the last, short block, it keeps its earlier sequences, and the sources
+    negative number of sequences in the last, shorter block, it gets none there, and the sources
     furthest above their share get one fewer.
 
     Args:
@@ -191,7 +191,7 @@ def _floors(shares: Sequence[Fraction], length: int) -> list[int]:
 
 
 def block_size(shares: Sequence[Fraction], block: int = BLOCK_SEQUENCES) -> int:
-    """Return the number of sequences in a mixing block for these shares, see `Order`."""
+    """Return the size of a mixing block for these shares, see `Order`."""
     while block * min(share for share in shares if share) < 2:
         block *= 2
     return block
@@ -200,10 +200,10 @@ def block_size(shares: Sequence[Fraction], block: int = BLOCK_SEQUENCES) -> int:
 def exact_shares(
     weights: Sequence[float], where: str = "--data", *, allow_zero: bool
 ) -> list[Fraction]:
-    """Return weights as exact shares of 1.
+    """Normalize weights to exact shares that add up to 1.
 
     Args:
-        where: flag that sets the weights, for messages.
+        where: the flag that sets the weights, for messages.
         allow_zero: whether to accept 0, unless all weights are 0.
 
     Raises:
@@ -220,7 +220,7 @@ def exact_shares(
         raise ConfigError(problems)
     if not any(weights):
         raise ConfigError(f"{where}: every weight is 0. Give at least one source a weight.")
-    # The shortest decimal form of a float is what the user wrote: 0.7 means 7/10, not
+    # The shortest decimal form of a float is the number that the user wrote: 0.7 means 7/10, not
     # 0x1.666...p-1.
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)

@@ -1,9 +1,9 @@
 """Ranges of the data order that a run skips after a rollback. Pure.
 
 A range is a pair of sequence numbers, [start, end). A run's position counts the sequences that it
-has consumed, excluding skipped ones, so it remains one integer; `sequence_ids` maps positions to
-sequence numbers. A range that is added later starts at or after the position to which the run is
-rolled back, so earlier positions keep their meaning, for any number of ranks.
+has consumed, excluding skipped ones, so the position remains one integer; `sequence_ids` maps
+positions to sequence numbers. A range that is added later starts at or after the position to which
+the run is rolled back, so earlier positions keep their meaning, for any number of ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ def merge_ranges(ranges: Iterable[Sequence[int]]) -> list[list[int]]:
 
 
 def sequence_ids(positions: np.ndarray, skipped: SkippedRanges) -> np.ndarray:
-    """Return the sequence number at each position, (...) int64.
+    """Convert positions to sequence numbers, (...) int64.
 
     Args:
         positions: (...) int64.
@@ -37,14 +37,14 @@ def sequence_ids(positions: np.ndarray, skipped: SkippedRanges) -> np.ndarray:
         return positions
     table = np.array(skipped, np.int64)
     lengths = np.cumsum(table[:, 1] - table[:, 0])
-    # The positions at which ranges start, after skipping the ranges before them.
+    # The positions at which the ranges start, not counting the sequences in earlier ranges.
     starts = table[:, 0] - np.concatenate([[0], lengths[:-1]])
     num_passed = np.searchsorted(starts, positions, side="right")
     return positions + np.concatenate([[0], lengths])[num_passed]
 
 
 def sequence_range(start: int, end: int, skipped: SkippedRanges) -> tuple[int, int]:
-    """Return the sequence numbers [first, last + 1) that the positions [start, end) span."""
+    """Return the range of sequence numbers that the positions [start, end) span."""
     assert start < end, "an empty range"
     first, last = sequence_ids(np.array([start, end - 1], np.int64), skipped).tolist()
     return first, last + 1
@@ -57,7 +57,7 @@ def used_sequences_end(position: int, skipped: SkippedRanges) -> int:
 
 
 def source_counts(order: Any, position: int, skipped: SkippedRanges) -> np.ndarray:
-    """Return how many sequences from each source a run at `position` has consumed, (S,) int64."""
+    """Count the sequences from each source that a run at `position` has consumed: (S,) int64."""
     end = position
     num_skipped = 0
     for start, stop in skipped:

@@ -1,4 +1,4 @@
-"""Opens a run's sources with their weights, names them, and checks that they fit the model.
+"""Opens a run's sources, derives their weights and names, and checks that they fit the model.
 
 Reads manifests and packing indices, but no tokens.
 """
@@ -19,7 +19,7 @@ from zerolm.data.quotas import exact_shares
 from zerolm.shards.manifest import MANIFEST
 from zerolm.shards.reader import Source, open_source
 
-COLON_WEIGHT = re.compile(r"(.+):([0-9.]+)")  # the syntax of other programs for a source's weight
+COLON_WEIGHT = re.compile(r"(.+):([0-9.]+)")  # other programs' syntax for a source's weight
 
 
 class Sources(NamedTuple):
@@ -33,7 +33,7 @@ class Sources(NamedTuple):
 def open_sources(settings: Settings, problems: list[str]) -> Sources:
     """Open the sources of `--data` and `--val_data`; append a problem for each failure.
 
-    If no weights are given, they are the token counts to the power of 1 / `--mixture_temperature`.
+    Weights that are not given are the token counts to the power of 1 / `--mixture_temperature`.
     """
     specs = _parse_data(settings, problems)
     training = _open("data", [path for path, _ in specs], problems)
@@ -42,7 +42,7 @@ def open_sources(settings: Settings, problems: list[str]) -> Sources:
 
 
 def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, float | None]]:
-    """Parse each `--data` value into (path, weight); the weight is None if not given."""
+    """Parse each `--data` value into (path, weight); the weight is None if it is not given."""
     where = settings.where("data")
     specs: list[tuple[str, float | None]] = []
     for spec in settings.data:
@@ -57,7 +57,7 @@ def _parse_data(settings: Settings, problems: list[str]) -> list[tuple[str, floa
         try:
             path, weight = split_weight(spec)
         except ValueError:
-            path, weight = spec, None  # "=" may be part of the name
+            path, weight = spec, None  # the "=" may be part of the path
             if not is_url(spec) and not Path(spec).exists():
                 problems.append(
                     f"{where}: {spec}: its weight is not a number. Write for example "
@@ -122,7 +122,7 @@ def source_problems(
 ) -> list[str]:
     """Check every source against the model, the sequence length and the other sources.
 
-    Arguments that are not yet known are None, and their checks are skipped.
+    Checks whose arguments are not yet known, and therefore None, are skipped.
     """
     problems: list[str] = []
     everything = [("data", source) for source in sources.training]
@@ -194,7 +194,7 @@ def source_names(sources: Sequence[Source]) -> list[str]:
 
 
 def find_source(name: str, sources: Sequence[Source]) -> int:
-    """Return the index of the source whose path, or name in `source_names`, is `name`.
+    """Find a source by its unique name, directory name or path, and return its index.
 
     Raises:
         ValueError: no source or several sources have that name.

@@ -23,7 +23,7 @@ class WindowReader:
 
     Attributes:
         num_windows: number of windows in each source, (S,) int64.
-        dtype: the narrowest dtype that fits the ids of every source.
+        dtype: the smallest dtype that can store the ids of every source.
         eos_ids: EOS id of each source, (S,) int64.
     """
 
@@ -58,14 +58,17 @@ class WindowReader:
         self._numbers = np.concatenate([np.arange(count) for count in num_shards])
 
     def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (shard in which each window starts, offset in that shard); any shape, int64."""
+        """Return the shard in which each window starts, and the offset in that shard.
+
+        The arrays may have any shape; the results are int64.
+        """
         assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such window"
         positions = windows * self.seq_len + self._source_starts[sources]
         shards = np.searchsorted(self._shard_starts, positions, side="right") - 1
         return shards, positions - self._shard_starts[shards]
 
     def traffic(self) -> Counter[str]:
-        """Return the traffic with object stores and their caches since the last call."""
+        """Return counters of traffic with object stores and their caches since the last call."""
         if not self.is_remote:
             return self._reported
         counts: Counter[str] = Counter()
@@ -76,18 +79,18 @@ class WindowReader:
         return new
 
     def start_mirror(self) -> None:
-        """Start fetching all shards in idle time, for sources whose cache has room for them."""
+        """Start to fetch all shards of sources that fit in their caches, in idle time."""
         for source in self.sources:
             if source.is_remote:
                 source.files.start_mirror()
 
     def check_sizes(self) -> None:
-        """In the background, check the file sizes that were not checked at the start."""
+        """Check the file sizes that were not checked at the start, in the background."""
         for source in self.sources:
             source.files.check_sizes()
 
     def _require_ids(self, shards: np.ndarray, starts: np.ndarray) -> None:
-        """Compare the ids of windows, each within one shard, with their source's vocabulary."""
+        """Check that the ids of windows within a shard are in their source's vocabulary."""
         for shard, start in zip(shards.tolist(), starts.tolist(), strict=True):
             files = self.sources[self._owners[shard]].files
             if not files.is_remote:
@@ -97,7 +100,7 @@ class WindowReader:
         """Start reading located windows.
 
         Returns:
-            The fetches from stores, whose blocks stay in memory as long as these objects exist.
+            Objects that keep the blocks fetched from stores in memory as long as they exist.
         """
         wants = [source.files.wants_prefetch for source in self.sources]
         if not any(wants):
@@ -122,7 +125,7 @@ class WindowReader:
         ]
 
     def read(self, shards: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Return the ids of located windows, (..., seq_len + 1) of `dtype`.
+        """Read located windows and return their ids, (..., seq_len + 1) of `dtype`.
 
         Raises:
             ShardReadError: a block is damaged, or cannot be fetched from its store.
@@ -166,19 +169,19 @@ class PackedReader:
         self.eos_ids = np.array([source.eos_id for source in sources], np.int64)
 
     def locate(self, sources: np.ndarray, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the arguments of `read`; any shape, int64."""
+        """Return the sources and rows unchanged, as arguments for `read`."""
         assert ((windows >= 0) & (windows < self.num_windows[sources])).all(), "no such row"
         return sources, windows
 
     def traffic(self) -> Counter[str]:
-        """Return no counts: there is no traffic with stores."""
+        """Return no counts, since packed sources are local."""
         return Counter()
 
     def start_mirror(self) -> None:
-        """Do nothing: there is no store to mirror."""
+        """Do nothing, since packed sources are local."""
 
     def check_sizes(self) -> None:
-        """In the background, check the file sizes that were not checked at the start."""
+        """Check the file sizes that were not checked at the start, in the background."""
         for source in self.sources:
             source.files.check_sizes()
 
@@ -192,7 +195,7 @@ class PackedReader:
         return []
 
     def read(self, sources: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return the ids of rows, (..., seq_len + 1) of `dtype`, padded with EOS ids."""
+        """Read rows and return their ids, padded with EOS ids: (..., seq_len + 1) of `dtype`."""
         tokens = np.empty((rows.size, self.seq_len + 1), self.dtype)
         for out, number, row in zip(
             tokens, sources.ravel().tolist(), rows.ravel().tolist(), strict=True

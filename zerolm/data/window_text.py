@@ -24,9 +24,9 @@ class DocumentSpan(NamedTuple):
     """The tokens of a window that belong to one document.
 
     Attributes:
-        document: number of the document in the source, from 0.
-        start: first token, counted from the start of the document.
-        stop: end of the span, counted from the same place.
+        document: index of the document in the source.
+        start: index of the span's first token in the document.
+        stop: index after the span's last token in the document.
         length: number of tokens in the document, including its EOS.
     """
 
@@ -38,12 +38,12 @@ class DocumentSpan(NamedTuple):
 
 
 def read_window(source: Source, window: int, seq_len: int) -> list[DocumentSpan]:
-    """Return the `seq_len` + 1 tokens of a window, document by document."""
+    """Return the `seq_len` + 1 tokens of a window as one span per document."""
     return _read_spans(source, window * seq_len, (window + 1) * seq_len + 1)
 
 
 def read_document(source: Source, document: int) -> DocumentSpan:
-    """Return all tokens of a document of a source."""
+    """Return all tokens of one of a source's documents."""
     number = document
     for shard, entry in enumerate(source.shards):
         if number < entry["num_documents"]:
@@ -56,7 +56,7 @@ def read_document(source: Source, document: int) -> DocumentSpan:
 
 
 def read_row(source: Source, packing: Packing, row: int) -> list[DocumentSpan]:
-    """Return the tokens of a packed row, document by document, without its padding."""
+    """Return the tokens of a packed row as one span per document, without padding."""
     starts, lengths = packing.pieces(row)
     return [
         span
@@ -93,7 +93,7 @@ def _spans_in_shard(source: Source, number: int, start: int, stop: int) -> Itera
 
 
 def render_window(source: Source, spans: Sequence[DocumentSpan], decode: Decoder) -> Iterator[str]:
-    """Yield lines that show a window: the extent, origin and text of each document in it."""
+    """Yield lines that show the extent, origin and text of each document in a window."""
     for span in spans:
         extent = f"tokens {span.start:,} to {span.stop:,} of {span.length:,}"
         if span.start == 0 and span.stop == span.length:
@@ -105,7 +105,7 @@ def render_window(source: Source, spans: Sequence[DocumentSpan], decode: Decoder
 
 
 def source_decoder(source: Source) -> Decoder:
-    """Return a function that decodes a source's ids with the tokenizer next to its shards.
+    """Return a function that decodes a source's ids, using the tokenizer next to its shards.
 
     Raises:
         ConfigError: there is no tokenizer, or it cannot be loaded.
@@ -120,7 +120,7 @@ def source_decoder(source: Source) -> Decoder:
 
 
 def load_decoder(directory: Path) -> Decoder:
-    """Return a function from ids to text, including special tokens, from a tokenizer directory."""
+    """Load a tokenizer and return its function from ids to text, which includes special tokens."""
     if (directory / TIKTOKEN_FILE).is_file():
         return read_tiktoken(directory).decode
     if (directory / "tokenizer.json").is_file():

@@ -1,4 +1,4 @@
-"""Collective operations on Python objects and tensors, and printing on rank 0.
+"""Collective operations on Python objects and tensors, and functions that print on rank 0.
 
 Preflight runs before torch is loaded, so torch is imported inside the functions that need it.
 """
@@ -13,7 +13,7 @@ from zerolm.common.values import printable
 
 
 def print_safely(*values: object) -> None:
-    """Print without secrets or control characters, and ignore output errors.
+    """Print values with secrets and control characters hidden, and ignore output errors.
 
     A closed terminal or a full disk must not end a run.
     """
@@ -43,12 +43,12 @@ def print_communication_table() -> None:
 
 
 def require_on_all_ranks(condition: bool, problem: str) -> None:
-    """Raise the same ConfigError on every rank unless `condition` holds on all of them.
+    """Raise the same ConfigError on every rank unless `condition` is true on all ranks.
 
     Every rank must call this.
 
     Args:
-        problem: this rank's message, used if its condition is false.
+        problem: this rank's message, used if `condition` is false on this rank.
     """
     reported = gather_objects(None if condition else f"{problem} (on {socket.gethostname()})")
     problems = list(dict.fromkeys(line for line in reported if line is not None))
@@ -57,7 +57,7 @@ def require_on_all_ranks(condition: bool, problem: str) -> None:
 
 
 def require_same_on_all_ranks(value: Any, problem: str) -> None:
-    """Raise a ConfigError on every rank unless all pass the same `value`. All ranks call this."""
+    """Raise a ConfigError on every rank unless all pass an equal `value`. All ranks call this."""
     require_on_all_ranks(value == broadcast_object(value), problem)
 
 

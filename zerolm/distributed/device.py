@@ -15,28 +15,29 @@ from typing import NamedTuple
 
 from zerolm.common.errors import ConfigError
 
-CPU = "cpu"  # device kind of a rank without an accelerator, also a value of --hardware
-ABSENT = "absent"  # kind of a device that this machine does not have
-# A CPU whose bf16 products take longer than this, relative to float32, emulates bf16. Measured
+CPU = "cpu"  # kind of a rank's device if it has no accelerator; also a value of --hardware
+ABSENT = "absent"  # kind of a device that was requested but is not in this machine
+# A CPU emulates bf16 if its bf16 products take longer than this, relative to float32. Measured
 # ratios are 20 to 200 with AVX2, about 3 with only AVX-512, and at most 1 with AVX512-BF16 or AMX.
 EMULATED_RATIO = 1.7
 CPU_INFO = Path("/proc/cpuinfo")
 BF16_FLAGS = {"amx_bf16", "avx512_bf16"}
 ISA_LIMITS = {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"}
-NATIVE_CAPABILITY = (8, 0)  # of NVIDIA GPUs; on older ones, torch emulates bf16
+NATIVE_CAPABILITY = (8, 0)  # compute capability of NVIDIA GPUs; on older ones, torch emulates bf16
 
 
 class Device(NamedTuple):
     """This rank's accelerator.
 
     Attributes:
-        kind: DeepSpeed's name (`cpu`, `cuda`, ...); `absent` if this machine has no such device.
-        memory_bytes: total memory; None on a CPU. Free memory would differ between ranks, which
-            must all make the same plan.
-        supports_bf16: whether it can compute in bf16, natively or by emulation.
+        kind: DeepSpeed's name for the kind of device (`cpu`, `cuda`, ...); `absent` if this machine
+            does not have the requested device.
+        memory_bytes: total memory; None on a CPU. Free memory is not used, since it differs between
+            ranks and all ranks must make the same plan.
+        supports_bf16: whether the device can compute in bf16, natively or by emulation.
         name: the model name that the driver or the kernel reports.
-        lacks_bf16: why it has no native bf16; empty if it does.
-        bf16_ratio: time of a bf16 product relative to float32; set only if bf16 is not native.
+        lacks_bf16: why the device has no native bf16 support; empty if it does.
+        bf16_ratio: time of a bf16 matrix product relative to float32; 1 if bf16 is native.
     """
 
     kind: str
@@ -51,7 +52,7 @@ class Device(NamedTuple):
         return self.kind != CPU
 
 
-NO_DEVICE = Device(CPU, None, True)  # after a problem that prevented detection
+NO_DEVICE = Device(CPU, None, True)  # used after a problem that prevented detection
 
 
 def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
@@ -59,7 +60,7 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
 
     Args:
         environment: the launcher's variables.
-        problems: receives a line if the requested device is missing.
+        problems: a line is appended if the requested device is missing.
     """
     if environment.get("DS_ACCELERATOR") == "cuda":
         import torch
@@ -70,7 +71,7 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
                 "install a CUDA driver and a CUDA build of torch."
             )
             return NO_DEVICE
-    logging.disable(logging.WARNING)  # warns about a CPU, which the plan prints anyway
+    logging.disable(logging.WARNING)  # DeepSpeed warns about a CPU, but the plan states it anyway
     try:
         from deepspeed.accelerator import get_accelerator
 
@@ -102,7 +103,7 @@ def local_device(environment: Mapping[str, str], problems: list[str]) -> Device:
 
 
 def this_cpu() -> Device:
-    """Return this machine's CPU; may time bf16 products."""
+    """Return this machine's CPU as a device; this may time bf16 products."""
     ratio = bf16_ratio(CPU)
     lacks = f"multiplies bf16 {ratio:.3g} times slower than float32"
     return Device(CPU, None, True, cpu_name(), lacks if ratio > EMULATED_RATIO else "", ratio)
@@ -122,10 +123,10 @@ def _cuda(index: int, memory_bytes: int, supported: bool) -> Device:
 
 
 def gpu_library_versions() -> dict[str, str]:
-    """Return the versions of the CUDA libraries that torch uses here; empty without a GPU.
+    """Return {name: version} for the CUDA libraries that torch uses; empty without a GPU.
 
-    These libraries choose kernels; cuDNN, for example, chooses one for scaled dot-product
-    attention.
+    These libraries choose kernels, as cuDNN does for scaled dot-product attention, and so affect
+    results.
     """
     import torch
 
@@ -149,7 +150,7 @@ def driver_version() -> dict[str, str]:
 
 
 def _unusable(error: Exception) -> str:
-    """Return what to do about a device that cannot be initialised."""
+    """Return why a device cannot be initialised, and what to do about it."""
     import torch
 
     reason = str(error).partition("\n")[0].rstrip(".")
@@ -161,7 +162,7 @@ def _unusable(error: Exception) -> str:
 
 
 def _multiplies_bf16() -> bool:
-    """Return whether this CPU has bf16 instructions, and no environment variable disables them."""
+    """Return whether this CPU has bf16 instructions that no environment variable disables."""
     if ISA_LIMITS & os.environ.keys():
         return False
     try:
@@ -182,12 +183,12 @@ def cpu_name() -> str:
 
 
 def bf16_ratio(device: str) -> float:
-    """Return the time of a bf16 matrix product relative to float32 on a torch device.
+    """Return the time of a bf16 matrix product on a torch device, relative to float32.
 
     The ratio is 1 on a CPU with bf16 instructions that oneDNN may use. Otherwise it is measured
     within milliseconds, with products of width 128, or 2,048 on a GPU. On a CPU, the measurement
-    uses a single thread: with two threads, which wait for each other while other programs are
-    running, half of 20 ratios were below 1 on a CPU that emulates bf16.
+    uses a single thread: with two threads, which must wait for each other if other programs are
+    running, 10 of 20 measured ratios were below 1 on a CPU that emulates bf16.
     """
     import torch
 
@@ -211,7 +212,7 @@ def bf16_ratio(device: str) -> float:
 
 
 def inference_device(requested: str | None) -> str:
-    """Return the torch device for a command that runs a model in a single process.
+    """Select the torch device for a command that runs a model in a single process, and check it.
 
     Args:
         requested: device name; None selects a GPU if there is one.

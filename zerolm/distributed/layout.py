@@ -1,4 +1,4 @@
-"""The parallel layout: which ranks share a sequence, and which part of it each rank processes.
+"""The parallel layout: which ranks share a sequence, and what each of these ranks processes.
 
     replica    the ranks that share one sequence of the batch; replicas train on other sequences
     tensor     inside a replica each rank has a slice of every large matrix, and all of the sequence
@@ -16,15 +16,16 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """The number of ranks, and how many of them share a sequence.
+    """The number of ranks, and how sequences, weights and states are divided among them.
 
     Attributes:
-        tensor: degree of tensor parallelism: number of ranks over which a replica's matrices are
-            sharded.
-        sequence: degree of sequence parallelism: number of ranks over which a replica's sequences
+        tensor: degree of tensor parallelism, the number of ranks over which a replica's matrices
             are sharded.
+        sequence: degree of sequence parallelism, the number of ranks over which a replica's
+            sequences are sharded.
         partitions_weights: whether weights are partitioned over ranks (ZeRO-3).
-        shard_within: number of ranks in each group that holds all optimizer states; 0: all ranks.
+        shard_within: number of ranks in each group that together hold all optimizer states; 0: all
+            ranks form one group.
     """
 
     world_size: int
@@ -50,32 +51,32 @@ class Layout(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """Number of replicas over which the sequences of a batch are divided."""
+        """Number of replicas among which the sequences of a batch are divided."""
         return self.world_size // self.replica_size
 
     @property
     def gradient_divisor(self) -> int:
-        """The number by which DeepSpeed divides the sum of gradients.
+        """The number by which DeepSpeed divides the sum of all ranks' gradients.
 
         Stages 1 and 2 divide by the number of replicas (the size of the data-parallel group, or the
-        number of ranks divided by the degree). Stage 3 ignores sequence parallelism and divides by
-        the number of ranks (`reduce_scatter_coalesced`).
+        number of ranks divided by the degree of sequence parallelism). Stage 3 ignores sequence
+        parallelism and divides by the number of ranks (`reduce_scatter_coalesced`).
         """
         return self.world_size if self.partitions_weights else self.replicas
 
     def replica_of(self, rank: int) -> int:
-        """Return the replica that a rank belongs to."""
+        """Return the index of the replica that a rank belongs to."""
         return rank // self.replica_size
 
     def rank_in_replica(self, rank: int) -> int:
-        """Return a rank's index inside its replica."""
+        """Return a rank's index within its replica."""
         return rank % self.replica_size
 
     def contributes(self, rank: int) -> bool:
-        """Return whether a rank's sums are added to the totals over ranks.
+        """Return whether a rank's sums count towards the totals over all ranks.
 
-        Tensor-parallel ranks of a replica process the same tokens, so only the first one's sums
-        count.
+        The tensor-parallel ranks of a replica process the same tokens, so only the first rank's
+        sums count.
         """
         return self.tensor == 1 or self.rank_in_replica(rank) == 0
 
@@ -91,7 +92,7 @@ class Layout(NamedTuple):
         return self.training_shard(rank) if self.tensor > 1 else (rank, self.world_size)
 
     def describe(self) -> str:
-        """Return the layout to show next to the device count; empty for plain data parallelism."""
+        """Describe the layout for a line with the device count; "" for plain data parallelism."""
         if self.shard_within:
             return f"{self.copies} groups of {self.shards} with all optimizer states"
         if self.replica_size == 1:

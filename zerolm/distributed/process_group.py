@@ -1,4 +1,4 @@
-"""The life cycle of a rank's process group: rendezvous of all hosts, creation, destruction, exit.
+"""The life cycle of a rank's process group: rendezvous with all hosts, creation, destruction, exit.
 
 Preflight runs before torch is loaded, so torch is imported inside the functions that need it.
 """
@@ -24,11 +24,12 @@ REFUSAL_DELAY_SECONDS = 20
 # torch's own timeout for process groups; rank 0 may first download a run to restore.
 RENDEZVOUS_TIMEOUT_SECONDS = 1800
 DEPARTURE_TIMEOUT_SECONDS = 30
-# The watchdog ends a hanging run and names the rank. NCCL's timeout, 10 minutes by default like
-# --hang_timeout, aborts all ranks, so it must not expire first.
+# The watchdog stops a hanging run and names the rank. NCCL's own timeout, which is 10 minutes by
+# default like --hang_timeout, aborts all ranks, so it must not expire first.
 GROUP_TIMEOUT = timedelta(days=1)
-_first_rank: tuple[str, processes.Process | None] | None = None  # rank 0's machine and process
-_stores: list[Any] = []  # the TCP store shared by all ranks, then one prefix store per rendezvous
+_first_rank: tuple[str, processes.Process | None] | None = None  # machine id and process of rank 0
+# The TCP store shared by all ranks, followed by one prefix store for each rendezvous.
+_stores: list[Any] = []
 
 
 def environment_rank(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
@@ -50,8 +51,9 @@ def report_config_error(error: ConfigError, rank: int, local_rank: int) -> int:
 
     Call this only before the process group exists. The launcher kills all ranks on a host as soon
     as one of them exits, so rank 0 prints and exits at once, while other ranks wait. So a problem
-    that all ranks have is printed once; one that only another rank has is printed after that rank's
-    wait. Ranks on other hosts are notified in `rendezvous`, because no launcher would stop them.
+    that all ranks have is printed once, and a problem that only another rank has is printed after
+    that rank has waited. Ranks on other hosts are notified in `rendezvous`, because no launcher
+    would stop them.
     """
     if not isinstance(error, SharedConfigError):
         try:
@@ -72,12 +74,12 @@ def report_config_error(error: ConfigError, rank: int, local_rank: int) -> int:
 
 
 def rendezvous(problems: Sequence[str] = ()) -> None:
-    """Wait for the ranks on all hosts; if any rank has a problem, raise the same error on all.
+    """Wait for all hosts' ranks; if any rank has a problem, raise the same error on all ranks.
 
-    If one rank exited alone, ranks on other hosts would keep waiting, because a launcher stops only
-    the ranks on its own host. Every rank must call this equally often; on a single host it does
-    nothing. The process group is later created over the same store, so the store's port is never
-    released in between. `problems` are those of this rank.
+    If only one rank exited, ranks on other hosts would keep waiting, because a launcher stops only
+    the ranks on its own host. Every rank must call this the same number of times. On a single host,
+    it does nothing. The process group is later created over the same store, so the store's port is
+    never released in between. `problems` are the problems of this rank only.
 
     Raises:
         SharedConfigError: on every rank, if any rank has a problem or does not arrive in time.
@@ -110,7 +112,7 @@ def rendezvous(problems: Sequence[str] = ()) -> None:
             f"only {store.add('arrived', 0)} of {world_size} ranks started within "
             f"{RENDEZVOUS_TIMEOUT_SECONDS // 60} minutes. Check the hosts: zerolm doctor."
         ) from None
-    hosts_of: dict[str, list[str]] = {}  # problem: the hosts that reported it
+    hosts_of: dict[str, list[str]] = {}  # {problem: hosts that reported it}
     for number in range(1, store.add("refused", 0) + 1):
         host, *lines = json.loads(store.get(f"refused {number}"))
         for line in lines:
@@ -144,7 +146,7 @@ def init() -> tuple[int, int, Any]:
 
     accelerator = get_accelerator()
     _, local_rank, _ = environment_rank()
-    if "RANK" not in os.environ:  # plain `python pretrain.py`: a world of one rank
+    if "RANK" not in os.environ:  # plain `python pretrain.py`: a single rank
         port = os.environ.get("MASTER_PORT", str(machine.free_port()))
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
@@ -154,7 +156,7 @@ def init() -> tuple[int, int, Any]:
     else:
         device = torch.device(accelerator.device_name(local_rank))
         accelerator.set_device(local_rank)
-    # DeepSpeed creates further groups without a timeout, which use these defaults.
+    # DeepSpeed creates further groups without passing a timeout, so they use these defaults.
     distributed_c10d.default_pg_timeout = GROUP_TIMEOUT
     distributed_c10d.default_pg_nccl_timeout = GROUP_TIMEOUT
     deepspeed.init_distributed(timeout=GROUP_TIMEOUT, verbose=False)
@@ -167,7 +169,7 @@ def init() -> tuple[int, int, Any]:
 
 
 def destroy(close: Callable[[], object] = lambda: None) -> None:
-    """Close everything that uses the process group, and destroy it. Every rank must call this.
+    """Close everything that uses the process group, and destroy the group. All ranks call this.
 
     Begins with a barrier: without the barrier and without destroying the group, Gloo aborted the
     interpreter in about 1 of 20 runs (DeepSpeed 0.19.8, torch 2.13, 2 ranks on a CPU).
@@ -183,7 +185,7 @@ def destroy(close: Callable[[], object] = lambda: None) -> None:
 
 
 def waits_for_rank0() -> bool:
-    """Return whether this is another rank on rank 0's machine, and rank 0 is still running."""
+    """Return whether rank 0 is still running as another process on this machine."""
     machine_of_rank0, process = _first_rank or ("", None)
     if process is None or process.pid == os.getpid() or machine_of_rank0 != processes.machine_id():
         return False
@@ -191,7 +193,7 @@ def waits_for_rank0() -> bool:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit with a code after running the exit handlers, but without interpreter teardown.
+    """Run the exit handlers, and exit with a code but without interpreter teardown.
 
     During teardown, Gloo threads that DeepSpeed's groups keep alive may still need the interpreter.
     C++ then aborts the process: "terminate called without an active exception", exit code -6 after

@@ -1,9 +1,9 @@
-"""Determines which rank this process is, from the environment variables of its starter.
+"""Determines which rank this process is, from the environment variables of its starter program.
 
 DeepSpeed's launcher and torchrun set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 `mpirun` and `srun` use their own names, even under DeepSpeed's launchers openmpi, mvapich and
-slurm, which set no others. Without reading these, each rank would train alone, alongside the
-others.
+slurm, which set no others. If these names were not read, every process would train alone as if it
+were the only rank.
 """
 
 import re
@@ -20,10 +20,10 @@ TASKS_OF_NODES = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class Starter(NamedTuple):
-    """A program that starts ranks, and the names of its environment variables.
+    """A program that starts ranks, and the names of the environment variables that it sets.
 
     Attributes:
-        identity: a job number that is the same on all ranks.
+        identity: name of a variable with a job number, which is the same on all ranks.
     """
 
     name: str
@@ -48,13 +48,13 @@ SLURM = Starter(
     "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
     "SLURM_JOB_ID",
 )  # fmt: skip
-# The first one with complete variables is used: mpirun starts its daemons with srun, and srun also
-# sets PMI variables.
+# The first starter whose variables are all set is used: mpirun starts its daemons with srun, and
+# srun also sets PMI variables.
 STARTERS = (OPEN_MPI, MVAPICH, MPICH, CRAY, SLURM)
 
 
 class Ranks(NamedTuple):
-    """The numbers of a rank among all ranks and among those on its host."""
+    """A rank's index among all ranks and among those on its host, with the number of both."""
 
     rank: int
     size: int
@@ -63,7 +63,7 @@ class Ranks(NamedTuple):
 
 
 def of_environment(environment: Mapping[str, str]) -> Ranks:
-    """Return which rank this is; without variables, it is the only one."""
+    """Return which rank this process is: the only one, if no variables are set."""
     if "RANK" not in environment and (found := _started(environment)):
         return found[1]
     local = environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE", "")
@@ -76,9 +76,9 @@ def of_environment(environment: Mapping[str, str]) -> Ranks:
 
 
 def adopt(environment: MutableMapping[str, str]) -> None:
-    """Set the variables of DeepSpeed's launcher for a rank that `mpirun` or `srun` started.
+    """Set the variables that DeepSpeed's launcher sets, if `mpirun` or `srun` started this rank.
 
-    Call this before anything reads them. `problems` then reports what is missing.
+    Call this before any code reads these variables. `problems` then reports what is missing.
     """
     if "RANK" in environment or not (found := _started(environment)):
         return
@@ -105,7 +105,7 @@ def problems(environment: Mapping[str, str]) -> list[str]:
         return _unnumbered(environment)
     starter, ranks = found
     if environment.get("RANK") != str(ranks.rank) or ranks.size == 1:
-        return []  # set by a launcher under it
+        return []  # a launcher that the starter runs has set the variables
     lines = []
     if ranks.size % ranks.local_size:
         lines.append(
@@ -129,7 +129,7 @@ def problems(environment: Mapping[str, str]) -> list[str]:
 
 
 def _unnumbered(environment: Mapping[str, str]) -> list[str]:
-    """Return the problem if other processes seem to exist, but this one's rank is unknown."""
+    """Return a problem if there seem to be other processes, but this one's rank is unknown."""
     if "RANK" in environment:
         return []
     for size in [*(starter.size for starter in STARTERS), "SLURM_NTASKS"]:
@@ -145,7 +145,7 @@ def _unnumbered(environment: Mapping[str, str]) -> list[str]:
 
 
 def _started(environment: Mapping[str, str]) -> tuple[Starter, Ranks] | None:
-    """Return the starter whose variables are complete, and the rank that they state."""
+    """Return the starter whose variables are all set, and the rank that they describe."""
     for starter in STARTERS:
         values = [environment.get(name, "") for name in starter[1:4]]
         local_size = environment.get(starter.local_size, "")
@@ -158,7 +158,7 @@ def _started(environment: Mapping[str, str]) -> tuple[Starter, Ranks] | None:
 
 
 def _tasks_of_node(tasks: str, node: str) -> str:
-    """Return the number of tasks on a node, from a list such as "2(x3),1"."""
+    """Return the number of tasks on a node, given Slurm's list for all nodes, such as "2(x3),1"."""
     counts: list[str] = []
     for part in tasks.split(","):
         if match := TASKS_OF_NODES.fullmatch(part):

@@ -1,10 +1,10 @@
-"""Finds hosts that are slower than the others, by the time that their ranks spend not waiting.
+"""Finds hosts whose ranks need more time than other hosts' for their own part of each step.
 
-Training is as fast as its slowest rank. At each report, the ranks share the time per step in which
-they do not wait for other ranks (`Stopwatch.own_seconds`), by one small sum when the device is idle
-anyway. A host is slow if its slowest rank needs a tenth more time than the median of the other
-hosts. This is decided by the median over the last three minutes' reports, of which there must be at
-least five.
+Training is as fast as its slowest rank. At each report, the ranks share the time per step that they
+do not spend waiting for other ranks (`Stopwatch.own_seconds`), with one small all-reduce when the
+device is idle anyway. A host is slow if its slowest rank needs a tenth more time than the median of
+the other hosts. The ratio is the median over the reports of the last three minutes, of which there
+must be at least five.
 """
 
 import socket
@@ -18,7 +18,7 @@ import torch
 from zerolm.distributed.collectives import gather_objects
 
 SLOWER = 1.1  # relative to the median of the other hosts
-SECONDS, REPORTS = 180.0, 5  # span of the median, and the minimum number of reports in it
+SECONDS, REPORTS = 180.0, 5  # time span of the reports in a median, and their minimum number
 
 
 class SlowHosts:
@@ -26,12 +26,12 @@ class SlowHosts:
 
     def __init__(self) -> None:
         self._hosts: list[str] = []  # by rank
-        self._ratios: dict[str, float] = {}  # from the last report, by host
+        self._ratios: dict[str, float] = {}  # {host: ratio in the last report}
         self._recent: dict[str, deque[tuple[float, float]]] = {}  # {host: (time, ratio)}
         self._slow: set[str] = set()
 
     def row(self, own_seconds: float, device: torch.device) -> dict[str, float]:
-        """Return the `throughput/` metrics that compare ranks; empty for a single rank.
+        """Share times, and return the `throughput/` metrics that compare ranks; {} for one rank.
 
         Args:
             own_seconds: result of `Stopwatch.own_seconds`.
@@ -57,7 +57,7 @@ class SlowHosts:
         }
 
     def events(self, now: float) -> list[dict[str, Any]]:
-        """Return what changed with the last report, as fields of `slow_host` events.
+        """Return the fields of a `slow_host` event for each host whose state has changed.
 
         Args:
             now: seconds on a monotonic clock.
@@ -80,9 +80,9 @@ class SlowHosts:
 
 
 def host_ratios(hosts: Sequence[str], seconds: Sequence[float]) -> dict[str, float]:
-    """Return {host: time of its slowest rank, relative to the median of the other hosts}.
+    """Return {host: its slowest rank's time, relative to the median of the other hosts' times}.
 
-    Empty with a single host, or if the other hosts spend no time of their own.
+    A host is missing if it is the only one, or if the median of the others is 0.
 
     Args:
         hosts, seconds: by rank.

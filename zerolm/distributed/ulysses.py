@@ -1,9 +1,9 @@
 """Sequence parallelism: shards each sequence over several ranks with DeepSpeed's Ulysses attention.
 
-Each rank holds all weights and a slice of each sequence. Inside attention, the ranks of a replica
-exchange sequence slices for attention heads, and back; everything else is computed token by token.
-This applies only to training: in evaluation mode, each rank processes complete sequences of its
-own, of any length.
+Each rank holds all weights and a slice of each sequence. For attention, the ranks of a replica
+exchange their slices of the sequence for complete sequences of a few heads, and then exchange back;
+everything else is computed token by token. This applies only to training. In evaluation mode, each
+rank processes its own complete sequences, of any length.
 
 Source: Jacobs et al. 2023 (arXiv 2309.14509); Bekman et al. 2025 (arXiv 2506.13996); DeepSpeed
 0.19.8, runtime/sequence_parallel/ulysses_sp.py.
@@ -20,8 +20,7 @@ PER_TOKEN_KEYS = ("input_ids", "targets")  # tensors with a sequence dimension
 
 
 def register_attention(model: Any, layout: Layout, micro_batch_size: int, seq_len: int) -> Any:
-    """Replace a new model's attention with DeepSpeed's Ulysses attention. Every rank must call
-    this.
+    """Replace a new model's attention with DeepSpeed's Ulysses attention. All ranks call this.
 
     Changes this process's table of attention functions in transformers.
 
@@ -49,14 +48,14 @@ def register_attention(model: Any, layout: Layout, micro_batch_size: int, seq_le
 
 
 def shard_batch(batch: Batch, layout: Layout, rank: int) -> Batch:
-    """Return this rank's slice of its replica's micro-batch, with the tokens' positions.
+    """Return this rank's slice of its replica's micro-batch, with the positions of its tokens.
 
     Args:
         batch: `input_ids` and `targets`, (M, T); no `document_ids`.
 
     Returns:
-        Without sequence parallelism, the batch itself; otherwise (M, T / degree) tensors, with
-        `position_ids` that count from the start of the complete sequence.
+        The batch itself without sequence parallelism; otherwise tensors of shape (M, T / degree),
+        with `position_ids` counted from the start of the complete sequence.
     """
     if layout.sequence == 1:
         return batch

@@ -1,8 +1,8 @@
-"""The checks that DeepSpeed runs only while it builds an engine: one table, with their sources.
+"""A table of the checks that DeepSpeed runs only while it builds an engine, with their sources.
 
-These would end a run after minutes of start-up. `schema` and `resolve` find what DeepSpeed's types
-and its config object refuse; `rules` finds what zerolm refuses for other reasons. Versions:
-DeepSpeed 0.19.8.
+If these checks failed there, a run would be refused only after minutes of start-up. `schema` and
+`resolve` find what DeepSpeed's types and its config object refuse; `rules` finds what zerolm
+refuses for other reasons. Versions: DeepSpeed 0.19.8.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,18 @@ from zerolm.ds_config.profile import AUTO, Profile, block
 from zerolm.engine.config_keys import is_number
 
 MISSING = object()
-# Scheduler parameters that are not numbers.
+# Scheduler parameters whose values are not numbers.
 NO_NUMBERS = ("warmup_type", "cycle_momentum", "lr_range_test_staircase")
 
 
 class Assertion(NamedTuple):
-    """A value that DeepSpeed refuses.
+    """A check for a value that DeepSpeed refuses.
 
     Attributes:
-        key: dotted.
-        refused: (profile, value, `MISSING` without the key) -> whether it is refused.
-        source: file in deepspeed/runtime that refuses it, and its message.
+        key: dotted key of the value.
+        refused: function that returns whether a value is refused, given the profile and the value
+            (`MISSING` if the key is missing).
+        source: file in deepspeed/runtime that contains the check, and its message.
     """
 
     key: str
@@ -48,7 +49,7 @@ def _offloads_to_other(profile: Profile) -> bool:
 
 
 def _is(kind: str, accepts: Callable[[Any], bool]) -> Callable[[Profile, Any], bool]:
-    """Return a check for a value that this kind of scheduler has but does not accept."""
+    """Return a check that refuses a scheduler parameter's value if it is given but not accepted."""
     return lambda profile, value: (
         profile.scheduler == kind and value not in (MISSING, AUTO) and not accepts(value)
     )
@@ -67,7 +68,7 @@ def _is_class(name: Any) -> bool:
 
 
 def _are_classes(profile: Profile, names: Any) -> bool:
-    """Return whether names are a valid list; torch_autocast imports them only if it is enabled."""
+    """Return whether `names` is a list of strings and, with autocast, of importable classes."""
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         return False
     return not profile.block("torch_autocast").get("enabled") or all(map(_is_class, names))
@@ -141,7 +142,8 @@ def construction_problems(profile: Profile) -> list[str]:
             subject = "missing, but" if value is MISSING else shown(value)
             problems.append(f"{key}: {subject} {rule}. {fix}.")
     judged = {problem.partition(":")[0] for problem in problems}
-    # DeepSpeed computes with them, and treats a list as one value per parameter group.
+    # All other parameters must be numbers, since DeepSpeed computes with them. It would treat a
+    # list as one value per parameter group.
     problems += [
         f"{key}: {shown(value)} must be a number. Correct it."
         for name, value in profile.scheduler_params.items()

@@ -1,6 +1,6 @@
 """How ZeRO-3 gathers the weights of a decoder block: layer by layer, or all at once.
 
-DeepSpeed calls a module that it gathers at once a leaf module.
+In DeepSpeed, a module whose weights are gathered all at once is called a leaf module.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from zerolm.ds_config.profile import AUTO, Profile
 from zerolm.engine.reduction_choice import separate_calls_pay
 
-# Keys of zero_optimization with which a JSON defines leaf modules itself.
+# Keys of zero_optimization that define leaf modules explicitly.
 LEAF_KEYS = ("leaf_module", "stage3_module_granularity_threshold")
 
 
@@ -22,8 +22,8 @@ def gathers_blocks(
 ) -> bool:
     """Return whether ZeRO-3 gathers each block at once.
 
-    Compiled blocks are gathered at once, so their graphs contain no hooks. So are other blocks if
-    one collective per layer would add much latency to the transfer time.
+    Compiled blocks are gathered at once, so their graphs contain no hooks. Other blocks are
+    gathered at once if a collective for each layer would add much latency to the transfer time.
 
     Args:
         block: number of values in each parameter of the largest block; empty if the model has no
@@ -42,26 +42,27 @@ def gathers_blocks(
 
 
 def persistence_threshold(hidden_size: int) -> int:
-    """Return the size up to which a parameter stays on every rank, for "auto" in the JSON."""
+    """Return the value for "auto": the size up to which a parameter stays on every rank."""
     return 10 * hidden_size
 
 
 def prefetch_bucket(profile: Profile, block: Sequence[int], hidden_size: int) -> int:
-    """Return the number of values to gather ahead, for "auto" in the JSON: the next layers, or
-    block.
+    """Return the value for "auto": how many weights to gather ahead, for the next layers or block.
 
     DeepSpeed gathers parameters ahead until their total size reaches the bucket. If blocks are
-    gathered at once, a smaller bucket would defer most weights until their block starts.
+    gathered at once, a bucket smaller than a block would delay most of its weights until the block
+    starts.
 
     Args:
-        block: as for `gathers_blocks`; empty if layers are gathered one by one.
+        block: number of values in each parameter of the largest block; empty if blocks are not
+            gathered at once.
     """
     sizes = _gathered_sizes(profile, block, hidden_size)
     return sum(sizes) or int(0.9 * hidden_size * hidden_size)
 
 
 def _gathered_sizes(profile: Profile, block: Sequence[int], hidden_size: int | None) -> list[int]:
-    """Return the sizes of a block's parameters that do not stay on every rank."""
+    """Return the sizes of those parameters in a block that do not stay on every rank."""
     least = profile.buckets.persistence_threshold
     if hidden_size and profile.zero.get("stage3_param_persistence_threshold") == AUTO:
         least = persistence_threshold(hidden_size)

@@ -1,7 +1,8 @@
 """Checks that this host has the NVMe directories, libaio and compilers that a profile needs.
 
 DeepSpeed compiles its operators on first use, after the model is built, and fails with a traceback
-if it cannot. Preflight runs these checks before `deepspeed.initialize`. Versions: DeepSpeed 0.19.8.
+if they cannot be compiled. Preflight runs these checks before `deepspeed.initialize`. Versions:
+DeepSpeed 0.19.8.
 """
 
 import copy
@@ -22,12 +23,12 @@ from zerolm.engine import operators
 
 
 def with_nvme_path(profile: Profile, settings: Settings, problems: list[str]) -> Profile:
-    """Return the profile with every `nvme_path` that is "auto" or missing set to `--nvme_path`.
+    """Return the profile with `--nvme_path` filled in where an `nvme_path` is "auto" or missing.
 
     ds_configs/zero3_nvme.json contains "auto", because the path differs between machines.
 
     Args:
-        problems: receives the problems found.
+        problems: problems are appended to this list.
     """
     resolved: dict[str, Any] = copy.deepcopy(profile.json)
     path, used = settings.nvme_path, False
@@ -84,9 +85,9 @@ def nvme_problems(profile: Profile) -> list[str]:
 
 
 def kernel_problems(profile: Profile, device_kind: str) -> list[str]:
-    """Find needed operators that DeepSpeed was not installed with and that this host cannot build.
+    """Find needed operators that are neither installed nor buildable on this host.
 
-    Muon's update is not a DeepSpeed operator: torch.compile compiles it.
+    This includes Muon's update, which is not an operator but is compiled with torch.compile.
     """
     found = []
     if profile.uses_muon and (why := compile_problem(device_kind)):
@@ -106,7 +107,7 @@ def kernel_problems(profile: Profile, device_kind: str) -> list[str]:
 
 
 def needed_kernels(profile: Profile) -> list[tuple[str, str, str]]:
-    """Return (operator, JSON key that needs it, fix) for each operator that needs the CUDA toolkit.
+    """Return (operator, JSON key, fix) for each needed operator that requires the CUDA toolkit.
 
     Optimizers for offloaded states need only a C++ compiler.
     """

@@ -1,7 +1,7 @@
 """Finds the settings that a DeepSpeed JSON fixes, and contradictions with flags.
 
-Explicit numbers in the JSON become settings; a number that contradicts an explicit flag is refused
-with a message that shows both values. `zerolm.plan.resolve` applies the result. Reads no files.
+Explicit values in the JSON become settings. A value that contradicts an explicit flag is refused
+with a message that shows both. `zerolm.plan.resolve` applies the result. Reads no files.
 """
 
 import math
@@ -22,11 +22,11 @@ _STEP_KEYS = {"warmup_tokens": WARMUP_STEPS, "total_tokens": "total_num_steps"}
 
 
 class Implied(NamedTuple):
-    """A setting that the JSON fixes.
+    """The value that the JSON fixes for a setting.
 
     Attributes:
         key: dotted JSON key.
-        written: text for the value in messages, if not `value` itself.
+        written: text to show for the value in messages; None: `value` itself.
     """
 
     value: Any
@@ -40,11 +40,11 @@ def implied_settings(
     """Find the settings that the JSON fixes, and contradictions within the JSON.
 
     Args:
-        seq_len: tokens per sequence; DeepSpeed counts batches in sequences.
+        seq_len: number of tokens per sequence, since DeepSpeed counts batches in sequences.
         replicas: number of data-parallel replicas.
 
     Returns:
-        Implied values by setting name, and problems without the file's name.
+        {setting name: implied value}, and problems that do not yet begin with the file's name.
     """
     implied, problems = _implied_batch(profile, seq_len, replicas)
     writer = profile.block("checkpoint").get("writer")
@@ -67,7 +67,7 @@ def implied_settings(
 
 
 def _implied_trackers(profile: Profile) -> dict[str, Implied]:
-    """Find the trackers that DeepSpeed's monitor blocks enable; `rules` adds notices about them."""
+    """Find the tracker settings in DeepSpeed's monitor blocks; `rules` adds notices about them."""
     implied = {}
     wandb = profile.block("wandb")
     if wandb.get("enabled") is True:
@@ -140,9 +140,10 @@ def implied_token_counts(
     """Find the token counts that the scheduler's step counts fix.
 
     Args:
-        settings: explicit token counts are compared in steps, so a count that ends within the same
-            step is not a contradiction.
-        tokens_after: returns the number of tokens consumed after a number of optimizer steps.
+        settings: settings whose explicit token counts are compared in steps, so a count that ends
+            within the same step is not a contradiction.
+        tokens_after: function from a number of optimizer steps to the number of tokens consumed by
+            then.
     """
     implied: dict[str, Implied] = {}
     problems = []
@@ -153,7 +154,8 @@ def implied_token_counts(
         if not is_number(steps) or (no_warmup and name == "warmup_tokens"):
             continue
         tokens, given = tokens_after(int(steps)), getattr(settings, name)
-        # DeepSpeed's shortest warm-up is one step, so a single step may also mean no warm-up.
+        # A single step may also stand for no warm-up, since DeepSpeed's shortest warm-up is one
+        # step.
         lower = -1 if steps <= 1 else tokens_after(int(steps) - 1)
         if name in settings.explicit and not lower < given <= tokens:
             problems.append(

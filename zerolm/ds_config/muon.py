@@ -1,9 +1,9 @@
 """DeepSpeed's Muon optimizer for matrices, with AdamW for embeddings, the head, norms and biases.
 
 Muon orthogonalizes each matrix's momentum by Newton-Schulz iteration before each step (Jordan et
-al. 2024, kellerjordan.github.io/posts/muon). ZeRO gathers full matrices for this, and the optimizer
-receives the finished update. This module decides which parameters Muon updates, and refuses what
-DeepSpeed 0.19.8 gets wrong. Imports torch only inside functions.
+al. 2024, kellerjordan.github.io/posts/muon). ZeRO gathers full matrices for this, and passes the
+orthogonalized update to the optimizer. This module selects the parameters that Muon updates, and
+refuses options that DeepSpeed 0.19.8 handles incorrectly. Imports torch only inside functions.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ PARAMS = ("lr", "muon_lr", "adam_lr", "momentum", "ns_method", "betas", "eps", "
 SWITCHES = ("adam_w_mode", "torch_adam", "per_head_muon")
 NEWTON_SCHULZ = ("gram", "standard")
 MOMENTUM, ADAM_EPSILON = 0.95, 1e-8
-# Name parts of embeddings and output heads in transformers' models.
+# Words in the names of embeddings and output heads of transformers' models.
 EMBEDDING_NAMES = ("embed", "lm_head", "wte", "wpe")
 
 
@@ -40,7 +40,7 @@ def problems(profile: Profile) -> list[str]:
 
 
 def _param_problems(profile: Profile) -> list[str]:
-    """Find invalid values, and parameters that DeepSpeed's Muon would silently ignore."""
+    """Find invalid optimizer parameters, and those that DeepSpeed's Muon would silently ignore."""
     params = profile.optimizer.params
     known = (*PARAMS, *SWITCHES)
     found = [
@@ -77,7 +77,7 @@ def _param_problems(profile: Profile) -> list[str]:
 
 
 def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Refuse experts stacked in one tensor if DeepSpeed's Muon supports only 2-D tensors.
+    """Refuse experts stacked in one tensor where DeepSpeed's Muon supports only 2-D tensors.
 
     Args:
         shapes: {parameter name: shape}.
@@ -93,7 +93,7 @@ def shape_problems(profile: Profile, shapes: Mapping[str, tuple[int, ...]]) -> l
 
 
 def notices(profile: Profile) -> list[str]:
-    """List JSON options that DeepSpeed's Muon ignores, and values that were chosen for Muon."""
+    """List JSON options that DeepSpeed's Muon ignores, and defaults that differ with Muon."""
     if not profile.uses_muon:
         return []
     found = []
@@ -133,15 +133,15 @@ def fill_defaults(params: dict[str, Any]) -> None:
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether Muon updates a parameter, given its name and shape.
+    """Return whether Muon updates a parameter, judging only by its name and shape.
 
-    `not_matrices` inspects the model itself; a test checks that the two agree.
+    `not_matrices` inspects the model itself; a test checks that both functions agree.
     """
     return len(shape) >= 2 and not any(word in name.lower() for word in EMBEDDING_NAMES)
 
 
 def not_matrices(model: Any) -> list[Any]:
-    """Return the parameters that AdamW updates: embeddings, the head, and all without decay."""
+    """Return the parameters that AdamW updates: embeddings, head, and all others without decay."""
     from torch import nn
 
     from zerolm.optim.parameter_groups import decays

@@ -12,21 +12,22 @@ from zerolm.config.settings import Settings
 from zerolm.ds_config import muon
 from zerolm.ds_config.profile import AUTO, Profile, is_number
 
-# DeepSpeed matches these case-insensitively (deepspeed/runtime/config.py, DEEPSPEED_OPTIMIZERS) and
-# looks up every other name in torch.optim.
+# DeepSpeed matches these names case-insensitively (deepspeed/runtime/config.py,
+# DEEPSPEED_OPTIMIZERS) and looks up every other name in torch.optim.
 OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 ADAM = frozenset({"adam", "adamw"})
 WITHOUT_BETAS = frozenset({"adagrad", "musgd"})
-# The arithmetic of these optimizers needs full parameters. ZeRO passes flat shards to an optimizer
-# (at stages 1 and 2, shards of several parameters), so the loss curve would depend on the number of
-# ranks. A test steps every torch optimizer on full and on halved parameters.
+# These optimizers need full parameters to compute their updates. ZeRO passes flat shards to an
+# optimizer (at stages 1 and 2, shards of several parameters), so the loss curve would depend on the
+# number of ranks. A test compares a step of every torch optimizer on full parameters and on their
+# halves.
 NOT_ELEMENTWISE = {
     "adafactor": "factorizes matrices and scales its step by the norms of full parameters",
     "lamb": "scales the step of each parameter by the norms of the full parameter",
     "lbfgs": "calls the model several times in a step",
     "sparseadam": "supports only sparse gradients",
 }
-# Often requested, but available neither in DeepSpeed nor in torch.optim.
+# Optimizers that are often requested, but available neither in DeepSpeed nor in torch.optim.
 UNAVAILABLE = {
     "sophia": "needs a second backward pass through the gradient for its Hessian, which ZeRO's "
     "gradient reduction does not support"
@@ -68,7 +69,7 @@ AUTO_SCHEDULER_PARAMS = (
 
 
 def takes_betas(profile: Profile) -> bool:
-    """Return whether the optimizer has betas; True if it is unknown (refused elsewhere)."""
+    """Return whether the optimizer has betas; True for unknown ones, refused elsewhere."""
     optimizer_name, kind = profile.optimizer.name, profile.optimizer.kind
     if kind in map(str.lower, OPTIMIZERS):
         return kind not in WITHOUT_BETAS
@@ -78,7 +79,7 @@ def takes_betas(profile: Profile) -> bool:
 
 
 def beta_problems(profile: Profile, settings: Settings) -> list[str]:
-    """Refuse `--beta1` and `--beta2` for an optimizer without betas."""
+    """Refuse explicit `--beta1` and `--beta2` flags for an optimizer without betas."""
     if takes_betas(profile):
         return []
     return [
@@ -90,11 +91,11 @@ def beta_problems(profile: Profile, settings: Settings) -> list[str]:
 
 
 def master_problems(profile: Profile, where: str, done: str, what: str) -> list[str]:
-    """Refuse to change master weights that are not float32 values in memory.
+    """Refuse a flag that changes master weights if these are not float32 values in memory.
 
     Args:
-        where: `flag: value`, as the start of the message.
-        done, what: words for the change, such as "averaged" and "an average".
+        where: start of the message: `flag: value`.
+        done, what: words that describe the change in messages, such as "averaged" and "an average".
     """
     problems = [
         f"{where}, but {profile.name} has zero_optimization.{block} on NVMe, where weights cannot "
@@ -111,9 +112,9 @@ def master_problems(profile: Profile, where: str, done: str, what: str) -> list[
 
 
 def uses_torch_adam(profile: Profile) -> bool:
-    """Return whether torch's Adam is used instead of DeepSpeed's, which must be compiled.
+    """Return whether torch's Adam is used instead of DeepSpeed's own, which must be compiled.
 
-    torch's Adam is the default if the optimizer is not offloaded, on CPUs and GPUs.
+    On both CPUs and GPUs, torch's Adam is the default unless the optimizer is offloaded.
     """
     return bool(profile.optimizer.params.get("torch_adam", profile.optimizer_offload == "none"))
 
@@ -161,7 +162,7 @@ def optimizer_problems(profile: Profile, on_gpu: bool) -> list[str]:
 
 
 def _torch_optimizer_problems(profile: Profile) -> list[str]:
-    """Check an optimizer from torch.optim, or a user's own class given by its dotted path."""
+    """Check an optimizer from torch.optim, or a user's own class given as a dotted path."""
     import torch
 
     from zerolm.optim import custom
@@ -204,7 +205,7 @@ def _torch_optimizer_problems(profile: Profile) -> list[str]:
 
 
 def _trial_problems(profile: Profile) -> list[str]:
-    """Step a user's own optimizer on a small matrix, once as a whole and once in shards."""
+    """Check that a user's own optimizer updates a small matrix and its shards in the same way."""
     from zerolm.optim import custom
 
     name = profile.optimizer.name
@@ -230,7 +231,7 @@ def _adam_param_problems(profile: Profile) -> list[str]:
             f'key. Write "gradient_clipping": {shown(params["max_grad_norm"])} instead.'
         )
     torch_adam, offloaded = uses_torch_adam(profile), profile.optimizer_offload != "none"
-    # Without offload, `resolve` removes what only DeepSpeed's Adam accepts.
+    # Without offload, `resolve` removes parameters that only DeepSpeed's Adam accepts.
     more = TORCH_ADAM_PARAMS if torch_adam else FUSED_ADAM_PARAMS
     known = (*ADAM_PARAMS, *more, *(() if offloaded else FUSED_ADAM_PARAMS), "max_grad_norm")
     for key in params:

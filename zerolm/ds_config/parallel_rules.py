@@ -1,4 +1,4 @@
-"""Checks which options a run combines with tensor or sequence parallelism.
+"""Checks the options that a run combines with tensor or sequence parallelism.
 
 Each rule was found by running DeepSpeed or reading its source; DeepSpeed itself checks only a few
 of them. tests/end_to_end/test_parallel.py compares the loss curves of allowed combinations with
@@ -63,7 +63,8 @@ def _tensor_problems(profile: Profile) -> list[str]:
     if profile.zero_stage != 3:
         return []
     # zero/stage3.py, _grad_norm_counts_every_rank: zero.Init partitions everything over all ranks
-    # before the tensor groups exist, and the sharded matrices are then partitioned over replicas.
+    # before the tensor-parallel groups exist. The sharded matrices are then partitioned over
+    # replicas.
     return [
         f"{TENSOR_KEY}: needs ZeRO stage 1 or 2, got 3: DeepSpeed would partition the sharded "
         f"matrices over replicas and everything else over all ranks, which our checkpoints cannot "
@@ -73,7 +74,8 @@ def _tensor_problems(profile: Profile) -> list[str]:
 
 def _sequence_problems(profile: Profile) -> list[str]:
     if profile.zero.get("reduce_scatter") is False:
-        # zero/stage3.py: without it, small gradients are divided by another number than large ones.
+        # zero/stage3.py: without it, small gradients are divided by a different number than large
+        # ones.
         return [
             f"{SEQUENCE_KEY}: needs zero_optimization.reduce_scatter, got false: DeepSpeed would "
             f"average small and large gradients differently. Remove that key."
@@ -118,7 +120,7 @@ def _shared_problems(profile: Profile, key: str) -> list[str]:
 
 
 def parallel_key(profile: Profile, world_size: int) -> str | None:
-    """Return the JSON key that makes ranks share matrices or sequences, or None."""
+    """Return the JSON key that enables tensor or sequence parallelism, or None for neither."""
     layout = profile.layout(world_size)
     if layout.replica_size == 1:
         return None
@@ -128,10 +130,10 @@ def parallel_key(profile: Profile, world_size: int) -> str | None:
 def model_problems(
     settings: Settings, config: "PretrainedConfig", profile: Profile, world_size: int
 ) -> list[str]:
-    """Find what the profile's parallelism does not support in the model or the flags.
+    """Find properties of the model, and flags, that the profile's parallelism does not support.
 
     Args:
-        profile: a profile that `ds_problems` accepts; for others, nothing is found.
+        profile: a profile in which `ds_problems` finds no problems.
     """
     layout, key = profile.layout(world_size), parallel_key(profile, world_size)
     if key is None:

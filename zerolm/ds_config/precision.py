@@ -1,4 +1,4 @@
-"""Decides the precision of a run, and checks the JSON blocks that concern it.
+"""Selects the precision of a run, and checks the JSON blocks that concern it.
 
 An explicit `bf16` or `fp16` block takes precedence; `--precision` applies if the file has "auto" or
 no block; otherwise "auto" selects what suits the device. `rules` and preflight call this module.
@@ -21,8 +21,8 @@ class Begun(NamedTuple):
     """The precision with which a run started.
 
     Attributes:
-        path: the run.json that records it.
-        device: name of the run's devices; empty if not recorded.
+        path: path of the run.json that records the precision.
+        device: name of the run's devices; empty if it was not recorded.
     """
 
     path: str
@@ -37,11 +37,11 @@ def with_precision(
     problems: list[str],
     begun: Begun | None = None,
 ) -> tuple[Profile, list[str]]:
-    """Return the profile with an explicit precision, and notices about it.
+    """Return the profile with an explicit precision, and notices about the choice.
 
     Args:
-        problems: receives a contradiction between `--precision` and the file.
-        begun: the precision of the resumed run, which is kept if the file has "auto".
+        problems: a contradiction between `--precision` and the file is appended.
+        begun: the resumed run's precision, which is kept if the file has "auto".
     """
     flag, where = settings.precision, settings.where("precision")
     chosen, reason = weight_precision(profile.json, flag)
@@ -76,11 +76,11 @@ def with_precision(
 def _automatic(
     profile: Profile, wanted: str, reason: str, device: Device, begun: Begun | None
 ) -> tuple[str, list[str]]:
-    """Return the precision that "auto" selects, and a notice if it is not bf16.
+    """Select the precision for "auto"; return it, and a notice unless it is the expected bf16.
 
     Args:
         wanted: bf16, or fp16 if the file rules out bf16.
-        reason: the keys that select "auto".
+        reason: why `wanted` was selected, for messages.
     """
     fitting, why = wanted, ""
     if wanted == "bf16" and device.lacks_bf16:
@@ -112,7 +112,7 @@ def _others(chosen: str) -> str:
 
 
 def _emulation(profile: Profile, device: Device, fix: str) -> list[str]:
-    """Return a notice if this run multiplies in bf16 and the device emulates that."""
+    """Return a notice if this run multiplies in bf16 but the device only emulates bf16."""
     if profile.compute_precision != "bf16" or not device.lacks_bf16:
         return []
     return [
@@ -122,7 +122,7 @@ def _emulation(profile: Profile, device: Device, fix: str) -> list[str]:
 
 
 def _contradiction(profile: Profile, flag: str, chosen: str, reason: str) -> str:
-    """Return the explicit JSON value that `--precision` contradicts, or an empty string."""
+    """Return the JSON key and value that contradict `--precision`, or an empty string."""
     if chosen != flag:
         return reason
     enabled = profile.block(_key(profile, flag)).get("enabled") if flag != "fp32" else None
@@ -130,7 +130,7 @@ def _contradiction(profile: Profile, flag: str, chosen: str, reason: str) -> str
 
 
 def _key(profile: Profile, name: str) -> str:
-    """Return the key of a precision's block, which may be DeepSpeed's older `bfloat16`."""
+    """Return the JSON key of a precision's block, which for bf16 may be the older `bfloat16`."""
     old = name == "bf16" and "bfloat16" in profile.json and "bf16" not in profile.json
     return "bfloat16" if old else name
 
@@ -140,7 +140,7 @@ def _key(profile: Profile, name: str) -> str:
 
 
 def precision_problems(profile: Profile, on_gpu: bool) -> list[str]:
-    """Find precisions that DeepSpeed or this machine does not support."""
+    """Find problems with precisions that DeepSpeed or this machine does not support."""
     problems = []
     bf16_key = _key(profile, "bf16")
     fp16, bf16 = profile.block("fp16"), profile.block(bf16_key)

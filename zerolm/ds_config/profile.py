@@ -1,7 +1,7 @@
-"""`Profile`: a DeepSpeed JSON file, parsed once; the rest of the project reads the profile.
+"""`Profile`: a DeepSpeed JSON file, parsed once for the rest of the project.
 
 Only this subpackage reads the raw JSON: `schema` reads its keys and values as DeepSpeed does,
-`rules` checks combinations of keys, `implied` finds the settings that the JSON fixes, and `resolve`
+`rules` checks combinations of keys, `implied` finds settings that the JSON fixes, and `resolve`
 replaces "auto" and missing values. Imports DeepSpeed only through `schema`.
 """
 
@@ -29,8 +29,8 @@ class Optimizer:
     """The `optimizer` block.
 
     Attributes:
-        name: the optimizer's type as written; AdamW if missing.
-        params: the optimizer's parameters as written.
+        name: the optimizer's type as written in the file; AdamW if missing.
+        params: the optimizer's parameters as written in the file.
     """
 
     name: str
@@ -47,10 +47,10 @@ class Buckets:
     """ZeRO's buffer sizes and thresholds, in number of values.
 
     Attributes:
-        reduce: number of gradients reduced in one message.
-        prefetch: number of weights that stage 3 gathers ahead.
+        reduce: number of gradient values that are reduced in one message.
+        prefetch: number of weights that stage 3 gathers ahead of their use.
         persistence_threshold: stage 3 keeps parameters up to this size on every rank.
-        persistence_limit: maximum total size of these parameters.
+        persistence_limit: maximum total size of the parameters kept on every rank.
         max_live: maximum number of gathered weights that stage 3 keeps at a time.
     """
 
@@ -72,20 +72,20 @@ class Profile:
         zero: the `zero_optimization` block.
         zero_stage: 1 if missing or 0 (see `resolve`); 0 if the value is not a stage.
         precision: dtype of the weights, `fp32`, `bf16` or `fp16` (see `weight_precision`).
-        compute_precision: dtype of matmuls, which differs under `torch_autocast`.
+        compute_precision: dtype of matmuls; differs from `precision` under `torch_autocast`.
         grad_accum_dtype: dtype of accumulated gradients; None means `precision`.
         communication_dtype: dtype in which gradients are reduced; None means `precision`.
         optimizer_offload, param_offload: `none`, `cpu` or `nvme`.
         scheduler: type of the `scheduler` block; None if there is no block.
         scheduler_params: the scheduler's parameters as written.
         gradient_clipping: None if missing or "auto".
-        tensor_parallel, sequence_parallel: number of ranks per group; 1 if the value is invalid.
-        batch_size, micro_batch_size: number of sequences; None if missing or "auto".
+        tensor_parallel, sequence_parallel: numbers of ranks per group; 1 if the value is invalid.
+        batch_size, micro_batch_size: numbers of sequences; None if missing or "auto".
         accumulation: micro-batches per step; None if missing or "auto".
         overlap_comm: None if missing.
         buckets: buffer sizes, with DeepSpeed's defaults filled in.
-        shard_within: number of ranks over which states are sharded (`--shard_within`); 0: all
-            ranks.
+        shard_within: number of ranks in each group over which states are sharded
+            (`--shard_within`); 0: all ranks.
     """
 
     name: str
@@ -160,11 +160,11 @@ class Profile:
         )  # fmt: skip
 
     def block(self, *path: str) -> Mapping[str, Any]:
-        """Return a nested block of the JSON; empty if missing or not an object."""
+        """Return a nested block of the JSON; empty if the block is missing or not an object."""
         return block(self.json, *path)
 
     def layout(self, world_size: int) -> Layout:
-        """Return the rank layout; plain data parallelism if the degrees do not divide the ranks."""
+        """Return the rank layout; plain data parallelism if the degrees do not fit the world size."""
         tensor, sequence = self.tensor_parallel, self.sequence_parallel
         if world_size % (tensor * sequence):
             return Layout(world_size)
@@ -181,7 +181,7 @@ class Profile:
 
     @property
     def uses_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed uses its BF16_Optimizer class, which it does only at stage 1."""
+        """Whether DeepSpeed uses its BF16_Optimizer class, which happens only under stage 1."""
         return (
             self.zero_stage == 1
             and self.precision == "bf16"
@@ -191,7 +191,7 @@ class Profile:
 
     @property
     def all_reduces(self) -> bool:
-        """Whether stage 1 or 2 reduces gradients to all ranks instead of to their owners."""
+        """Whether stage 1 or 2 all-reduces gradients instead of reducing each to its owner only."""
         asked = self.block("zero_optimization").get(reduction_choice.KEY) is True
         in_parts = self.tensor_parallel > 1 or self.sequence_parallel > 1
         is_other = in_parts if self.uses_bf16_optimizer else self.optimizer_offload != "none"
@@ -199,10 +199,10 @@ class Profile:
 
     @property
     def keeps_micro_batch_gradients(self) -> bool:
-        """Whether stage 1 keeps a micro-batch's gradients until its backward pass has ended."""
+        """Whether stage 1 keeps a micro-batch's gradients until the end of its backward pass."""
         if self.optimizer_offload != "none" or self.gradient_bytes == self.weight_bytes:
             return False
-        # If it is not in the JSON, `resolve` sets it.
+        # If the key is not in the JSON, `resolve` sets it to true.
         freed = self.block("bf16").get("immediate_grad_update", True)
         return not (self.uses_bf16_optimizer and freed)
 
@@ -239,7 +239,7 @@ class Profile:
 
 
 def block(value: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
-    """Return a nested object of a JSON object; empty if missing or not an object."""
+    """Return a nested object of a JSON object; empty if it is missing or not an object."""
     found: Any = value
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
@@ -273,7 +273,7 @@ def _count(value: Any) -> int | None:
 
 
 def weight_precision(value: Mapping[str, Any], default: str | None = None) -> tuple[str, str]:
-    """Return the precision of the weights, and the dotted key or the rule that determines it.
+    """Return the precision of the weights, and the JSON value or rule that determines it.
 
     Args:
         default: `--precision`, which applies if the JSON has "auto" or no block.

@@ -1,4 +1,4 @@
-"""Resolves a profile: replaces every "auto", and writes out DeepSpeed's silent defaults.
+"""Resolves a profile: replaces every "auto", and makes DeepSpeed's defaults explicit.
 
 Runs after `rules` has found no problems. The result is passed to `deepspeed.initialize` and saved
 in run.json.
@@ -38,8 +38,8 @@ def resolve_profile(
     Args:
         profile: a profile without problems.
         settings: resolved.
-        hidden_size: the model's hidden size; None keeps DeepSpeed's default bucket sizes.
-        accumulation: micro-batches per optimizer step.
+        hidden_size: the model's hidden size; None: use DeepSpeed's default bucket sizes.
+        accumulation: number of micro-batches per optimizer step.
         replicas: number of data-parallel replicas.
         warmup_steps, total_steps: numbers of optimizer steps, for a `scheduler` block.
         gathered_block: number of values in each parameter of the largest block, if ZeRO-3 gathers
@@ -56,19 +56,20 @@ def resolve_profile(
         # If true, a head with tied weights would return only the rank's shard of the logits.
         resolved["tensor_parallel"]["vocab_parallel_lm_head"] = False
     if resolved.get("gradient_clipping", AUTO) == AUTO:
-        # DeepSpeed's default since 0.19, written out so that run.json records it.
+        # DeepSpeed's default since 0.19, made explicit so run.json records it.
         resolved["gradient_clipping"] = 0.0 if profile.uses_muon else DEFAULT_CLIPPING
     if "writer" in block(resolved, "checkpoint"):
-        del resolved["checkpoint"]["writer"]  # `implied` turns it into --async_checkpoint
+        del resolved["checkpoint"]["writer"]  # `implied` converts it to --async_checkpoint
     for monitor in ("wandb", "tensorboard", "csv_monitor", "comet"):
-        resolved.pop(monitor, None)  # `implied` and `rules` map them to our trackers
+        resolved.pop(monitor, None)  # `implied` adopts their settings for our trackers
     if block(resolved, "comms_logger").get("enabled") is not True:
         resolved.pop("comms_logger", None)  # the block's presence alone enables it in DeepSpeed
     # DeepSpeed's throughput timer waits for the device twice in every step.
     resolved.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     _resolve_precision(resolved, profile.precision)
     if profile.uses_bf16_optimizer:
-        # Adds each gradient to its float32 sum and frees it during the backward pass.
+        # This makes DeepSpeed add each gradient to its float32 sum and free it during the backward
+        # pass.
         resolved.setdefault("bf16", {}).setdefault("immediate_grad_update", True)
     _resolve_zero(resolved, profile, hidden_size, gathered_block)
     if replicas == 1 and profile.zero_stage < 3 and profile.optimizer_offload == "none":
@@ -81,29 +82,29 @@ def resolve_profile(
 
 
 def deepspeed_problems(profile: Profile) -> list[str]:
-    """Return why DeepSpeed's own config object refuses a profile, as the engine would do later.
+    """Return why DeepSpeed's own config class refuses a profile, as it would later in the engine.
 
     Args:
-        profile: resolved, and without problems found by `schema` and `rules`.
+        profile: a resolved profile in which `schema` and `rules` have found no problems.
     """
     from deepspeed import DeepSpeedConfig
 
     config = copy.deepcopy(profile.json)
-    config.pop("train_batch_size", None)  # it would be compared with a world size of 1
-    config.pop("aio", None)  # `rules` checks it; DeepSpeed would query this machine's GPU
+    config.pop("train_batch_size", None)  # DeepSpeed would compare it with a world size of 1
+    config.pop("aio", None)  # `rules` checks this block; DeepSpeed would query this machine's GPU
     try:
         DeepSpeedConfig(config)
-    except Exception as error:  # it raises AssertionError, ValueError and its own classes
+    except Exception as error:  # DeepSpeed raises AssertionError, ValueError and its own classes
         text = reason(error, named=False)
         return [f"{profile.name}: DeepSpeed refuses it: {text}. Correct the file."]
     return []
 
 
 def _leave_out_communication(resolved: dict[str, Any], profile: Profile) -> None:
-    """Avoid waits and copies for communication within a single replica, which sums nothing."""
+    """Avoid waits and copies for communication if there is one replica and so nothing to sum."""
     resolved["zero_optimization"]["overlap_comm"] = False
     # Stage 2 converts the gradients of each micro-batch, which have the weights' precision. Stage 1
-    # converts their sum, which this would round.
+    # converts their sum, which would then be rounded.
     if profile.zero_stage == 2 and not resolved.get("prescale_gradients"):
         resolved["communication_data_type"] = profile.precision
 
@@ -169,7 +170,7 @@ def _resolve_scheduler(
     kind = resolved["scheduler"]["type"]
     params = resolved["scheduler"].setdefault("params", {})
     if is_number(steps := params.get("warmup_num_steps")):
-        params["warmup_num_steps"] = max(1, int(steps))  # DeepSpeed's minimum, and an int
+        params["warmup_num_steps"] = max(1, int(steps))  # an integer, at least DeepSpeed's minimum
     if kind not in DEEPSPEED_SCHEDULES:
         return
     values: dict[str, Any] = {"warmup_num_steps": max(1, warmup_steps)}

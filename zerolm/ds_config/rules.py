@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed JSON that are refused, alone or in combination.
+"""Refuses keys of a DeepSpeed JSON, alone or in combination, and lists notices about others.
 
 Each rule was found by running DeepSpeed or reading its source; DeepSpeed checks some of them after
 minutes of start-up, some with a bare assertion, and some not at all. Must not depend on the
@@ -93,7 +93,8 @@ REFUSALS = (
         "a checkpoint is one directory shared by all nodes",
         "Remove the key, and use a shared file system for --run_dir",
     ),
-    # Enabled by its presence, whatever it contains (deepspeed/datastates/config.py).
+    # The block's presence enables the feature, whatever it contains
+    # (deepspeed/datastates/config.py).
     Refusal(
         "datastates_ckpt",
         "any, also null",
@@ -180,7 +181,7 @@ def _zero_problems(profile: Profile, on_gpu: bool, world_size: int) -> list[str]
 
 
 def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str]:
-    """List options that are allowed, but change the loss curve or are easily misunderstood."""
+    """List notices about options that change the loss curve or are easily misunderstood."""
     notices = []
     if profile.zero.get("stage", 0) == 0:
         # engine.py scales the loss only for a ZeROOptimizer, so at stage 0 fp16 gradients would be
@@ -219,7 +220,7 @@ def rule_notices(profile: Profile, *, on_gpu: bool, world_size: int) -> list[str
 
 
 def _without_effect(profile: Profile) -> list[str]:
-    """List options that DeepSpeed reads, but that have no effect in a run."""
+    """List notices about options that DeepSpeed reads, but that have no effect in a run."""
     found = []
     if used := [key for key, on in profile.block("activation_checkpointing").items() if on]:
         found.append(
@@ -237,7 +238,7 @@ def _without_effect(profile: Profile) -> list[str]:
 
 
 def _other_trackers(profile: Profile) -> list[str]:
-    """List the blocks of DeepSpeed's monitors, from which `implied` adopts what it can."""
+    """List notices about enabled monitors of DeepSpeed, and what zerolm does instead."""
     instead = {
         "wandb": "pretrain.py logs to W&B itself, with the block's project, group and team; see "
         "--wandb",
@@ -255,9 +256,9 @@ def _other_trackers(profile: Profile) -> list[str]:
 
 
 def _reduction(profile: Profile) -> tuple[str, str]:
-    """Return the precision in which gradients are summed over ranks, and how to select fp32."""
+    """Return the precision in which gradients are summed over ranks, and how to change that."""
     if profile.block("torch_autocast").get("enabled") is True:
-        # deepspeed/runtime/torch_autocast.py sets it for each weight of a linear layer.
+        # deepspeed/runtime/torch_autocast.py sets this precision for each weight of a linear layer.
         return "bf16", "; torch_autocast requires it"
     dtype = str(profile.communication_dtype or profile.precision)
     return dtype, '; "communication_data_type": "fp32" is exact, but sends twice the bytes'

@@ -5,11 +5,12 @@ from typing import Any
 
 from zerolm.ds_config.implied import DEEPSPEED_SCHEDULES
 
-FIRST_STEPS, SAMPLES = 10, 200  # steps to sample: the first ones, and evenly spaced ones
+# Numbers of steps to sample: at the start of the run, and evenly spaced over the run.
+FIRST_STEPS, SAMPLES = 10, 200
 
 
 def rates(block: Mapping[str, Any], learning_rate: float, steps: Sequence[int]) -> list[float]:
-    """Return the learning rate that the engine uses at each of the ascending steps, counted from 1.
+    """Return the engine's learning rate at each of the given steps, ascending and counted from 1.
 
     The scheduler advances after a step, so the first step uses the scheduler's initial rate.
 
@@ -23,7 +24,7 @@ def rates(block: Mapping[str, Any], learning_rate: float, steps: Sequence[int]) 
     weights = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.AdamW([weights], lr=learning_rate)
     level = logger.level
-    logger.setLevel("ERROR")  # DeepSpeed warns that the rate is read before the first step
+    logger.setLevel("ERROR")  # DeepSpeed warns when the rate is read before the first step
     try:
         scheduler = getattr(lr_schedules, block["type"])(optimizer, **block.get("params", {}))
     finally:
@@ -37,10 +38,11 @@ def rates(block: Mapping[str, Any], learning_rate: float, steps: Sequence[int]) 
 
 
 def description(block: Mapping[str, Any], learning_rate: float, total_steps: int) -> str:
-    """Summarize a scheduler: its highest rate, its last rate, and the steps at rate 0.
+    """Describe a schedule in one line: its peak rate, its last rate, and early steps with rate 0.
 
     Args:
-        learning_rate: the peak for `DEEPSPEED_SCHEDULES`; for other types, the peak is searched.
+        learning_rate: the peak for types in `DEEPSPEED_SCHEDULES`; for other types, the highest
+            sampled rate is the peak.
     """
     shares = [round(total_steps * number / SAMPLES) for number in range(SAMPLES + 1)]
     steps = sorted({*range(1, min(FIRST_STEPS, total_steps) + 1), *shares} - {0})

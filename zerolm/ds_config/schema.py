@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed JSON: its values as DeepSpeed reads them, and problems with its keys.
+"""Reads the values of a DeepSpeed JSON as DeepSpeed does, and finds problems with its keys.
 
 `Profile` reads its file once, through `read`, so rules, plan, run.json and engine agree that
 `"true"` and 1 are true, and 2.0 is 2. DeepSpeed ignores unknown keys at the top level and in some
@@ -42,9 +42,9 @@ CHECKED_BY_RULES = (
 
 
 def read(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a DeepSpeed JSON with every value as DeepSpeed reads it, and problems with its keys.
+    """Convert every value of a DeepSpeed JSON as DeepSpeed does; return the JSON and its problems.
 
-    Unknown keys and values that DeepSpeed refuses stay as written.
+    Unknown keys, and values that DeepSpeed refuses, are left as written.
 
     Args:
         written: the JSON as written, without comments.
@@ -70,7 +70,7 @@ def read(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _as_read(kind: Any, value: Any, where: str, problems: list[str]) -> tuple[Any, Any]:
-    """Return a value as DeepSpeed reads it, and as written without "auto" and unknown keys.
+    """Return a value as DeepSpeed reads it, and the part of it to check: no "auto" or unknown keys.
 
     Args:
         where: dotted key of the value.
@@ -104,7 +104,7 @@ def _as_read(kind: Any, value: Any, where: str, problems: list[str]) -> tuple[An
 
 
 def _type_problems(kind: Any, value: Any, where: str) -> list[str]:
-    """Return why a value does not have its type, or why DeepSpeed's pydantic model refuses it."""
+    """Return why a value does not have the required type, or why a pydantic model refuses it."""
     try:
         _adapter(kind).validate_python(value)
     except ValidationError as error:
@@ -129,7 +129,7 @@ def _problem(where: str, found: Any) -> str:
 
 
 def inner_model(kind: Any) -> Any:
-    """Return the pydantic model in `Model` or `Optional[Model]`, else None."""
+    """Return the pydantic model in the type `Model` or `Optional[Model]`; None for other types."""
     for candidate in (kind, *get_args(kind)):
         if inspect.isclass(candidate) and hasattr(candidate, "model_fields"):
             return candidate
@@ -137,7 +137,7 @@ def inner_model(kind: Any) -> Any:
 
 
 def model_fields(model: Any) -> dict[str, Any]:
-    """Return the fields of a pydantic model by name and by alias."""
+    """Return a pydantic model's fields as {name or alias: field}."""
     fields = dict(model.model_fields)
     return fields | {field.alias: field for field in fields.values() if field.alias}
 

@@ -1,7 +1,7 @@
-"""Checks `--shard_within`, and stores it in the profile: ZeRO-1 within groups of ranks.
+"""Checks `--shard_within`, ZeRO-1 within groups of ranks, and stores it in the profile.
 
 zerolm/engine/shard_groups.py creates the groups. Only DeepSpeed's BF16_Optimizer (0.19.8) supports
-them: it accepts a process group, and `OwnerReduction` sums its gradients.
+such groups: it accepts a process group, and `OwnerReduction` sums its gradients.
 """
 
 from dataclasses import replace
@@ -15,10 +15,10 @@ from zerolm.engine.reduction_choice import KEY
 def with_shard_groups(
     profile: Profile, settings: Settings, world_size: int, problems: list[str]
 ) -> Profile:
-    """Return the profile with the group size, if there are several groups.
+    """Return the profile with the group size set if there are several groups.
 
     Args:
-        problems: receives the reasons why the profile does not support groups.
+        problems: the reasons why the profile does not support groups are appended.
     """
     size = settings.shard_within
     if size is None or not profile.zero_stage:
@@ -32,7 +32,7 @@ def with_shard_groups(
 
 
 def _reasons(profile: Profile, world_size: int) -> list[str]:
-    """Return which parts of the profile do not work in groups, and what to use instead."""
+    """Return why the profile does not support groups, and what to change."""
     if profile.zero_stage != 1:
         return [
             f"needs ZeRO stage 1, but {profile.name} has {profile.zero_stage}. Use "

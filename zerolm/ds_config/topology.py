@@ -1,4 +1,4 @@
-"""Compares how a checkpoint and a run shard optimizer states over ranks.
+"""Compares how a checkpoint and a run shard optimizer states across ranks.
 
 Preflight reports the differences, loading a checkpoint checks them, and `zerolm.engine.reshard`
 reshards accordingly. Must not read files.
@@ -11,10 +11,11 @@ from zerolm.ds_config.parallel_rules import TENSOR_KEY
 from zerolm.ds_config.profile import Profile
 from zerolm.engine.partitions import SHARDS, num_shards
 
-# Keys of zero_optimization that change which rank stores a value, or the order of values.
+# Keys of zero_optimization that change which rank stores a value, or in which order.
 SHARDING_KEYS = ("sub_group_size", "round_robin_gradients", "parameter_alignment")
 TENSOR_PARALLEL = "tensor_parallel"
-FULL_MATRIX_STATES = frozenset({"muon"})  # momentum of full matrices, not sharded like weights
+# Optimizers whose momentum is of full matrices, not sharded like the weights.
+FULL_MATRIX_STATES = frozenset({"muon"})
 
 
 def optimizer_kind(profile: Profile) -> str:
@@ -23,8 +24,7 @@ def optimizer_kind(profile: Profile) -> str:
 
 
 def sharding(profile: Profile) -> dict[str, Any]:
-    """Return the other options that determine which rank stores a state, for a checkpoint's
-    manifest.
+    """Return the other options that determine which rank stores a state, for the manifest.
 
     Args:
         profile: resolved.
@@ -33,7 +33,7 @@ def sharding(profile: Profile) -> dict[str, Any]:
     return {
         **({TENSOR_PARALLEL: degree} if degree > 1 else {}),
         **{key: profile.zero.get(key) for key in SHARDING_KEYS},
-        # At stage 1 with bf16, these select a different DeepSpeed optimizer class.
+        # Under stage 1 with bf16, these select a different DeepSpeed optimizer class.
         "grad_accum_dtype": profile.grad_accum_dtype,
         "torch_adam": profile.optimizer.params.get("torch_adam"),
     }
@@ -46,7 +46,7 @@ def changes(manifest: Mapping[str, Any], profile: Profile, world_size: int) -> l
         profile: resolved.
 
     Returns:
-        Empty if the checkpoint can be loaded without resharding.
+        One line for each difference; empty if the checkpoint can be loaded without resharding.
     """
     in_groups = SHARDS in manifest or profile.shard_within
     what, ours = "shards" if in_groups else "world size", profile.shard_within or world_size
@@ -65,7 +65,7 @@ def problems(manifest: Mapping[str, Any], where: str, profile: Profile) -> list[
     """Return the reasons why a checkpoint's states cannot be resharded for this run.
 
     Args:
-        where: the manifest's path, for messages.
+        where: path of the manifest, for messages.
     """
     saved_degree = manifest.get("cut", {}).get(TENSOR_PARALLEL, 1)
     if max(saved_degree, profile.tensor_parallel) > 1:
