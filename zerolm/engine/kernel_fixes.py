@@ -10,7 +10,7 @@ FLOAT32_UNDERFLOW = 1e-46  # rounds to zero in float32
 
 
 def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Make DeepSpeed's Lion leave values without any gradient so far unchanged, as Lion should.
+    """Make DeepSpeed's Lion leave values unchanged until their first gradient, as Lion should.
 
     Lion's update is the sign of an interpolation of gradient and momentum, and the sign of zero is
     zero (Chen et al. 2023, arXiv 2302.06675, algorithm 2). DeepSpeed's kernels (csrc/lion) treat

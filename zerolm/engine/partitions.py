@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-SHARDS = "shards"  # manifest key, if each group has a copy: fewer shards than ranks
+# Manifest key, present if each group stores a copy, so there are fewer shards than ranks.
+SHARDS = "shards"
 ALIGNMENT_VALUES = 2  # nccl_start_alignment_factor of DeepSpeed
 
 
