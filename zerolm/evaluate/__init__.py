@@ -39,7 +39,7 @@ def _downstream(settings: Any) -> list[type[Evaluation]]:
 
 
 def downstream_interval(settings: Any, default: int) -> int | None:
-    """Return the resolved `downstream_interval`; None if no evaluation uses it and it is not set."""
+    """Return the resolved `downstream_interval`; None if it is neither set nor used."""
     if not _downstream(settings):
         return settings.downstream_interval
     return settings.downstream_interval or settings.eval_interval or default

@@ -107,7 +107,7 @@ class LmEval(Evaluation):
             return Scores(evaluate(_lm_class()(runner), task, self.settings.eval_task_items))
 
     def measure_export(self, runner: Any) -> Scores:
-        """Use lm-eval's own `hf` model, except with a tiktoken tokenizer, which `hf` cannot load."""
+        """Use lm-eval's own `hf` model, except for tiktoken tokenizers, which `hf` cannot load."""
         from lm_eval.models.huggingface import HFLM
 
         tokenizer = runner.coder.tokenizer
@@ -216,7 +216,7 @@ def evaluate(model: Any, task: Any, limit: int | None = None) -> dict[str, float
 
 
 def flatten_results(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return lm-eval's results, except standard errors, as {`<task>/<metric>[_<filter>]`: value}."""
+    """Return lm-eval's results as {`<task>/<metric>[_<filter>]`: value}, except standard errors."""
     row = {}
     for task, metrics in results.items():
         for key, value in metrics.items():

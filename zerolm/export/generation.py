@@ -27,7 +27,8 @@ def set_special_ids(
     Without a source, the ids are the tokenizer's, because a class's default `bos_token_id` is an
     ordinary token in the run's tokenizer. Classes that accept only a number for such an id keep
     their own value. `pad_token_id` is unchanged, because RoBERTa's positions begin after it.
-    A class's default ids to force or suppress are also ordinary tokens.
+    A class's default ids to force or suppress are removed, because they are ordinary tokens here
+    too.
 
     Args:
         source: generation config from the run's initial weights; its ids are kept if they are
