@@ -165,7 +165,7 @@ class Feature(Part):
 
     @classmethod
     def host_problems(cls, plan: "Plan", environment: Mapping[str, str]) -> Iterable[str]:
-        """Return what the feature needs but this host lacks; called if there is no other problem."""
+        """Return what the feature needs but this host lacks; called without other problems."""
         return ()
 
     @classmethod

@@ -71,9 +71,8 @@ class Seal:
         if step % self._interval:
             return
         on_gpu = self._engine.device.type == "cuda"
-        timed = not on_gpu or self._cost_seconds == float(
-            "inf"
-        )  # once on a GPU: timing waits for it
+        # only once on a GPU, because timing waits for the GPU
+        timed = not on_gpu or self._cost_seconds == float("inf")
         if timed and on_gpu:
             torch.cuda.synchronize()
         before = _clock(on_gpu)
