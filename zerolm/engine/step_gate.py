@@ -160,9 +160,8 @@ class StepGate:
             norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in partitions]
             square = torch.stack(norms).square().sum()
             if (ranks := torch.distributed.get_world_size()) > 1:
-                torch.distributed.all_reduce(
-                    square
-                )  # over all copies, so that all get identical bits
+                # over all copies, so that all get identical bits
+                torch.distributed.all_reduce(square)
                 square /= ranks // torch.distributed.get_world_size(optimizer.dp_process_group)
             norm = square.sqrt().float()
             gradients = [norm[None]]

@@ -21,9 +21,8 @@ MIN_LOGIT = -1e30  # finite, but its probability is zero next to any usual logit
 # The first name is for transformers 5.24 and later, whose Mamba accepts but ignores the older name;
 # the second is for earlier versions.
 CACHE_NAMES = ("cache", "past_key_values")
-CONTEXT_TOKENS = (
-    8  # decoded along with new tokens, because some tokenizers drop a text's first space
-)
+# decoded along with new tokens, because some tokenizers drop a text's first space
+CONTEXT_TOKENS = 8
 INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
 
 Stop = Callable[[Sequence[int]], bool]

@@ -28,9 +28,8 @@ Batch = dict[str, torch.Tensor]
 # order can explain. The tolerance is a multiple of the measured difference. The first replay after
 # a launch never ends the run, because the differences caused by the kernels are not yet known.
 NONDETERMINISM, TOLERANCE_FACTOR = 1e-3, 10.0
-MAX_CORRECTIONS = (
-    3  # number of corrected steps since launch at which the run ends: the device is broken
-)
+# number of corrected steps since launch at which the run ends: the device is broken
+MAX_CORRECTIONS = 3
 ODD, SPOT = "odd", "spot"
 
 
@@ -178,10 +177,8 @@ class Checks:
             self.replayed = Replayed(why)
             return result
         result = self._another(run, passes)
-        pairs = (
-            (1, 2),
-            (0, 2),
-        )  # the third pass is right if it agrees with either of the other two
+        # the third pass is right if it agrees with either of the other two
+        pairs = ((1, 2), (0, 2))
         agreed = [self._agree(passes[a], passes[b]) for a, b in pairs]
         apart = max(passes[a].distance(passes[b]) for a, b in (*pairs, (0, 1)))
         found = gather_objects((agreed, apart))

@@ -85,7 +85,7 @@ def is_elementwise(name: str, params: Mapping[str, Any]) -> bool:
 
 
 def num_moments(name: str, params: Mapping[str, Any]) -> int:
-    """Return the number of values that an optimizer stores per parameter value; 2 if a trial fails."""
+    """Return how many values an optimizer stores per parameter value; 2 if a trial fails."""
     try:
         return _updates(name, params, shards=1)[1]
     except (ValueError, TypeError, RuntimeError):

@@ -177,7 +177,7 @@ class SpikeGuard:
         return None
 
     def recent(self, step: int) -> list[int]:
-        """Return the steps with an anomaly in the window that ends at `step`, in ascending order."""
+        """Return the steps with an anomaly in the window that ends at `step`, in order."""
         return [each for each in self.history.anomalies if step - each < self.policy.window]
 
     def skips_exhausted(self, step: int) -> bool:

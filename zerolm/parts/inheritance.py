@@ -43,7 +43,7 @@ class Layer(NamedTuple):
 
 
 def derived_settings(settings: Settings) -> dict[str, Any]:
-    """Return the `derived_settings` for run.json: {name: value} of the settings not set explicitly."""
+    """Return `derived_settings` for run.json: {name: value} for settings not set explicitly."""
     return {
         name: value
         for name, value in settings.to_json().items()
@@ -142,9 +142,8 @@ def _with_origin(problem: str, settings: Settings, in_files: Mapping[str, str]) 
     for name, place in in_files.items():
         values = getattr(settings, name)
         for value in values if isinstance(values, tuple) else (values,):
-            shown = (
-                printable(value, "\n\t") if isinstance(value, str) else ""
-            )  # as problems show it
+            # as problems show it
+            shown = printable(value, "\n\t") if isinstance(value, str) else ""
             path = shown.rpartition("=")[0] or shown
             starts = f"{shown}:", f"{path}:", f"{path}/", f"--{name} "
             if path and problem.startswith(starts):
