@@ -1,4 +1,4 @@
-"""Evaluations of a model, during a run or after export: a module for each, and a list of all.
+"""Evaluations of a model, during a run or after export: one module each, and the list of them.
 
 Evaluations run in the order of `EVALUATIONS`. Their modules import little at the top, so `--help`
 is instant. Must not depend on checkpoints or the training loop.

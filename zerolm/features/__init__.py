@@ -1,4 +1,4 @@
-"""Optional parts of training: a module for each, and a list of all.
+"""Optional parts of training: one module each, and the list of them.
 
 Hooks run in the order of `FEATURES`. A module imports little at its top, so `--help` is instant;
 its hooks may import anything that the training loop may import.

@@ -1,4 +1,4 @@
-"""Detection of silent corruption: digests of states, suspicious steps, and recomputed steps.
+"""Silent corruption: digests of states, suspicious steps, and recomputed steps.
 
 Must not depend on the training loop, which passes in its results.
 """

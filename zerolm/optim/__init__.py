@@ -1,4 +1,4 @@
-"""Optimizer policies: schedules, parameter groups, and spike detection.
+"""Optimizer policies: schedules, parameter groups, spike detection.
 
 Also finds optimizers by name. Must not depend on settings or DeepSpeed.
 """
