@@ -1,7 +1,7 @@
-"""Save and load checkpoints with DeepSpeed's engine (0.19.8), but not with its own file access.
+"""Save and load checkpoints with DeepSpeed's engine (0.19.8), bypassing its own file access.
 
 Saving passes the engine's state to a function instead of writing it. Loading uses the restricted
-unpickler, and does not search for the files on every rank.
+unpickler and does not make every rank search for the files.
 """
 
 import re
@@ -42,7 +42,7 @@ class _CapturingEngine:
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        return False  # DeepSpeed need not clone: `HostCopy` copies only the viewed values
+        return False  # DeepSpeed need not clone: `HostCopy` copies only the values in the view
 
 
 def capture_saves(engine: Any, capture: Callable[[Any, str], None]) -> None:
@@ -64,9 +64,10 @@ def save(engine: Any, directory: Path) -> None:
 
 
 def uncaptured_files(directory: Path, rank: int) -> list[Path]:
-    """Return the files of a rank's save that are not captured: NVMe states and zero_to_fp32.py.
+    """Return the files of a rank's save that `capture` does not receive: NVMe states,
+    zero_to_fp32.py.
 
-    Copies that script into the directory.
+    zero_to_fp32.py is copied into the directory first.
     """
     states = directory / "offloaded_tensors" / f"rank{rank}"
     files = [path for path in sorted(states.rglob("*")) if path.is_file()]
@@ -110,12 +111,12 @@ def safe_loading(engine: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del reader.load  # restores the method of the class
+        del reader.load  # restores the class's own method
 
 
 @contextmanager
 def names_without_lookups(engine: Any) -> Iterator[None]:
-    """Make DeepSpeed's engine trust that the files of a checkpoint exist, inside this context.
+    """Inside this context, make DeepSpeed's engine assume that all files of a checkpoint exist.
 
     The files have been verified. By default, every rank would list the directory and look up the
     files of all ranks: 16.8 million calls at 4,096 ranks.

@@ -1,7 +1,7 @@
 """The keys of a DeepSpeed JSON and the types of their values, as DeepSpeed 0.19.8 reads them.
 
-A block with a pydantic model in DeepSpeed has that model as its type; a test compares the other
-keys with DeepSpeed's source. Imports DeepSpeed only inside functions.
+If DeepSpeed has a pydantic model for a block, that model is the block's type; a test compares the
+other keys with DeepSpeed's source. Imports DeepSpeed only inside functions.
 """
 
 import functools
@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, create_model
 from zerolm.common.values import shown
 
 AUTO = "auto"
-MAX_NUMBER = 1e30  # no count, size or rate of a run exceeds it
+MAX_NUMBER = 1e30  # no count, size or rate in a run exceeds it
 # On import, DeepSpeed logs to stdout, which is reserved for the output of `plan` and `doctor`;
 # they print the devices themselves.
 logging.getLogger("DeepSpeed").addFilter(
@@ -28,7 +28,7 @@ class RuleError(ValueError):
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return whether a JSON value is a finite number below `MAX_NUMBER`, and not a boolean."""
+    """Return whether a JSON value is a finite number below `MAX_NUMBER`. Booleans do not count."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return abs(value) < MAX_NUMBER
@@ -40,12 +40,12 @@ def _type(
     convert: Callable[[Any], Any] = lambda value: value,
     auto: bool = False,
 ) -> Any:
-    """Return a type that converts a value, then accepts or rejects it, or accepts "auto".
+    """Return a pydantic type that converts a value and then accepts or rejects it.
 
     Args:
-        rule: what a value must be, as phrased in messages.
-        auto: allow "auto" at the top level, because the Hugging Face Trainer resolves it;
-            DeepSpeed itself crashes on it or ignores it there.
+        rule: what a value must be, worded for messages.
+        auto: also accept "auto" at the top level, where the Hugging Face Trainer resolves it;
+            DeepSpeed itself crashes on "auto" there or ignores it.
     """
     rule += ' or "auto"' if auto else ""
 
@@ -61,7 +61,7 @@ def _type(
 
 
 def _truth(value: Any) -> Any:
-    """Return a switch as DeepSpeed evaluates it; to DeepSpeed, any text is true."""
+    """Return a value as the boolean that DeepSpeed takes it for: any string is true."""
     if isinstance(value, str) and value.lower() not in _TRUE_TEXTS:
         raise RuleError("is text, which DeepSpeed reads as true. Write true or false unquoted.")
     return bool(value) if isinstance(value, (int, float, str)) else value

@@ -1,8 +1,8 @@
 """An exponential moving average of the master weights, with a half-life in tokens.
 
 Each rank stores the average of its own part of the float32 master weights as an additional
-optimizer state, so DeepSpeed partitions, offloads, saves and loads it like the moments, and
-resharding covers it too. Must not depend on the training loop.
+optimizer state, so DeepSpeed partitions, offloads, saves and loads the average like the moments,
+and resharding handles it too. Must not depend on the training loop.
 """
 
 import math
@@ -47,7 +47,7 @@ class Ema:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of this rank's master weights have an average."""
+        """Whether the optimizer states hold an average for all of this rank's master weights."""
         masters = master_partitions(self._engine)
         return all(STATE in self._states.get(master, {}) for master in masters)
 
@@ -56,7 +56,7 @@ class Ema:
         """Add the weights after an applied step to the average; return the new `counted`.
 
         Args:
-            tokens: tokens in the step's global batch.
+            tokens: number of tokens in the step's global batch.
         """
         weight = -math.expm1(-math.log(2.0) * tokens / self._half_life)
         total = counted + weight * (1.0 - counted)

@@ -1,16 +1,17 @@
-"""Reduce gradients at ZeRO-1 and 2 only to the ranks that own them, which halves the bytes sent.
+"""Under ZeRO-1 and 2, reduce gradients only to the ranks that own them, which halves the bytes
+sent.
 
 DeepSpeed 0.19.8 all-reduces them, although each rank updates only its partition. With bf16
 weights, stage 1 all-reduces after the last backward pass, in copies of 500,000,000 values.
-Replaced methods (bytes that a rank sends per parameter):
+Replaced methods, with the bytes that a rank sends per parameter:
 
     DeepSpeedEngine.buffered_allreduce_fallback       4 per step instead of 8, and no copies
     DeepSpeedZeroOptimizer.average_tensor             4 per micro-batch instead of 8, by its own key
                                                       `use_multi_rank_bucket_allreduce`
 
-Nothing is replaced if that key is true in the JSON, at stage 2 with offload, or at stage 1 with
-Muon (which needs complete matrices) or when the reduction is not a mean in float32. If the key is
-false, each owner gets a separate call, however small its part is.
+Nothing is replaced if that key is true in the JSON, at stage 2 with offload, at stage 1 with Muon
+(which needs complete matrices), or at stage 1 if the reduction is not a mean in float32. If the key
+is false, there is a separate collective for each owner, however small its part is.
 
 All ranks must start the same collectives in the same order, but gradients may become ready in a
 different order or not at all. So buckets are started in a fixed order: each waits for all buckets
@@ -33,9 +34,9 @@ class Bucket(NamedTuple):
     """Consecutive values of a flat gradient that one rank owns.
 
     Attributes:
-        group: number of the flat gradient.
-        start, stop: first value, and the one after the last, in the flat gradient.
-        owner: its rank in the process group.
+        group: index of the flat gradient.
+        start, stop: range of the values in the flat gradient; `stop` is excluded.
+        owner: the owning rank in the process group.
     """
 
     group: int
@@ -45,16 +46,16 @@ class Bucket(NamedTuple):
 
 
 def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerReduction | None":
-    """Make an engine reduce each gradient only to its owner, if that gives the same sum.
+    """Make an engine reduce each gradient only to its owner, if the sum stays the same.
 
     Args:
         engine: changed permanently at stages 1 and 2. Stage 3 already reduces to owners.
-        across: process group of the ranks with the same partition, with `--shard_within`.
+        across: with `--shard_within`, the process group of the ranks that own the same partition.
         hosts: number of hosts on which the ranks run.
 
     Returns:
-        The object to notify of each complete gradient, if BF16_Optimizer's flat buffers hold the
-        sums; otherwise None.
+        If BF16_Optimizer's flat buffers hold the sums, the object to notify of each complete
+        gradient; otherwise None.
     """
     optimizer = engine.optimizer
     ranks = distributed.get_world_size()
@@ -79,7 +80,7 @@ def reduce_to_owners(engine: Any, across: Any = None, hosts: int = 1) -> "OwnerR
 
 
 def _choose_call(optimizer: Any, ranks: int, hosts: int) -> None:
-    """Choose one of DeepSpeed's two ways: a call for each owner, or one all-reduce for all."""
+    """Choose between DeepSpeed's two methods: one reduction per owner, or one all-reduce."""
     values = sum(map(sum, ((each.numel() for each in group) for group in optimizer.bit16_groups)))
     groups = len(optimizer.bit16_groups)
     calls = bucket_calls(values, optimizer.reduce_bucket_size, ranks, groups)
@@ -88,21 +89,21 @@ def _choose_call(optimizer: Any, ranks: int, hosts: int) -> None:
 
 
 class OwnerReduction:
-    """Reduces BF16_Optimizer's gradient sums as they become complete, starting at the model's end.
+    """Reduces BF16_Optimizer's gradient sums as soon as they are complete, last layers first.
 
     Afterwards a rank's own partition contains the mean over all ranks; the other partitions
-    contain no meaningful values. With `--shard_within`, a partition is first summed inside each
-    group, then over groups.
+    contain no meaningful values. With `--shard_within`, a partition is first summed within each
+    group, then across groups.
 
     Args:
         engine: its keys `reduce_bucket_size` and `overlap_comm` define the buckets.
-        always_by_owner: make a call for each owner, however small its part is.
-        across: process group of the ranks with the same partition; None if it has one owner.
+        always_by_owner: use a separate collective for each owner, however small its part is.
+        across: process group of the ranks that own the same partition; None if there is one owner.
 
     Attributes:
-        early: number of buckets in the last step that were started before the backward pass ended.
-        buckets: buckets in the order of reduction; empty if one collective for each flat gradient
-            is faster.
+        early: number of buckets whose reduction began before the last step's backward pass ended.
+        buckets: the buckets in the order of their reduction; empty if one collective for each flat
+            gradient is faster.
     """
 
     def __init__(self, engine: Any, always_by_owner: bool, across: Any = None):
@@ -117,11 +118,10 @@ class OwnerReduction:
         self._order(self._divide(int(zero.reduce_bucket_size)))
 
     def add(self, group: int, index: int) -> None:
-        """Record that a parameter's gradient sum is complete, and start every bucket that is ready.
+        """Record that a parameter's gradient sum is complete, and start reducing all ready buckets.
 
         Raises:
-            RuntimeError: the sum was already reduced when the backward pass added a second
-                gradient.
+            RuntimeError: the backward pass added a second gradient after the sum had been reduced.
         """
         if not self._overlaps or not self._engine.is_gradient_accumulation_boundary():
             return
@@ -204,7 +204,9 @@ class OwnerReduction:
         )
 
     def _divide(self, size: int) -> list[tuple[Bucket, Parameters]]:
-        """Return buckets of at most `size` values, with their parameters."""
+        """Return buckets of at most `size` values, each with the parameters whose values it
+        contains.
+        """
         names = {id(each): n for n, each in enumerate(self._engine.module.parameters())}
         found: list[tuple[int, Bucket, Parameters]] = []
         values = 0

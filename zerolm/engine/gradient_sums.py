@@ -23,7 +23,8 @@ def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> Non
     """Replace DeepSpeed methods that read or write gradients more often than necessary.
 
     Args:
-        engine: an engine of any ZeRO stage; changed permanently. Stage 3 has no such methods.
+        engine: an engine of any ZeRO stage; changed permanently. There are no such methods for
+            stage 3.
         across, hosts: see `reduce_to_owners`.
     """
     optimizer = engine.optimizer
@@ -61,6 +62,6 @@ def spare_memory_traffic(engine: Any, across: Any = None, hosts: int = 1) -> Non
 
 @torch.no_grad()
 def _add(total: torch.Tensor | None, gradient: torch.Tensor) -> None:
-    """Add a gradient of another dtype; a GPU converts it while reading."""
+    """Add a gradient that may have another dtype; a GPU converts it while reading."""
     if total is not None:
         total.add_(gradient)

@@ -9,21 +9,24 @@ from zerolm.engine.states import data_parallel_group, master_partitions
 
 
 def gradients(engine: Any) -> list[tuple[str, torch.Tensor]]:
-    """Return this rank's part of the reduced gradient as (parameter name, values).
+    """Return this rank's part of the reduced gradient as pairs (parameter name, values).
 
-    Each gradient value is on exactly one rank, without padding; with `--shard_within`, on one rank
-    of each group. With tensor parallelism, the gradient of a parameter that is not sharded is on
-    all ranks of a replica. Between the last backward pass of a step and its update, the values are
-    the mean over ranks before clipping, multiplied by the fp16 loss scale. They are views:
-    changing one changes the step. A rank returns the same parameters in the same order at every
-    step, and none whose gradients are on NVMe. No rank waits for another.
+    Each gradient value is on exactly one rank or, with `--shard_within`, on one rank of each group;
+    there is no padding. With tensor parallelism, the gradient of a parameter that is not sharded is
+    on all ranks of a replica. Between the last backward pass of a step and its update, the values
+    are the mean over ranks before clipping, multiplied by the fp16 loss scale. The values are
+    views: changing them changes the optimizer step. On a given rank, the parameters and their order
+    are the same at every step; parameters whose gradients are on NVMe are left out. There is no
+    communication between ranks.
     """
     names = {id(each): name for name, each in engine.module.named_parameters()}
     return [(names[id(parameter)], values) for parameter, values in _parts(engine)]
 
 
 def loss_scale(engine: Any) -> float:
-    """Return the fp16 factor on losses and gradients; 1 in other precisions."""
+    """Return the fp16 loss scale, by which losses and gradients are multiplied; 1 in other
+    precisions.
+    """
     return float(getattr(engine.optimizer, "loss_scale", 1.0))
 
 

@@ -5,18 +5,18 @@ from typing import Any
 
 import torch
 
-LION_CHUNK = 1 << 26  # values compared with zero at a time, to bound memory use
+LION_CHUNK = 1 << 26  # number of values compared with zero at a time, to limit memory use
 FLOAT32_UNDERFLOW = 1e-46  # rounds to zero in float32
 
 
 def fix_lion_zero_updates(optimizer: torch.optim.Optimizer) -> None:
-    """Make DeepSpeed's Lion leave values unchanged until they receive a gradient, as Lion should.
+    """Make DeepSpeed's Lion leave values unchanged until their first gradient, as Lion should.
 
-    Lion's update is the sign of a mix of gradient and momentum, and the sign of zero is zero (Chen
-    et al. 2023, arXiv 2302.06675, algorithm 2). DeepSpeed's kernels (csrc/lion) treat the sign of
-    zero as plus on a CPU and as minus on a GPU, so the embeddings of tokens that have not occurred
-    yet would move by a full step each time. With this fix only weight decay changes them. Replaces
-    the optimizer's `step` permanently.
+    Lion's update is the sign of an interpolation of gradient and momentum, and the sign of zero is
+    zero (Chen et al. 2023, arXiv 2302.06675, algorithm 2). DeepSpeed's kernels (csrc/lion) treat
+    the sign of zero as plus on a CPU and as minus on a GPU, so the embeddings of tokens that have
+    not occurred yet would move by a full step each time. With this fix only weight decay changes
+    them. Replaces the optimizer's `step` permanently.
 
     Args:
         optimizer: DeepSpeed's Lion, as wrapped by ZeRO's optimizer.
@@ -56,7 +56,7 @@ def restore_beta_powers(optimizer: torch.optim.Optimizer) -> None:
     Args:
         optimizer: the optimizer that ZeRO wraps; ignored unless it is CPUAdam.
     """
-    # Muon updates parameters that are not matrices with a second optimizer.
+    # With Muon, a second optimizer updates the parameters that are not matrices.
     adam: Any = getattr(optimizer, "aux_optimizer", None) or optimizer
     if not hasattr(adam, "ds_opt_adam"):
         return

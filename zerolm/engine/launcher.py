@@ -1,7 +1,7 @@
 """DeepSpeed's launcher, changed so that node launchers do not import from the working directory.
 
-By default, it starts `python -m deepspeed.launcher.launch`, which imports from the working
-directory first, and adds that directory to the PYTHONPATH of other hosts.
+By default, DeepSpeed's launcher starts `python -m deepspeed.launcher.launch`, which imports from
+the working directory first, and adds that directory to the PYTHONPATH on other hosts.
 """
 
 import os
@@ -29,7 +29,7 @@ class ShieldedPopen(subprocess.Popen):
 def shielded(command: Any) -> Any:
     """Return a DeepSpeed command with `run_module.py` in place of `-m`.
 
-    Also replaces it in the command-line pattern that pdsh uses to end the launchers.
+    Also replaces `-m` in the command-line pattern by which pdsh finds the launchers to kill.
     """
     if isinstance(command, str) or not any(NODE_LAUNCHER[:-1] in word for word in command):
         return command

@@ -1,8 +1,8 @@
-"""Inputs of DeepSpeed's launcher (0.19.8): its flags, and variables for ranks on other hosts.
+"""Inputs to DeepSpeed's launcher (0.19.8): its flags, and variables for ranks on other hosts.
 
 The launcher forwards some variables of its own environment, and copies each line of
 `.deepspeed_env` into the command for a host's shell. pdsh and that shell may change characters in
-these lines and in the script's arguments. Nothing else reads the file. Standard library only.
+these lines and in the script's arguments. Only the launcher reads that file. Standard library only.
 """
 
 import os
@@ -31,10 +31,10 @@ CHANGED_IN_QUOTES = re.compile(r"""[$`]|\\([\\"]|$)|%[hun%]""")
 
 
 class LauncherFlag(NamedTuple):
-    """A flag of DeepSpeed's launcher; a switch if it has no metavar.
+    """A flag of DeepSpeed's launcher; it takes no value if `metavar` is empty.
 
     Attributes:
-        read: parses the value in other commands with the same flag.
+        read: parses the value in other commands that have the same flag.
     """
 
     metavar: str
@@ -79,7 +79,7 @@ LAUNCHER_FLAGS = {
 
 
 def change_of(value: str) -> str | None:
-    """Return why a value would not reach ranks on other hosts unchanged; None if it would."""
+    """Return why a value would not reach ranks on other hosts unchanged, or None if it would."""
     if not (found := CHANGED_VALUE.search(value)):
         return None
     if "'" in found[0] or '"' in found[0]:
@@ -90,7 +90,8 @@ def change_of(value: str) -> str | None:
 
 
 def deepspeed_env_files(environment: Mapping[str, str] = os.environ) -> dict[Path, dict[str, str]]:
-    """Return {file: its variables} for the `.deepspeed_env` files, in DeepSpeed's reading order.
+    """Return {file: its variables} for the `.deepspeed_env` files, in the order DeepSpeed reads
+    them.
 
     Raises:
         ConfigError: lists every line that would not reach the ranks unchanged.

@@ -1,4 +1,5 @@
-"""Which parameters DeepSpeed's Muon updates: 0.19.8 tags them before it builds the optimizer.
+"""Selects the parameters that DeepSpeed's Muon updates; 0.19.8 tags them before building the
+optimizer.
 
 zerolm/ds_config/muon.py decides which parameters to tag.
 """
@@ -14,8 +15,8 @@ from zerolm.engine.parameters import num_values
 def leaving_to_adamw(parameters: Sequence[Any]) -> Iterator[None]:
     """Make `deepspeed.initialize` tag all matrices for Muon except these parameters.
 
-    DeepSpeed excludes only parameters with "embed" or "lm_head" in their names. By default, Muon
-    would update GPT-2's `wte` and `wpe`, and two-dimensional biases.
+    DeepSpeed itself excludes only parameters with "embed" or "lm_head" in their names. So Muon
+    would also update GPT-2's `wte` and `wpe`, and two-dimensional biases.
     """
     import deepspeed
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's operators: which are installed, and which this host can build."""
+"""Reports which DeepSpeed operators are installed, and which this host can build."""
 
 
 def installed() -> set[str]:

@@ -1,6 +1,6 @@
 """Access to a model's parameters, which ZeRO-3 may have partitioned (DeepSpeed 0.19.8).
 
-A partitioned parameter is empty; attributes store its shape, number of values and partition.
+A partitioned parameter is empty; its attributes store the shape, number of values and partition.
 Without ZeRO-3, these functions do the same as torch's.
 """
 
@@ -12,27 +12,27 @@ import torch
 
 
 def partitioned_while_built(config: dict[str, Any] | None) -> AbstractContextManager[Any]:
-    """Return a context in which ZeRO-3 partitions the parameters of a model as it is constructed.
+    """Return a context in which a model is constructed with parameters that ZeRO-3 partitions.
 
     Args:
-        config: the resolved DeepSpeed JSON; None: parameters stay complete.
+        config: the resolved DeepSpeed JSON; None to keep parameters complete.
     """
     if config is None:
         return nullcontext()
     import deepspeed
 
-    # Without tensor overrides buffers are computed on the CPU in float32, as without ZeRO.
-    # DeepSpeed's default casts them to bf16 (a rotary frequency of 0.56234 becomes 0.5625).
+    # Without tensor overrides, buffers are computed on the CPU in float32, as they are without
+    # ZeRO. DeepSpeed's default casts them to bf16 (a rotary frequency of 0.56234 becomes 0.5625).
     return deepspeed.zero.Init(config_dict_or_path=config, tensor_overrides=[])
 
 
 def full_shape(parameter: Any) -> torch.Size:
-    """Return the shape of a parameter when gathered."""
+    """Return the shape of the complete parameter."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def num_values(parameter: Any) -> int:
-    """Return the number of values in a parameter when gathered."""
+    """Return the number of values in the complete parameter."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -49,9 +49,7 @@ def is_shard(parameter: Any) -> bool:
 
 
 def multiply(parameter: Any, factor: float) -> None:
-    """Multiply this rank's values of a parameter, including the partition that ZeRO-3 gathers
-    from.
-    """
+    """Multiply this rank's values of a parameter, including its ZeRO-3 partition."""
     parameter.data.mul_(factor)
     if is_partitioned(parameter):
         parameter.ds_tensor.data.mul_(factor)
@@ -60,7 +58,7 @@ def multiply(parameter: Any, factor: float) -> None:
 def own_values(parameter: Any) -> torch.Tensor | None:
     """Return this rank's values of a partitioned parameter, flat and without padding.
 
-    Returns None if they are on NVMe, since reading them would take as long as a step.
+    Returns None if the values are on NVMe, since reading them would take as long as a step.
     """
     partition = parameter.ds_tensor
     if partition.status.name == "NOT_AVAILABLE":
@@ -72,9 +70,8 @@ def own_values(parameter: Any) -> torch.Tensor | None:
 def zero_padding(model: torch.nn.Module) -> None:
     """Zero the padding of the last rank's ZeRO-3 partitions, which is uninitialized memory.
 
-    The padding affects no result, but it is saved in every checkpoint, so files of equal states
-    would differ. Source: deepspeed/runtime/zero/partition_parameters.py 0.19.8,
-    `_partition_param`.
+    The padding affects no result, but it is saved in every checkpoint, so the files of equal states
+    would differ. Source: deepspeed/runtime/zero/partition_parameters.py 0.19.8, `_partition_param`.
     """
     parameter: Any
     for parameter in model.parameters():
@@ -127,5 +124,5 @@ def gathered_again(weight: Any) -> Iterator[None]:
 
 
 def _num_own(parameter: Any, partition: torch.Tensor) -> int:
-    """Return how many values of this rank's partition are not padding."""
+    """Return the number of values in this rank's partition, excluding padding."""
     return max(0, parameter.ds_numel - torch.distributed.get_rank() * partition.numel())

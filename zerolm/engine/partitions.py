@@ -1,24 +1,24 @@
 """`Partitions`: where each parameter is located in the flat tensors that ZeRO shards over ranks.
 
 DeepSpeed's optimizer works on flat tensors, one for each parameter group ("group" here also means a
-sub-group of stage 3). Each rank has one part of each flat tensor, in one of two layouts:
+sub-group of stage 3). Each rank stores one part of each flat tensor, in one of two layouts:
 
     stages 1, 2   the parameters of a group are concatenated, padded to a multiple of 2 * ranks,
                   and split into equal parts
     stage 3       each parameter is padded and split into equal parts; a rank's part of a group is
                   the concatenation of its parts of the parameters
 
-In both layouts a rank has at most one contiguous slice of each parameter, in the order of ranks.
-Pure arithmetic; must not depend on torch. Source: DeepSpeed 0.19.8, stage_1_and_2.py and stage3.py.
+In both layouts, a rank stores at most one contiguous slice of each parameter, and slices are in the
+order of ranks. Pure arithmetic; must not depend on torch. Source: DeepSpeed 0.19.8,
+stage_1_and_2.py and stage3.py.
 """
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-SHARDS = (
-    "shards"  # manifest key, present if there are fewer shards than ranks: each group has a copy
-)
+# Manifest key, present if each group stores a copy, so there are fewer shards than ranks.
+SHARDS = "shards"
 ALIGNMENT_VALUES = 2  # nccl_start_alignment_factor of DeepSpeed
 
 
@@ -57,11 +57,11 @@ class Partitions:
     """The layout of a model's parameters in the flat tensors of all ranks.
 
     Args:
-        groups: {parameter name: number of values} of each group, in order.
+        groups: {parameter name: number of values} for each group, in order.
         per_parameter: split each parameter separately, as in stage 3.
 
     Attributes:
-        sizes: number of values in a rank's part of each group, with padding.
+        sizes: number of values in a rank's part of each group, including padding.
     """
 
     def __init__(self, groups: Sequence[Mapping[str, int]], world_size: int, per_parameter: bool):
@@ -81,11 +81,13 @@ class Partitions:
             self.sizes.append(part)
 
     def parameters(self) -> dict[str, int]:
-        """Return the number of values of every parameter."""
+        """Return the number of values in each parameter, by name."""
         return {name: size for group in self.groups for name, size in group.items()}
 
     def slice_of(self, name: str, rank: int) -> Slice:
-        """Return a rank's slice of a parameter; `start` equals `stop` if the rank has none."""
+        """Return a rank's slice of a parameter; if the rank stores none of it, `start` equals
+        `stop`.
+        """
         group, offset, size = self._places[name]
         if self.per_parameter:
             length = -(-size // self.world_size)
@@ -97,8 +99,8 @@ class Partitions:
         return Slice(group, max(offset - first, 0), start, stop)
 
     def copies(self, rank: int, source: "Partitions") -> list[Copy]:
-        """Return the copies that fill a rank's parts from the parts in `source`, sorted by source
-        rank.
+        """Return the copies that fill a rank's parts with values from the layout `source`, sorted
+        by source rank.
         """
         found = []
         for group in self.groups:
@@ -121,7 +123,7 @@ class Partitions:
         return sorted(found)
 
     def _owners(self, name: str, start: int, stop: int) -> range:
-        """Return the ranks that store any of the values `start` to `stop` of a parameter."""
+        """Return the ranks that store any of a parameter's values from `start` to `stop`."""
         if start == stop:
             return range(0)
         group, offset, size = self._places[name]

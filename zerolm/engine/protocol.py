@@ -1,7 +1,7 @@
 """The parts of DeepSpeed's engine and optimizer that code outside this subpackage may use.
 
-All of these are documented by DeepSpeed or have kept their names for years. Anything else is
-wrapped in a function of this subpackage, whose modules use the engine untyped.
+DeepSpeed documents all of these, or has not renamed them for years. Anything else is wrapped in a
+function of this subpackage, whose modules use the engine untyped.
 """
 
 from typing import Any, Protocol
@@ -39,8 +39,8 @@ class Engine(Model, Protocol):
 
     Attributes:
         module: the transformers model.
-        lr_scheduler: DeepSpeed's scheduler, None if the JSON has none.
-        checkpoint_mp_rank: number of this rank's part of the model, with tensor parallelism.
+        lr_scheduler: DeepSpeed's scheduler; None if the JSON configures none.
+        checkpoint_mp_rank: with tensor parallelism, the index of this rank's part of the model.
     """
 
     module: Any

@@ -1,9 +1,9 @@
 """QK-clip: rescales the query and key weights of heads whose attention logits exceed a threshold.
 
 Applied after each optimizer step (Kimi K2, arXiv 2507.20534, section 2.1). Each rank rescales its
-own part of the float32 master weights, after the optimizer has changed them and before DeepSpeed
-computes the model's weights from them: nothing is gathered or sent, a skipped step clips nothing,
-and checkpoints and averages contain clipped weights. Must not depend on how logits are measured.
+own part of the float32 master weights after the optimizer's update and before DeepSpeed computes
+the model's weights from them. So nothing is gathered or sent, a skipped step clips nothing, and
+checkpoints and averages contain clipped weights. Must not depend on how logits are measured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,9 @@ class HeadOutputs:
 
     Attributes:
         parameter: name of the weight or bias.
-        pieces: runs of consecutive outputs: (head, exponent of its factor, number of outputs).
-        outputs_last: the last dimension of the weight is the outputs, not the first.
+        pieces: runs of consecutive outputs, as (head, exponent of the head's factor, number of
+            outputs).
+        outputs_last: whether the outputs are the weight's last dimension instead of its first.
     """
 
     parameter: str
@@ -34,20 +35,20 @@ class HeadOutputs:
     outputs_last: bool = False
 
     def factors(self, of_heads: Sequence[float]) -> torch.Tensor:
-        """Return the factor for each output, (outputs,) float32."""
+        """Return the factor for each output, as float32 of shape (outputs,)."""
         factors = [of_heads[head] ** power for head, power, _ in self.pieces]
         counts = torch.tensor([count for *_, count in self.pieces])
         return torch.tensor(factors, dtype=torch.float64).float().repeat_interleave(counts)
 
 
 class QkClip:
-    """Rescales the master weights of one rank. Every rank must make the same calls.
+    """Rescales one rank's master weights. Every rank must make the same calls.
 
     A head's factor is min(1, threshold / S), where S is its largest logit in the global batch.
 
     Args:
-        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3, with master weights in memory. A hook
-            is permanently added to its optimizer.
+        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3, with master weights in memory. A hook is
+            added to its optimizer permanently.
         threshold: largest logit allowed; 0: no clipping.
         layers: projection outputs of each attention layer.
     """
@@ -57,7 +58,7 @@ class QkClip:
         self._parameters = dict(engine.module.named_parameters())
         self._factors: list[tuple[HeadOutputs, torch.Tensor]] = []  # for the current step
         optimizer = engine.optimizer
-        # The second optimizer updates parameters on the device when states are partly offloaded.
+        # If states are partly offloaded, a second optimizer updates the parameters on the device.
         for inner in (optimizer.optimizer, getattr(optimizer, "backup_optimizer", None)):
             if layers and inner is not None:
                 inner.register_step_post_hook(self._after_step)
@@ -82,7 +83,7 @@ class QkClip:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Rescale the weights that an optimizer has just updated: one ZeRO group, or all."""
+        """Rescale the weights that an optimizer has just updated, in one ZeRO group or in all."""
         changed = [id(flat) for group in optimizer.param_groups for flat in group["params"]]
         for outputs, factors in self._factors:
             own = master_slice(self._engine, self._parameters[outputs.parameter])
@@ -90,19 +91,19 @@ class QkClip:
                 _scale(own.values, own.start, factors, self._width(outputs))
 
     def _width(self, outputs: HeadOutputs) -> int:
-        """Return the number of consecutive values with one factor; 0 if factors vary within each
-        row.
+        """Return the number of consecutive weight values that share a factor; 0 if factors vary
+        within each row.
         """
         shape = full_shape(self._parameters[outputs.parameter])
         return 0 if outputs.outputs_last else int(shape[1]) if len(shape) > 1 else 1
 
 
 def _scale(values: torch.Tensor, start: int, factors: torch.Tensor, width: int) -> None:
-    """Multiply values of a flattened weight by the factors of its outputs, in place.
+    """Multiply a slice of a flattened weight in place by the factors of its outputs.
 
     Args:
-        values: (N,), starting at index `start` of the flattened weight.
-        width: number of consecutive values with one factor; 0: consecutive values have
+        values: the slice, (N,), which begins at index `start` of the flattened weight.
+        width: number of consecutive values that share a factor; 0 if consecutive values have
             consecutive factors.
     """
     factors = factors.to(values.device)

@@ -1,22 +1,22 @@
-"""Whether gradient sums at ZeRO-1 and 2 go to their owners only, or to all ranks.
+"""Chooses whether gradients under ZeRO-1 and 2 are reduced to their owners or to all ranks.
 
-DeepSpeed 0.19.8 all-reduces, although each rank updates only its partition; zerolm makes it reduce
-to the owner, which halves the bytes sent (zerolm/engine/gradient_reduction.py). The plan uses this
-module too, so it must not import torch.
+DeepSpeed 0.19.8 all-reduces gradients, although each rank updates only its partition; zerolm makes
+DeepSpeed reduce them to the owner, which halves the bytes sent
+(zerolm/engine/gradient_reduction.py). The plan uses this module too, so it must not import torch.
 """
 
 import math
 
 KEY = "use_multi_rank_bucket_allreduce"  # in zero_optimization; true: DeepSpeed's own behavior
-HOP_SECONDS = 1e-5  # latency of a collective between two ranks in NCCL's rings
+HOP_SECONDS = 1e-5  # a collective's latency per pair of neighbours in an NCCL ring
 BYTES_PER_SECOND = 1e10  # per device between hosts: 100 Gbit/s
 MAX_LATENCY = 0.25  # as a share of the transfer time; above it, one collective for all is faster
-FAST_BYTES_PER_SECOND = 2.5e10  # 200 Gbit/s, the share of each GPU in hosts with eight A100s
+FAST_BYTES_PER_SECOND = 2.5e10  # 200 Gbit/s, one GPU's share on a host with eight A100s
 DEEPSPEED_BUCKET = 500_000_000  # values that DeepSpeed flattens at stage 1, regardless of the JSON
 
 
 def small_pieces_pay(num_values: int, num_calls: int, ranks: int) -> bool:
-    """Return whether a call for each owner's part is about as fast as one call for all.
+    """Return whether a separate collective for each owner is about as fast as one for all owners.
 
     Args:
         num_values: float32 values in all calls together.
@@ -25,9 +25,9 @@ def small_pieces_pay(num_values: int, num_calls: int, ranks: int) -> bool:
 
 
 def pieces_save_time(num_values: int, num_calls: int, ranks: int, hosts: int) -> bool:
-    """Return whether a call for each owner in every micro-batch is faster than an all-reduce.
+    """Return whether a collective for each owner in every micro-batch is faster than an all-reduce.
 
-    An all-reduce also sends the sums back, using all links of a host together.
+    An all-reduce also sends the sums back, but uses all links of a host at once.
 
     Args:
         num_values: float32 values in all calls together.
@@ -37,12 +37,13 @@ def pieces_save_time(num_values: int, num_calls: int, ranks: int, hosts: int) ->
 
 
 def separate_calls_pay(num_bytes: int, num_calls: int, ranks: int) -> bool:
-    """Return whether the collectives' latency is small compared with their transfer time.
+    """Return whether the latency of separate collectives is small compared with their transfer
+    time.
 
     A collective passes through all ranks in turn.
 
     Args:
-        num_bytes: total of all calls.
+        num_bytes: number of bytes in all calls together.
     """
     return _latency(num_calls, ranks) < MAX_LATENCY * num_bytes / BYTES_PER_SECOND
 
@@ -52,5 +53,5 @@ def _latency(num_calls: int, ranks: int) -> float:
 
 
 def bucket_calls(num_values: int, bucket: int, ranks: int, num_groups: int) -> int:
-    """Estimate the number of calls that reduce a micro-batch's buckets to their owners."""
+    """Estimate the number of collectives that reduce a micro-batch's buckets to their owners."""
     return math.ceil(num_values / bucket) + ranks * num_groups

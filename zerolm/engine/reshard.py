@@ -4,12 +4,13 @@ World size, ZeRO stage (1, 2, 3), `--shard_within`, offload of optimizer states 
 `sub_group_size` and `round_robin_gradients` may differ. These checkpoints cannot be resharded:
 tensor-parallel ones; those with Muon, states on NVMe or frozen parameters; those written with
 `elastic_checkpoint` or `parameter_alignment`; and those with another model, optimizer type or
-master precision. They are refused here or by `zerolm.ds_config.topology.problems`.
+master precision. This module or `zerolm.ds_config.topology.problems` refuses them.
 
-Each rank memory-maps the shards that contain its values, copies these values into the layout of
-this topology, and passes the result to DeepSpeed's own loader, as if this topology had saved it.
-No rank reads more than it needs, and nothing is converted on disk. Masters and moments are copied
-exactly; weights are recomputed from the float32 masters, as after an optimizer step.
+Each rank memory-maps the shards that contain its values, copies these values into the current
+topology's layout, and passes the result to DeepSpeed's own loader, as if the current topology had
+saved it. No rank reads more than it needs, and nothing is converted on disk. Master weights and
+moments are copied exactly; the model's weights are recomputed from the float32 master weights, as
+after an optimizer step.
 
 `Partitions` contains the arithmetic, and zerolm/engine/zero_files.py handles the file format
 (DeepSpeed 0.19). The files must already be verified.
@@ -37,9 +38,9 @@ from zerolm.engine.zero_files import (
     partitions,
 )
 
-# The same state has different names in torch and DeepSpeed; keyed by the class that loads it.
+# Torch and DeepSpeed name the same state differently; keyed by the class that loads it.
 RENAMED_STATES = {"Adagrad": {"exp_avg_sq": "sum"}, "DeepSpeedCPUAdagrad": {"sum": "exp_avg_sq"}}
-SCHEDULED_KEYS = ("lr", "betas", "momentum")  # in a param group; a scheduler may change them
+SCHEDULED_KEYS = ("lr", "betas", "momentum")  # keys of a param group that a scheduler may change
 SAME_TOPOLOGY = "Resume with the topology of the checkpoint."
 
 
@@ -48,12 +49,12 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
 
     Args:
         engine: fresh from `deepspeed.initialize`.
-        directory: a verified checkpoint, checked by `safe_load.pickle_problems` too.
-        manifest: `zero_stage`, and `shards` or `world_size`, give the layout of the files.
+        directory: a verified checkpoint that `safe_load.pickle_problems` has also checked.
+        manifest: its keys `zero_stage` and `shards` or `world_size` determine the files' layout.
 
     Raises:
-        CheckpointError: some states cannot be resharded; lists file, key and reason. Raised on
-            every rank, before the engine is modified.
+        CheckpointError: some states cannot be resharded; lists the file, key and reason of each.
+            Raised on every rank, before the engine is modified.
     """
     path = model_file(directory, manifest)
     shards, stage = num_shards(manifest), engine.zero_optimization_stage()
@@ -71,7 +72,7 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
             inspected = [_inspect_shard(files[rank], old, dtype) for rank in share]
             problems = _model_problems(path, model_state, old, new, template)
         problems += [problem for shard in inspected for problem in shard["problems"]]
-    except CheckpointError as error:  # all ranks must raise it
+    except CheckpointError as error:  # all ranks must raise the error
         problems = error.problems
     of_ranks: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(of_ranks, (inspected, problems))
@@ -95,8 +96,8 @@ def load(engine: Any, directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) -> dict[str, Any]:
-    """Return the `scalars` and `dtypes` of a shard's states, and `problems` that prevent
-    resharding.
+    """Return a dictionary with the `scalars` and `dtypes` of a shard's states, and the `problems`
+    that prevent resharding.
     """
     state = read_data(path, mapped=True)["optimizer_state_dict"]
     problems: list[str] = []
@@ -150,7 +151,7 @@ def _inspect_shard(path: Path, layout: Partitions, master_dtype: torch.dtype) ->
 
 
 def _shard_differences(shards: list[dict[str, Any]]) -> list[str]:
-    """Return a line for each value that differs between shards but must not."""
+    """Return a line for each value that must be the same in all shards but is not."""
     return [
         f"{shard['path']}: state: {key} is {shard[key]}, but in {shards[0]['path']} it is "
         f"{shards[0][key]}. Resume from another checkpoint."
@@ -198,18 +199,18 @@ def _set_rank_state(
     scalars: dict[str, float],
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Replace the states in a fresh engine's state dict with this rank's, in the optimizer's
-    format.
+    """Replace the states in a fresh engine's state dict with this rank's loaded states, in the
+    optimizer's format.
 
     Args:
         template: the fresh engine's state dict.
-        flats: {state name: this rank's values} for each group.
+        flats: {state name: this rank's flat values} for each group.
         scalars: states with one value for all parameters, such as the step.
     """
     # Assign a new list, because the template's list may belong to the engine.
     template[masters_key(template)] = [flat.pop(MASTER) for flat in flats]
     if not scalars and not any(flats):
-        return  # saved before the first optimizer step: a fresh engine's states are the same
+        return  # saved before the first optimizer step: a fresh engine has the same states
     # torch's optimizers count steps in a tensor, DeepSpeed's in an int.
     is_torch = type(optimizer).__module__.startswith("torch.optim")
     renamed = RENAMED_STATES.get(type(optimizer).__name__, {})
@@ -228,7 +229,7 @@ def _set_rank_state(
 
 
 def _copy_shared_state(template: dict[str, Any], shard: dict[str, Any], *, scheduled: bool) -> None:
-    """Copy what all ranks share: the loss scale, and values set by a scheduler."""
+    """Copy the state that all ranks share: the loss scale, and options set by a scheduler."""
     if template.get("dynamic_loss_scale") and shard.get("dynamic_loss_scale"):
         template["loss_scaler"] = shard["loss_scaler"]
     groups, old = base_state(template)["param_groups"], base_state(shard)["param_groups"]
@@ -257,7 +258,7 @@ def _load_into_engine(engine: Any, state: dict[str, Any]) -> None:
 
 
 def _restore_counters(engine: Any, model_state: dict[str, Any]) -> None:
-    """Restore DeepSpeed's counters, its scheduler, and the model's buffers."""
+    """Restore DeepSpeed's counters and scheduler, and the model's buffers."""
     engine.global_steps = model_state["global_steps"]
     engine.global_samples = model_state["global_samples"]
     engine.skipped_steps = model_state["skipped_steps"]

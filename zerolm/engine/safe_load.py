@@ -1,8 +1,8 @@
 """Read checkpoint files with torch's restricted unpickler, so that they cannot run code.
 
-Unpickling may call any function. These files may contain only what torch's `weights_only` allows
-and the four DeepSpeed classes below; any other class is refused by name. Checksums are verified
-earlier, in zerolm/checkpoint/load.py.
+Unpickling can call arbitrary functions. These files may contain only what torch's `weights_only`
+allows and the four DeepSpeed classes below; any other class is refused by name. Checksums are
+verified earlier, in zerolm/checkpoint/load.py.
 """
 
 import pickle
@@ -23,7 +23,7 @@ FIX = "zerolm did not write this file. Restore the checkpoint from a copy, or us
 
 
 def pickle_problems(path: str | Path) -> list[str]:
-    """Return a problem if a file written by `torch.save` contains a class that is not allowed.
+    """Return a list with a problem if a file written by `torch.save` contains disallowed classes.
 
     Unpickles nothing.
     """
@@ -34,7 +34,7 @@ def pickle_problems(path: str | Path) -> list[str]:
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in _allowed_classes()} | {GETATTR}
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception as error:  # the parser may raise anything for a damaged file
+    except Exception as error:  # the parser may raise any exception for a damaged file
         return [f"{path}: {NOT_DATA}: {_why(error)}. {FIX}"]
     unsafe = sorted(set(found) - names)
     return [f"{path}: {NOT_DATA}: {', '.join(unsafe)}. {FIX}"] if unsafe else []
@@ -44,7 +44,7 @@ def read_data(path: str | Path, *, mapped: bool = False) -> Any:
     """Return the content of a file written by `torch.save`, with tensors on the CPU.
 
     Args:
-        mapped: memory-map the file (copy-on-write), so only pages in use are read.
+        mapped: memory-map the file (copy-on-write), so only accessed pages are read.
     """
     import torch
 
@@ -55,20 +55,20 @@ def read_data(path: str | Path, *, mapped: bool = False) -> Any:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
     except MemoryError:
         raise
-    except Exception as error:  # the unpickler may raise anything for a damaged file
+    except Exception as error:  # the unpickler may raise any exception for a damaged file
         raise CheckpointError(f"{path}: {NOT_DATA}: {_why(error)}. {FIX}") from error
 
 
 @contextmanager
 def interpreted(path: str | Path) -> Iterator[None]:
-    """Refuse data that DeepSpeed did not write, instead of raising the error of the code that uses
-    it.
+    """Inside this context, report errors caused by data that DeepSpeed did not write as a
+    CheckpointError.
 
     Args:
         path: file or checkpoint to name in the message.
 
     Raises:
-        CheckpointError: the data is invalid; raised on this rank alone.
+        CheckpointError: the data is invalid; raised only on this rank.
     """
     try:
         yield
@@ -89,7 +89,7 @@ def _is_file_of_torch(path: str | Path) -> bool:
 
 
 def _why(error: Exception) -> str:
-    """Return a torch error on one line, without its advice to load the file unsafely."""
+    """Return a torch error message on one line, without the advice to load the file unsafely."""
     names = re.findall(r"GLOBAL (\S+) was not an allowed", str(error))
     member = re.search(r"getattr\(.*?\)", str(error))
     return ", ".join(names) or (member[0] if member else type(error).__name__)

@@ -1,15 +1,15 @@
 """Groups of ranks within which ZeRO-1 shards optimizer states; each group has a full copy.
 
 Gradients are reduced to their owners inside each group, then each partition is summed over its
-owners in all groups, and updated weights are gathered inside the group. All communication but that
-sum stays on fast links. Replaced while an engine is built (DeepSpeed 0.19.8):
+owners in all groups, and updated weights are gathered inside the group. All gradient and weight
+traffic except that sum stays on fast links. Replaced while an engine is built (DeepSpeed 0.19.8):
 
-    DeepSpeedEngine._configure_bf16_optimizer    passes the optimizer the group, not all ranks
+    DeepSpeedEngine._configure_bf16_optimizer passes the group to the optimizer, not all ranks
 
 The optimizer then partitions, gathers and names its files by group, and DeepSpeed saves only the
-first group's states. All ranks have the same weights. States are bit-identical in all groups,
-since their gradients and the norm are results of a single all-reduce: Gloo (tested) and NCCL (by
-its algorithms) sum each value on one rank and copy the result to the others.
+first group's states. All ranks have the same weights. States are bit-identical in all groups, since
+all groups receive their gradients and norm from the same all-reduce: Gloo (tested) and NCCL (by its
+algorithms) sum each value on one rank and copy the result to the others.
 """
 
 from collections.abc import Iterator
@@ -27,8 +27,8 @@ def sharding_within(size: int) -> Iterator[Any]:
         size: ranks per group; 0: a single group of all ranks.
 
     Yields:
-        The process group of the ranks with this rank's partition, one from each group; None if
-        states are sharded over all ranks.
+        The process group of the ranks that store the same partition as this rank, one from each
+        group; None if states are sharded over all ranks.
     """
     if not size:
         yield None

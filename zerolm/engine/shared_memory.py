@@ -1,6 +1,6 @@
 """Shared-memory buffers of DeepSpeed's CPU collectives (0.19.8).
 
-On CPUs, DeepSpeed allocates 69 MB in /dev/shm per rank and launch and never removes them, so a
+On CPUs, each rank of a launch makes DeepSpeed allocate 69 MB in /dev/shm that it never frees, so a
 machine would run out of memory after a few hundred launches.
 """
 
@@ -32,12 +32,12 @@ def prepare(local_rank: int) -> None:
     if local_rank == 0:
         remove_stale()
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        # DeepSpeed would try to compile this op and crash; Gloo does the same work without it.
+        # DeepSpeed would try to compile this op and crash; Gloo does the same work without the op.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def release() -> None:
-    """Unlink this rank's buffer. Call after a barrier, when all ranks have mapped it.
+    """Unlink this rank's buffer. Call this after a barrier, when all ranks have mapped the buffer.
 
     The name is then no longer needed: the kernel frees the buffer when the last process exits,
     even if it is killed.

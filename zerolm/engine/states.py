@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-CHUNK_VALUES = 1 << 22  # masters changed at a time, to limit extra memory
+CHUNK_VALUES = 1 << 22  # number of master weights changed at a time, to limit extra memory
 WEIGHTS, MASTERS = "weights", "master weights"
 MODEL_WEIGHTS = ("bit16_groups_flat", "bf16_groups_flat", "fp16_partitioned_groups_flat")
 MASTER_PARTITIONS = (
@@ -50,7 +50,8 @@ def master_partitions(engine: Any) -> list[torch.Tensor]:
 
 
 def master_slice(engine: Any, parameter: Any) -> MasterSlice | None:
-    """Return the location of this rank's values of a trained parameter; None if it has none.
+    """Return the location of a trained parameter's values on this rank, or None if the rank stores
+    none.
 
     Raises:
         OnNvme: the values are on NVMe.
@@ -80,7 +81,8 @@ def set_master(parameter: Any, value: torch.Tensor) -> None:
     if not hasattr(parameter, "ds_id"):
         safe_set_full_fp32_param(parameter, value)
         return
-    # DeepSpeed 0.19.8 cannot set a complete parameter whose size is not a multiple of the ranks.
+    # DeepSpeed 0.19.8 cannot set a complete parameter whose size is not a multiple of the number of
+    # ranks.
     size = parameter.ds_tensor.numel()  # size of a partition; the last one includes padding
     start = torch.distributed.get_rank(group=parameter.ds_process_group) * size
     part = value.flatten()[start : start + size]
@@ -119,7 +121,7 @@ class State(NamedTuple):
 
 
 def optimizer_states(engine: Any) -> dict[torch.Tensor, dict[str, Any]]:
-    """Return the states of the optimizer that ZeRO wraps, by master partition."""
+    """Return the states of the optimizer that ZeRO wraps, keyed by master partition."""
     return engine.optimizer.optimizer.state
 
 
@@ -134,16 +136,16 @@ def drop_state(engine: Any, name: str) -> None:
 
 
 def model_weights(engine: Any) -> list[torch.Tensor | None]:
-    """Return the flat weights that the model computes with; at stage 3, this rank's partitions.
+    """Return the flat weights used in the forward pass; at stage 3, this rank's partitions of them.
 
-    An entry is None if its weights are on NVMe.
+    An element is None if its weights are on NVMe.
     """
     name = next(name for name in MODEL_WEIGHTS if hasattr(engine.optimizer, name))
     return list(getattr(engine.optimizer, name))
 
 
 def states(engine: Any) -> Iterator[State]:
-    """Yield this rank's states that are in memory, weights first."""
+    """Yield those of this rank's states that are in memory, weights first."""
     for group, flat in enumerate(model_weights(engine)):
         if flat is not None and flat.numel():
             yield State(WEIGHTS, group, flat.detach().view(-1))
@@ -158,7 +160,7 @@ def states(engine: Any) -> Iterator[State]:
 
 
 def parameters_in(engine: Any, state: State, start: int, stop: int) -> list[str]:
-    """Return the names of the parameters with values between `start` and `stop` in a state."""
+    """Return the names of the parameters whose values are between `start` and `stop` in a state."""
     flat = model_weights(engine)[state.group]
     if flat is None:
         return []
@@ -177,7 +179,7 @@ def parameters_in(engine: Any, state: State, start: int, stop: int) -> list[str]
 
 
 def data_parallel_group(engine: Any, group: int) -> Any:
-    """Return the process group over which stages 1 and 2 shard a group of parameters."""
+    """Return the process group over which stages 1 and 2 shard a parameter group."""
     return engine.optimizer.real_dp_process_group[group]
 
 

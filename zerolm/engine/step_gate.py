@@ -1,13 +1,13 @@
-"""`StepGate`: refuses an optimizer step based on its gradient norm, before the weights change.
+"""`StepGate`: refuses an optimizer step because of its gradient norm, before the weights change.
 
 The norm of the global gradient is known only inside DeepSpeed's `optimizer.step()`, which reduces
 it over ranks and then updates the weights. At that point DeepSpeed itself skips a step whose norm
 is not finite: it clears the gradients, leaves weights, moments and its scheduler unchanged, and
-`engine.was_step_applied()` returns False. The gate refuses a step by returning an infinite norm,
-so DeepSpeed skips the step itself, at every ZeRO stage, precision and offload. The fp16 loss
-scaler must not treat it as an overflow.
+`engine.was_step_applied()` returns False. The gate refuses a step by returning an infinite norm, so
+DeepSpeed itself skips the step, at every ZeRO stage, in every precision and with any offload. The
+fp16 loss scaler must not treat that norm as an overflow.
 
-Replaced methods (DeepSpeed 0.19.8): `scaled_global_norm` in ZeRO-1 and 2, `_get_norm_groups` in
+Replaced methods (DeepSpeed 0.19.8): `scaled_global_norm` for ZeRO-1 and 2, `_get_norm_groups` for
 ZeRO-3. BF16_Optimizer, which implements ZeRO-1 with bf16 weights and float32 gradients, has
 neither; there the replaced method is `get_grads_for_norm`, which returns the gradients for the
 norm.
@@ -22,7 +22,7 @@ import torch
 from zerolm.common.errors import GaveUp
 from zerolm.engine.muon import uses_muon
 
-RefusalRule = Callable[[float], bool]  # gradient norm -> whether to refuse the step
+RefusalRule = Callable[[float], bool]  # takes the gradient norm; returns whether to refuse the step
 # At stage 3, and with offload, these methods update Muon's momentum before the norm is known. They
 # are skipped in a step that is refused before it starts. A refusal based on the norm would come
 # too late, but with Muon no step is refused by its norm, which is not the gradient's.
@@ -32,11 +32,12 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 class StepGate:
-    """Decides whether to take a step, between an engine's gradient norm and its weight update.
+    """Decides whether an engine takes a step, after computing the gradient norm and before updating
+    weights.
 
     Args:
-        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3. Its optimizer's methods are replaced
-            permanently.
+        engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3. The methods of its optimizer are
+            replaced permanently.
 
     Attributes:
         grad_norm: unscaled gradient norm of the last step; None if DeepSpeed found an overflow.
@@ -66,18 +67,19 @@ class StepGate:
         refused: bool,
         should_refuse: RefusalRule,
     ) -> None:
-        """Take the optimizer step, or just clear the gradients. Every rank must call this.
+        """Take the optimizer step, or refuse it and only clear the gradients. Every rank must call
+        this.
 
         Args:
-            refused: skip the step, whatever its norm.
-            should_refuse: returns whether to refuse a step with the given norm, which is the same
-                on all ranks.
+            refused: whether to skip the step regardless of its norm.
+            should_refuse: takes the gradient norm, which is the same on all ranks; returns whether
+                to refuse the step.
 
         Raises:
             GaveUp: fp16 found no loss scale at which the gradients are finite.
         """
         self.grad_norm, self.refused, self._should_refuse = None, refused, should_refuse
-        self._optimizer.clip_grad = self.clip_norm  # loading a checkpoint overwrites it
+        self._optimizer.clip_grad = self.clip_norm  # loading a checkpoint overwrites this value
         try:
             engine.step()
         except Exception as error:
@@ -99,9 +101,10 @@ class StepGate:
             setattr(engine, name, count)
 
     def _clear_offloaded_sums(self) -> None:
-        """Drop a skipped step's float32 sums, which DeepSpeed would add to the next step's.
+        """Drop a skipped step's float32 gradient sums, which DeepSpeed would add to those of the
+        next step.
 
-        DeepSpeed 0.19.8 does so at stage 2 if the optimizer is on the host and gradients have
+        DeepSpeed 0.19.8 adds them at stage 2 if the optimizer is on the host and gradients have
         another dtype.
         """
         if getattr(self._optimizer, "cpu_offload", False):
@@ -115,7 +118,7 @@ class StepGate:
         )
 
     def _norm(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return DeepSpeed's norm, or its list of norms per group; infinite to refuse the step."""
+        """Return DeepSpeed's norm or list of norms per group, made infinite to refuse the step."""
         # Imported here because it takes seconds.
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
@@ -133,19 +136,20 @@ class StepGate:
     def _gradients(
         self, original: Callable[..., Any], *args: Any, for_clipping: bool = False
     ) -> Any:
-        """Return DeepSpeed's (gradients, expert gradients); infinite to refuse the step.
+        """Return DeepSpeed's (gradients, expert gradients), with an infinite gradient to refuse the
+        step.
 
-        Without tensor parallelism, the norm is computed from the ranks' partitions, each read once
-        by its owner. It is returned to DeepSpeed as a gradient with one value, and DeepSpeed clips
-        only this rank's partitions. Squares are summed in float64: torch's float32 sum on a CPU is
-        1% off for 1e8 values.
+        Without tensor parallelism, each rank reads its own partition once to compute the norm. The
+        norm is returned to DeepSpeed as a gradient with one value, and DeepSpeed clips only this
+        rank's partitions. Squares are summed in float64: torch's float32 sum on a CPU is 1% off for
+        1e8 values.
         """
         from deepspeed.runtime.utils import get_global_norm_of_tensors
 
         optimizer = self._optimizer
-        mpu = optimizer.mpu  # set with tensor parallelism, when a rank has only shards of gradients
+        mpu = optimizer.mpu  # set with tensor parallelism: a rank has only gradient shards
         partitions = optimizer.fp32_groups_gradient_flat_partition
-        if for_clipping:  # Muon reads all matrices that it partly owns
+        if for_clipping:  # Muon reads complete matrices, even if the rank owns only a part
             is_complete = mpu or uses_muon(optimizer)
             return original(*args, for_clipping=True) if is_complete else partitions
         if mpu:
@@ -156,7 +160,8 @@ class StepGate:
             norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in partitions]
             square = torch.stack(norms).square().sum()
             if (ranks := torch.distributed.get_world_size()) > 1:
-                torch.distributed.all_reduce(square)  # over all copies, for identical bits
+                # over all copies, so that all get identical bits
+                torch.distributed.all_reduce(square)
                 square /= ranks // torch.distributed.get_world_size(optimizer.dp_process_group)
             norm = square.sqrt().float()
             gradients = [norm[None]]

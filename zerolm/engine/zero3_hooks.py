@@ -1,6 +1,6 @@
 """Changes to DeepSpeed 0.19.8's hooks that gather and release weights under ZeRO-3.
 
-The hooks record the order in which modules run, and later passes prefetch in that order.
+The hooks record the order in which modules run, and prefetch in that order in later passes.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ def fit_zero3_to_recomputation() -> None:
     operators in the forward pass and in the recomputation. Which operators the hooks run depends
     on the weights already gathered: persistent ones after a load, prefetched ones, and those left
     over from an evaluation before the first step.
-    - Empty the hooks' stack of running modules whenever the model starts. A recomputation ends
-    with an exception as soon as it has what it needs, which leaves a few modules on the stack for
-    each block and micro-batch.
+    - Empty the hooks' stack of running modules whenever the model starts. A recomputation ends with
+    an exception as soon as it has recomputed the needed tensors, which leaves a few modules on the
+    stack for each block and micro-batch.
     """
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
@@ -43,7 +43,8 @@ def follow_external_parameters() -> None:
     convolution. If the weight is not gathered, DeepSpeed adds it to the weights that it gathers
     for the mixer, but the recorded order lacks it: "tracing error at step". This happens if the
     weight was gathered in the process's first pass (as after a load), but all weights were
-    released before a later one (as when a step is recomputed). The order is then recorded again.
+    released before a later one (as when a step is recomputed). This change makes DeepSpeed record
+    the order again in that case.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -55,8 +56,9 @@ def follow_external_parameters() -> None:
 def leave_partitions_out_of_graphs() -> None:
     """Stop DeepSpeed's linear function from checking in a graph whether a weight is partitioned.
 
-    All weights of a compiled block are gathered anyway. With the check, torch 2.11 would compile a
-    graph for each block, since it guards on the `ds_id` of the first block's weight.
+    The check is unnecessary, because all weights of a compiled block are gathered. With the check,
+    torch 2.11 would compile a graph for each block, since it guards on the `ds_id` of the first
+    block's weight.
     """
     import torch
     from deepspeed.runtime.zero import linear, partition_parameters
@@ -71,7 +73,7 @@ def bound_gathers(engine: Any, new_event: Callable[[], Any] = torch.cuda.Event) 
     """Make the host gather a block and the following ones only once the previous block has begun.
 
     Launching a block takes much less time than running it, and memory in use by one stream is not
-    reused by another, so a host that runs ahead would gather the weights of many blocks.
+    reused by another. So a host that runs ahead would gather the weights of many blocks.
 
     Args:
         engine: a ZeRO-3 engine on CUDA, with blocks as leaf modules.
@@ -87,7 +89,7 @@ def bound_gathers(engine: Any, new_event: Callable[[], Any] = torch.cuda.Event) 
 
     def fetch_when_begun(module: Any, forward: bool) -> None:
         nonlocal last, begun
-        # A recomputed block is fetched twice.
+        # a recomputed block is fetched twice
         if z3_leaf_module(module) and module is not last:
             before, begun, last = begun, new_event(), module
             begun.record()
@@ -98,7 +100,7 @@ def bound_gathers(engine: Any, new_event: Callable[[], Any] = torch.cuda.Event) 
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace a function with `wrapper(function)`, once per process."""
+    """Replace a function with `wrapper(function)`, only once per process."""
     function = getattr(owner, name)
     done = getattr(function, "wrappers", ())
     if wrapper not in done:

@@ -1,10 +1,10 @@
 """Read DeepSpeed's ZeRO checkpoint files without DeepSpeed.
 
-A shard is the file with one rank's optimizer states: a flat tensor for each parameter group. Files
-are read with `safe_load.read_data` and memory-mapped, so only values that are used are loaded.
-`Partitions` computes where each parameter's values are. Supports stages 1, 2 and 3 of DeepSpeed
-0.19 in any precision, including stage 1 in bf16 with fp32 accumulation, whose format DeepSpeed's
-`zero_to_fp32` cannot read.
+A shard is the file that contains one rank's optimizer states, with a flat tensor for each parameter
+group. Files are read with `safe_load.read_data` and memory-mapped, so only the values in use are
+loaded. `Partitions` computes where each parameter's values are. Supports stages 1, 2 and 3 of
+DeepSpeed 0.19 in any precision, including stage 1 in bf16 with fp32 accumulation, whose format
+DeepSpeed's `zero_to_fp32` cannot read.
 """
 
 import re
@@ -27,11 +27,12 @@ MASTER = "float32 master"  # used alongside the optimizer's own names, such as e
 def model_file(
     directory: Path, manifest: Mapping[str, Any], tensor_rank: int = 0, rank: int = 0
 ) -> Path:
-    """Return the file with the parameters' order and shapes, the buffers and the counters.
+    """Return the path of the file with the parameters' order and shapes, the buffers and the
+    counters.
 
     Args:
         tensor_rank: rank within a tensor-parallel group.
-        rank: used only at stage 3, where each file contains its rank's part of frozen parameters.
+        rank: used only at stage 3, where the file contains this rank's part of frozen parameters.
     """
     name = f"mp_rank_{tensor_rank:02d}"
     if manifest["zero_stage"] == 3:
@@ -40,7 +41,7 @@ def model_file(
 
 
 def optimizer_files(directory: Path, num_shards: int, tensor_rank: int = 0) -> list[Path]:
-    """Return the shards of one tensor-parallel rank, ordered by rank."""
+    """Return the paths of one tensor-parallel rank's shards, ordered by rank."""
     pattern = re.compile(
         rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{tensor_rank:02d}_optim_states\.pt"
     )
@@ -66,23 +67,25 @@ def partitions(param_shapes: Any, num_shards: int, stage: int) -> Partitions:
 
 
 def base_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the wrapped optimizer's state dict from that of a shard or engine."""
+    """Return the wrapped optimizer's state dict from the state dict of a shard or engine."""
     stage_3 = "optimizer_state_dict"
     return state[stage_3 if stage_3 in state else "base_optimizer_state"]
 
 
 def masters_key(state: dict[str, Any]) -> str:
-    """Return the key of the masters. The masters of stages 1 and 2 may lack their padding."""
+    """Return the key under which a state dict stores the master weights. At stages 1 and 2, their
+    padding may be missing.
+    """
     return "fp32_flat_groups" if "fp32_flat_groups" in state else "single_partition_of_fp32_groups"
 
 
 def masters(state: dict[str, Any]) -> list[torch.Tensor]:
-    """Return each group's float32 masters from the state dict of a shard or engine."""
+    """Return each group's float32 master weights from the state dict of a shard or engine."""
     return state[masters_key(state)]
 
 
 def group_states(state: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return each group's optimizer states, in the order of the masters."""
+    """Return each group's optimizer states, in the order of the master weights."""
     base = base_state(state)
     numbers = [number for group in base["param_groups"] for number in group["params"]]
     return [base["state"].get(number, {}) for number in numbers]
@@ -101,7 +104,7 @@ def copy_partitions(
     dtypes: dict[str, torch.dtype],
     open_file: Callable[[Path], dict[str, Any]] = open_shard,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return a rank's part of each group in a new layout: masters and optimizer states.
+    """Return a rank's master weights and optimizer states for each group, in a new layout.
 
     One shard is open at a time, and only the pages that are copied are loaded.
 
@@ -109,8 +112,8 @@ def copy_partitions(
         old: layout of `files`.
         new: layout of the result, which may include only some of the parameters.
         files: the shards, by rank.
-        dtypes: {name: dtype} of the tensors to return: `MASTER` and optimizer states.
-        open_file: opens a shard; may keep it open for later calls.
+        dtypes: {name: dtype} for each tensor to return: `MASTER` and optimizer states.
+        open_file: opens a shard, and may keep it open for later calls.
     """
     flats = [
         {key: torch.zeros(size, dtype=dtype) for key, dtype in dtypes.items()} for size in new.sizes
@@ -138,8 +141,8 @@ class Weights:
     """The weights of a verified checkpoint, loaded one at a time: float32 masters and buffers.
 
     Args:
-        tensor_rank: rank within a tensor-parallel group. Rank 0 returns complete matrices, joined
-            from all ranks; other ranks return their own part.
+        tensor_rank: rank within a tensor-parallel group. With tensor parallelism, rank 0 returns
+            complete matrices joined from all ranks' parts; other ranks return their own part.
         state: `MASTER`, or the optimizer state to return in place of the masters.
 
     Attributes:
@@ -207,10 +210,10 @@ class Weights:
         return tuple(shape)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a parameter or buffer by any of its names, without loading any other.
+        """Return a parameter or buffer by any of its names, without loading any other tensor.
 
         Raises:
-            CheckpointError: the files lack the tensor, or contain one of another size.
+            CheckpointError: the files lack the tensor, or contain a tensor with another size.
         """
         with interpreted(self._directory):
             return self._tensor(name)
@@ -226,14 +229,14 @@ class Weights:
         return own if dim is None else torch.cat([own, *(o._part(name) for o in self._others)], dim)
 
     def _frozen_parameter(self, name: str) -> torch.Tensor:
-        """Return a frozen parameter, of which each rank saves a part at stage 3."""
+        """Return a frozen parameter, joined from the parts that the ranks save at stage 3."""
         states = [read_data(path, mapped=True) for path in self._model_files]
         parts = [state["frozen_param_fragments"][name].flatten() for state in states]
         shape = self._frozen[name]
         return torch.cat(parts)[: shape.numel()].view(shape)
 
     def _sharded_dim(self, name: str) -> int | None:
-        """Return the dimension along which tensor parallelism shards a parameter; None if not
+        """Return the dimension along which tensor parallelism shards a parameter; None if it is not
         sharded.
         """
         info = self._model_state["universal_checkpoint_info"]

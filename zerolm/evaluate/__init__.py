@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zerolm.plan.plan import Plan
     from zerolm.shards.reader import Source
 
-DOWNSTREAM = "downstream_interval"  # the setting of most evaluations
+DOWNSTREAM = "downstream_interval"  # used by most evaluations
 
 EVALUATIONS: tuple[type[Evaluation], ...] = (
     Validation,
@@ -39,7 +39,7 @@ def _downstream(settings: Any) -> list[type[Evaluation]]:
 
 
 def downstream_interval(settings: Any, default: int) -> int | None:
-    """Return the setting's value in a run; None if no evaluation uses this interval."""
+    """Return the resolved `downstream_interval`; None if it is neither set nor used."""
     if not _downstream(settings):
         return settings.downstream_interval
     return settings.downstream_interval or settings.eval_interval or default
@@ -74,9 +74,9 @@ def input_problems(
 ) -> list[str]:
     """Return problems with the files, tasks and tokenizer that the settings name, one line each.
 
-    The caller refuses only a new run because of them. A resumed run continues without the
-    evaluation, since a file may have been moved or a hub may be down. Inputs that only rank 0 uses
-    are read only there.
+    Only a new run is refused because of such a problem. A resumed run continues without the
+    affected evaluation, since a file may have been moved or a hub may be down. Inputs that only
+    rank 0 uses are read only there.
 
     Args:
         sources: training sources; empty if none could be opened.
@@ -106,10 +106,11 @@ def input_problems(
 
 
 def max_text_tokens(settings: Any, config: Any, tokenizer: Any) -> int:
-    """Return the maximum number of tokens in a text for a forward pass during a run.
+    """Return the maximum number of tokens per text in a forward pass during a run.
 
-    This is at most the length of a training sequence: the model has learned no positions beyond
-    it, and training may leave no memory for more. `settings` are resolved as far as possible.
+    The maximum does not exceed the length of a training sequence: the model has not learned
+    positions beyond that length, and training may not leave enough memory for them. `settings` are
+    resolved as far as possible.
     """
     from zerolm.evaluate.text_coder import max_length
 
@@ -118,7 +119,7 @@ def max_text_tokens(settings: Any, config: Any, tokenizer: Any) -> int:
 
 
 def summary(plan: "Plan") -> dict[str, str]:
-    """Return the evaluations' lines in the plan of a run."""
+    """Return the lines that evaluations add to a run's plan."""
     lines = {name: line for kind in EVALUATIONS for name, line in kind.summary(plan).items()}
     if names := [kind.label(plan.settings) for kind in _downstream(plan.settings)]:
         every = plan.settings.downstream_interval

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 CONFIG, META_DATA, DATA = "core.yaml", "eval_meta_data.csv", "eval_data"
 CHOICES, SCHEMA, LANGUAGE_MODELING = "multiple_choice", "schema", "language_modeling"
 SHUFFLE_SEED, FEWSHOT_SEED = 1337, 1234
-CHUNK_ITEMS = 256  # items whose prompts are in memory at the same time
+CHUNK_ITEMS = 256  # maximum number of items whose prompts are in memory at the same time
 EXAMPLE = "the unpacked eval_bundle, see docs/evaluation.md"
 
 Item = dict[str, Any]
 
 
 class Core(Evaluation):
-    """Centered accuracy of each task and their mean; `core.json` records the outcomes."""
+    """Centered accuracy of each task, and the mean over tasks; `core.json` records the outcomes."""
 
     name = setting = "core"
     logged_key = "eval/core"
@@ -105,12 +105,12 @@ class Core(Evaluation):
 
 
 class Task(NamedTuple):
-    """A task of the bundle.
+    """A task in the bundle.
 
     Attributes:
         kind: `CHOICES`, `SCHEMA` or `LANGUAGE_MODELING`.
-        baseline: accuracy of random answers.
-        items: items of the shuffled task, limited to the first ones.
+        baseline: expected accuracy of random answers.
+        items: the task's items after shuffling, possibly cut to a maximum number.
     """
 
     label: str
@@ -133,7 +133,7 @@ def read_bundle(directory: str | Path, limit: int = 0) -> list[Task]:
     """Read the tasks of a bundle and their items.
 
     Args:
-        limit: maximum number of items per task, taken after shuffling; 0: all.
+        limit: maximum number of items per task, applied after shuffling; 0 for all.
     """
     base = Path(directory)
     config, baselines = _read_config(base / CONFIG), _read_baselines(base / META_DATA)
@@ -223,7 +223,7 @@ def _read_items(path: Path, kind: str) -> list[Item]:
     return items
 
 
-# Keys of an item: the text that all options share, and the options.
+# An item's keys for the text shared by all options, and for the options.
 KEYS = {
     CHOICES: ("query", "choices"),
     SCHEMA: ("continuation", "context_options"),
@@ -257,7 +257,7 @@ def _is_text(value: Any) -> bool:
 def prompts(task: Task, number: int) -> list[str]:
     """Return an item's prompts, one per option; each starts with the examples.
 
-    Language modeling has two prompts: without and with the continuation.
+    A language modeling item has two prompts: one without and one with the continuation.
     """
     item, delimiter = task.items[number], task.delimiter
     others = [other for other in range(len(task.items)) if other != number]
@@ -284,9 +284,9 @@ def _solved(task: Task, item: Item) -> str:
 def item_rows(task: Task, number: int, coder: "TextCoder", max_length: int) -> list["Row"]:
     """Return the rows to score for an item: one per option, or one for language modeling.
 
-    The scored tokens are those after the options' common start (multiple choice), the options'
-    common end (schema), or the continuation (language modeling). Rows are truncated to
-    `max_length` tokens by dropping the first ones. A row may have no scored token.
+    The scored tokens are those after the prefix shared by all options (multiple choice), the suffix
+    shared by all options (schema), or the continuation (language modeling). Rows are truncated to
+    their last `max_length` tokens. A row may have no scored token.
     """
     from zerolm.evaluate.likelihood import Row
 
@@ -310,7 +310,7 @@ def item_rows(task: Task, number: int, coder: "TextCoder", max_length: int) -> l
 
 
 def _common_length(sequences: Sequence[list[int]]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the sequences' common prefix."""
     length = 0
     for tokens in zip(*sequences, strict=False):
         if len(set(tokens)) > 1:
@@ -324,7 +324,7 @@ def _common_length(sequences: Sequence[list[int]]) -> int:
 
 
 def chunks(tasks: Sequence[Task]) -> Iterator[tuple[int, range]]:
-    """Yield (task number, numbers of the items to score together)."""
+    """Yield (task index, indices of the items to score together)."""
     for number, task in enumerate(tasks):
         for start in range(0, len(task.items), CHUNK_ITEMS):
             yield number, range(start, min(start + CHUNK_ITEMS, len(task.items)))
@@ -336,8 +336,8 @@ def is_correct(
     """Return whether an item is answered correctly.
 
     Args:
-        rows: the result of `item_rows`.
-        scores: (log-likelihood, whether all tokens are the likeliest) for each row.
+        rows: the item's rows, as returned by `item_rows`.
+        scores: for each row, its log-likelihood and whether each scored token is the likeliest.
     """
     if task.kind == LANGUAGE_MODELING:
         return scores[0][1] and rows[0].num_scored > 0
@@ -349,7 +349,7 @@ def is_correct(
 
 
 def figures(tasks: Sequence[Task], outcomes: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """Return {`core`: mean centered accuracy, `core/<task>`: centered accuracy of a task}.
+    """Return {`core`: mean centered accuracy, `core/<task>`: centered accuracy on the task}.
 
     Args:
         outcomes: for each task, whether each item is answered correctly.
@@ -362,7 +362,7 @@ def figures(tasks: Sequence[Task], outcomes: Sequence[Sequence[bool]]) -> dict[s
 
 
 def to_json(tasks: Sequence[Task], outcomes: Sequence[Sequence[bool]]) -> dict[str, Any]:
-    """Return each task's accuracy, number of items, and outcome of each item."""
+    """Return each task's accuracy, number of items and list of outcomes by item."""
     return {
         task.label: {
             "accuracy": sum(correct) / len(correct),

@@ -4,11 +4,11 @@ An error in work done only on rank 0 is logged as an event, and training continu
 forward pass ends the run if other ranks may be in the same pass.
 
 A forward pass that runs out of memory, or an evaluation that hangs, would fail again after each
-restart, but one that was killed from outside would not. So before any rank computes, rank 0
-records the evaluation in `evaluation_begun.json`, and removes the record when the evaluation ends.
-A record left over from the previous launch means that it crashed. After two crashes at a step, in
-any of its evaluations, the step is no longer evaluated, because the supervisor gives up after
-three crashes at the same step. Must not depend on the evaluations themselves.
+restart, but an evaluation that was killed from outside would not. So before any rank computes, rank
+0 records the evaluation in `evaluation_begun.json`, and removes the record when the evaluation
+ends. A record left over from the previous launch means that the evaluation crashed. After two
+crashes in evaluations at the same step, this step is no longer evaluated, because the supervisor
+gives up after three crashes at a step. Must not depend on the evaluations themselves.
 """
 
 import random
@@ -39,7 +39,7 @@ class Crashes:
         survives_forward_error: whether training may continue after an error in a forward pass.
 
     Attributes:
-        disabled_steps: {step that is no longer evaluated: the run's tokens at the step}.
+        disabled_steps: {step that is no longer evaluated: number of tokens trained by that step}.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Crashes:
         self.disabled_steps: dict[int, int] = {}
 
     def restore(self, log: Any) -> None:
-        """Log the previous launch's crash in an evaluation, if any. Every rank must call this."""
+        """Log whether the previous launch crashed in an evaluation. Every rank must call this."""
         if self._is_rank0:
             attempt = self._attempts.load()
             if attempt is not None:
@@ -72,7 +72,7 @@ class Crashes:
 
     @contextmanager
     def logged_errors(self, what: str, progress: Any, log: Any) -> Iterator[None]:
-        """Log an error and continue; use only if no other rank waits for this one."""
+        """Log an error and continue; use this only if no other rank is waiting for this rank."""
         try:
             yield
         except Exception as error:
@@ -133,7 +133,7 @@ class EvaluationAttempts:
     """The record of a run's attempted evaluations. Used only on rank 0.
 
     Attributes:
-        crashed: attempts during which the run crashed.
+        crashed: the attempts that ended in a crash.
     """
 
     def __init__(self, run_dir: Path):
@@ -141,7 +141,7 @@ class EvaluationAttempts:
         self.crashed: list[Attempt] = []
 
     def load(self) -> Attempt | None:
-        """Read the record; return the attempt in which the previous launch crashed, if any.
+        """Read the record; return the attempt during which the previous launch crashed, if any.
 
         If the record cannot be read, earlier crashes are unknown and everything is evaluated.
         """
@@ -159,7 +159,7 @@ class EvaluationAttempts:
         return attempt
 
     def disabled_steps(self) -> dict[int, int]:
-        """Return {step: tokens} for the steps that are no longer evaluated."""
+        """Return {step: number of tokens} for the steps that are no longer evaluated."""
         crashes = Counter(attempt["step"] for attempt in self.crashed)
         return {
             attempt["step"]: attempt["tokens"]
@@ -168,11 +168,11 @@ class EvaluationAttempts:
         }
 
     def start(self, step: int, tokens: int, what: str) -> None:
-        """Record on disk that an evaluation starts."""
+        """Record on disk that an evaluation is about to start."""
         self._write({"step": step, "tokens": tokens, "what": what})
 
     def finish(self) -> None:
-        """Record that an evaluation ended, possibly with an error that the run survives."""
+        """Record that an evaluation ended, possibly with an error that does not end the run."""
         self._write(None)
 
     def _write(self, attempt: Attempt | None) -> None:

@@ -1,11 +1,12 @@
-"""`Evaluation`: base class of evaluation suites, each with everything specific to the suite.
+"""`Evaluation`: base class of evaluation suites; a subclass contains everything specific to a
+suite.
 
-A subclass defines flags, refusals, a line of the plan, metrics, and the measurement, which is the
-same in a run and in `zerolm evaluate`. `EVALUATIONS` in `zerolm/evaluate/__init__.py` lists all
-subclasses.
+A subclass defines the suite's flags, refusals, lines in the plan, metrics, and measurement, which
+is the same in a run and in `zerolm evaluate`. `EVALUATIONS` in `zerolm/evaluate/__init__.py` lists
+all subclasses.
 
 The settings include the flags of all evaluations, so each evaluation module imports little at its
-top, and what its hooks need inside the hooks.
+top; imports that only a hook needs are inside the hook.
 """
 
 import json
@@ -36,7 +37,7 @@ def read_json_lines(path: Path, fix: str) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) for each line of a JSON lines file.
 
     Args:
-        fix: last sentence of a ConfigError's message.
+        fix: last sentence of the ConfigError's message.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
@@ -55,7 +56,7 @@ class Scores:
     """The results of an evaluation.
 
     Attributes:
-        figures: metrics by name, without `eval/`.
+        figures: metrics by name, without the prefix `eval/`.
         file: content of the evaluation's file in the run directory, if any.
     """
 
@@ -73,7 +74,9 @@ class Headline(NamedTuple):
 
 
 class ExportFlag(NamedTuple):
-    """A setting that `zerolm evaluate` also accepts; fields left out are the same as in a run."""
+    """A setting that `zerolm evaluate` also accepts; omitted fields are as for the setting of a
+    run.
+    """
 
     setting: str
     name: str = ""
@@ -106,15 +109,16 @@ class Evaluation(Part, ABC):
     """An evaluation suite, such as a benchmark or the validation loss.
 
     Attributes:
-        name: name in events, in the record of attempts, and of its file.
-        setting: the setting that turns it on, required by its other flags.
-        requires: other settings that it needs.
-        interval: the setting with the number of steps between evaluations.
-        on_texts: whether it needs a tokenizer.
+        name: the suite's name in events and in the record of attempts, and the name of its file.
+        setting: name of the setting that turns the suite on; the suite's other flags require it.
+        requires: names of other settings that the suite needs.
+        interval: name of the setting for the number of steps between evaluations.
+        on_texts: whether the suite needs a tokenizer.
         on_every_rank: whether `measure` is called on every rank, not only on rank 0.
-        of_other_weights: whether it also measures features' other weights, such as an average.
-        OUTCOMES: key of each item's outcome in its file; "" if there is no file.
-        EXPORT: its flags in `zerolm evaluate`; empty if it works only in runs.
+        of_other_weights: whether the suite also measures other weights from features, such as an
+            average.
+        OUTCOMES: key of the items' outcomes in the suite's file; "" if there is no file.
+        EXPORT: the suite's flags in `zerolm evaluate`; empty if the suite supports only runs.
     """
 
     name: str
@@ -133,12 +137,12 @@ class Evaluation(Part, ABC):
 
     @classmethod
     def wanted(cls, settings: Any) -> bool:
-        """Return whether the settings turn it on."""
+        """Return whether the settings turn the suite on."""
         return all(getattr(settings, name) for name in (cls.setting, *cls.requires))
 
     @classmethod
     def problems(cls, settings: Any) -> Iterable[str]:
-        """Return problems with its settings, except flags given without `setting`."""
+        """Return problems with the suite's settings, except for flags given without `setting`."""
         return ()
 
     @classmethod
@@ -152,24 +156,24 @@ class Evaluation(Part, ABC):
 
     @classmethod
     def label(cls, settings: Any) -> str:
-        """Return its name in the plan."""
+        """Return the suite's name in the plan."""
         return cls.name
 
     @classmethod
     def summary(cls, plan: "Plan") -> Mapping[str, str]:
-        """Return further lines for the plan, whether it is on or off."""
+        """Return further lines for the plan, whether the suite is on or off."""
         return {}
 
     @classmethod
     def build(cls, settings: Any, held_out: "HeldOut | None" = None) -> "Sequence[Evaluation]":
-        """Return the evaluations to measure, log and retry separately."""
+        """Return the suite's evaluations, each to be measured, logged and retried separately."""
         return [cls(settings, held_out)]
 
     def __init__(self, settings: Any, held_out: "HeldOut | None" = None):
         self.settings, self.held_out = settings, held_out
 
     def read(self) -> None:
-        """Read the inputs, unless they have been read."""
+        """Read the inputs if they have not been read yet."""
 
     # ---- A measurement
 
@@ -177,11 +181,12 @@ class Evaluation(Part, ABC):
     def measure(self, runner: "ModelRunner", step: int = 0) -> Scores:
         """Measure the model's current weights. The model is in evaluation mode.
 
-        Called on rank 0 while the other ranks serve the runner's requests, or on every rank.
+        Called on rank 0 while the other ranks serve the runner's requests; if `on_every_rank`, on
+        every rank.
         """
 
     def measure_export(self, runner: "ModelRunner") -> Scores:
-        """Measure an exported model, in one process."""
+        """Measure an exported model in a single process."""
         return self.measure(runner)
 
     # ---- In a run, on every rank
@@ -190,17 +195,17 @@ class Evaluation(Part, ABC):
         """Resume; `skipped_tokens` is the token count at the last disabled step, or 0."""
 
     def due(self, progress: Any, is_due: Callable[[int], bool]) -> bool:
-        """Return whether it is due; called once per step.
+        """Return whether the evaluation is due; called once per step.
 
         Args:
-            is_due: interval in steps -> whether it ends at this step.
+            is_due: takes an interval in steps; returns whether one ends at this step.
         """
         interval = getattr(self.settings, self.interval)
         return bool(interval) and is_due(interval)
 
     @property
     def logged_key(self) -> str:
-        """The key that `Log.has` finds once the results are logged."""
+        """The key for which `Log.has` returns true once the results are logged."""
         return f"eval/{self.name}/"
 
     def shown(self, figures: Mapping[str, float]) -> str:
@@ -210,7 +215,7 @@ class Evaluation(Part, ABC):
     def record(
         self, scores: Scores, progress: Any, log: Log, print_line: Callable[..., None]
     ) -> None:
-        """Log, print and write the results, on rank 0."""
+        """Log, print and write the results; called on rank 0."""
         where = {"step": progress.step, "tokens": progress.tokens}
         log.metrics({**where, **{f"eval/{key}": value for key, value in scores.figures.items()}})
         if self.OUTCOMES:

@@ -1,7 +1,7 @@
-"""`Evaluations`: runs the entries of `EVALUATIONS` that the settings turn on when they are due.
+"""`Evaluations`: runs each of the `EVALUATIONS` that the settings turn on whenever it is due.
 
-Every rank runs them between two steps, after the step's checkpoint is on disk. They leave the
-engine and all random generators unchanged. `Crashes` decides which errors end the run. Must not
+Every rank runs them between two steps, after the step's checkpoint is on disk. Evaluations leave
+the engine and all random generators unchanged. `Crashes` decides which errors end the run. Must not
 refer to an evaluation by name.
 """
 
@@ -37,8 +37,9 @@ class Evaluations:
 
     Args:
         stream_options: shape and shard of this rank's validation batches, for `HeldOut`.
-        features: features whose other weights are evaluated in addition to the model's own.
-        print_line: prints on rank 0.
+        features: the run's features, whose other weights are evaluated in addition to the model's
+            own.
+        print_line: prints a line, only on rank 0.
         token_bytes: number of text bytes in each token, for `HeldOut`.
     """
 
@@ -64,7 +65,8 @@ class Evaluations:
             if kind.wanted(settings)
             for one in kind.build(settings, held_out)
         ]
-        # After an error in a forward pass, other ranks might wait or ZeRO-3 weights stay gathered.
+        # After an error in a forward pass, other ranks might be waiting, or ZeRO-3 weights might
+        # stay gathered.
         survives = engine.world_size == 1 and plan.profile.zero_stage < 3
         self.crashes = Crashes(plan.run_dir, self.is_rank0, survives, print_line)
         coder, self.tokenizer_error = self._open_tokenizer(plan)
@@ -79,10 +81,10 @@ class Evaluations:
         )
 
     def _open_tokenizer(self, plan: Plan) -> tuple[TextCoder | None, str | None]:
-        """Return the tokenizer of the training data, or why some rank cannot open it.
+        """Return the training data's tokenizer, and the reason if a rank could not open it.
 
-        In that case preflight refuses a new run; a resumed run continues without evaluations on
-        texts.
+        In that case, preflight refuses a new run; a resumed run continues without evaluations that
+        need a tokenizer.
         """
         if not any(each.on_texts for each in self.evaluations):
             return None, None
@@ -95,8 +97,8 @@ class Evaluations:
         return (None if problem else coder), problem
 
     def restore(self, log: Any, step: int) -> None:
-        """Restore which evaluations are due, and log a crash. Every rank must call this after each
-        load.
+        """Restore when evaluations are due next, and log a crash of the previous launch. Every rank
+        must call this after each load.
         """
         self.crashes.restore(log)
         disabled = [tokens for at, tokens in self.crashes.disabled_steps.items() if at <= step]
@@ -106,11 +108,11 @@ class Evaluations:
     def run_due(
         self, progress: Any, log: Any, is_due: IsDue, wait_for_checkpoint: Callable[[], None]
     ) -> None:
-        """Run the evaluations that are due at this step and not yet logged. Every rank must call
-        this.
+        """Run the evaluations that are due at this step and have not been logged yet. Every rank
+        must call this.
 
         Args:
-            is_due: interval in steps -> whether it ends at this step.
+            is_due: takes an interval in steps; returns whether one ends at this step.
             wait_for_checkpoint: called before the first evaluation.
         """
         due = [each for each in self.evaluations if each.due(progress, is_due)]
@@ -126,14 +128,14 @@ class Evaluations:
                 self._run(each, progress, log)
 
     def _run(self, each: Evaluation, progress: Any, log: Any) -> None:
-        """Run one evaluation, recorded as an attempt before any rank computes."""
+        """Run one evaluation, after recording the attempt on disk."""
         record_progress("evaluate")
         if self.tokenizer_error and each.on_texts:
             self.crashes.log_failure(each.name, progress.step, log, self.tokenizer_error)
             return
         scores = None
         with self.crashes.recorded(each.name, progress):
-            broadcast_object(None)  # the record is on disk now
+            broadcast_object(None)  # the record is on disk from here on
             logged = self.crashes.logged_errors(each.name, progress, log)
             with logged if self.crashes.survives_forward_error else nullcontext():
                 fault_point("evaluation.measure", progress.step)
@@ -145,7 +147,7 @@ class Evaluations:
     def _measure_all(self, each: Evaluation, progress: Any, log: Any) -> Scores | None:
         """Measure the model's weights and other weights, such as their average.
 
-        With the weights `ema`, `eval/web/loss` becomes `eval/web/ema_loss`.
+        For the weights `ema`, the metric `eval/web/loss` becomes `eval/web/ema_loss`.
         """
         scores = self._measure(each, progress, log)
         if not each.of_other_weights:

@@ -83,7 +83,7 @@ def load_directory(directory: Path) -> Any:
     """Load a model in its own precision from a directory, without running code from the directory.
 
     Raises:
-        ConfigError: the model needs such code, or a file is unreadable or damaged.
+        ConfigError: the model requires its own code, or a file is unreadable or damaged.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM

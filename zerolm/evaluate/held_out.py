@@ -1,4 +1,4 @@
-"""`HeldOut`: validation shards for a run or an exported model, and their sequences."""
+"""`HeldOut`: validation shards, divided into sequences for a run or an exported model."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,8 +21,8 @@ from zerolm.shards.reader import Source, open_source
 from zerolm.shards.token_bytes import read_token_bytes
 from zerolm.shards.tokenizer import gives_equal_ids
 
-BATCH_TOKENS = 8192  # maximum per forward pass of an exported model
-DEFAULT_SEQ_LEN = 2048  # or the model's positions, if fewer
+BATCH_TOKENS = 8192  # maximum number of tokens per forward pass of an exported model
+DEFAULT_SEQ_LEN = 2048  # or the model's number of positions, if smaller
 SDPA = "sdpa"
 
 
@@ -30,7 +30,7 @@ class HeldOut(NamedTuple):
     """Validation shards, and their division into sequences.
 
     Attributes:
-        options: shape and shard of this rank's batches, for `ValidationStream`.
+        options: arguments of `ValidationStream`: the shape of this rank's batches, and its shard.
         token_bytes: number of text bytes in each token, for `sums_by_source`; None if unknown.
         notices: lines to print about the shards.
     """
@@ -43,12 +43,12 @@ class HeldOut(NamedTuple):
     notices: Sequence[str] = ()
 
     def batches(self, device: Any) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield this rank's micro-batches; all ranks yield the same number."""
+        """Yield this rank's micro-batches; every rank yields the same number of them."""
         stream = ValidationStream(self.sources, num_sequences=self.num_sequences, **self.options)
         yield from prefetch_to_device(make_loader(stream, 0, False), device)
 
     def windows(self, count: int) -> list[list[int]]:
-        """Return the token ids of the first windows, the same on every rank."""
+        """Return the token ids of the first windows, which are the same on every rank."""
         options = {**self.options, "micro_batch_size": 1, "rank": 0, "world_size": 1}
         options["document_mask"] = False
         stream = ValidationStream(self.sources, num_sequences=count, **options)

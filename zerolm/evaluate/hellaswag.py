@@ -1,4 +1,4 @@
-"""HellaSwag as in lm-eval: reading items, building requests, and both accuracies.
+"""HellaSwag as in lm-eval: reads items, builds requests, and computes both accuracies.
 
 Zellers et al., "HellaSwag: Can a Machine Really Finish Your
 Sentence?" (2019). Source of every step: lm-evaluation-harness 0.4.13, `tasks/hellaswag`, and
@@ -131,11 +131,11 @@ class Outcome(NamedTuple):
 
 
 def read_items(name: str, limit: int = 0) -> list[Item]:
-    """Read items from a JSON lines file, or from the validation split of a hub data set.
+    """Read items from a JSON lines file or from a hub data set's validation split.
 
     Args:
-        name: path of a file, or hub id.
-        limit: number of items to read from the start; 0: all.
+        name: a file path or a hub id.
+        limit: number of items to read from the start; 0 for all.
 
     Raises:
         ConfigError: there is no such file, or a line is not an item.
@@ -164,7 +164,7 @@ def _load_from_hub(name: str) -> list[Any]:
     try:
         with hub_client(name):
             return list(datasets.load_dataset(name, split=SPLIT))
-    except Exception as error:  # raised by the hub, the network, the disk or the format
+    except Exception as error:  # raised because of the hub, the network, the disk or the format
         raise ConfigError(
             f"{name}: neither a file nor a hub data set that can be loaded ({reason(error)}). "
             f"Give {EXAMPLE}."
@@ -200,7 +200,7 @@ def preprocess(text: str) -> str:
 
 
 def item(document: dict[str, Any]) -> Item:
-    """Convert a line of the data set to an item."""
+    """Convert a row of the data set to an item."""
     context = f"{document['ctx_a']} {document['ctx_b'].capitalize()}"
     return Item(
         preprocess(f"{document['activity_label']}: {context}"),
@@ -210,11 +210,11 @@ def item(document: dict[str, Any]) -> Item:
 
 
 def outcome(scored: Item, log_likelihoods: Sequence[float]) -> Outcome:
-    """Return the predictions: the first of the likeliest endings, by total and by per-character
-    score.
+    """Return the indices of the likeliest endings by total score and by score per character. Of
+    equal scores, the first wins.
     """
     totals = list(log_likelihoods)
-    per_character = [  # an ending with only markup has no characters left
+    per_character = [  # an ending that is all markup has no characters left
         likelihood / len(ending) if ending else -math.inf
         for likelihood, ending in zip(totals, scored.endings, strict=True)
     ]

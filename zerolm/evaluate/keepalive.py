@@ -1,10 +1,10 @@
-"""`KeepAlive`: signals sent by rank 0 while it works alone and the other ranks wait in a
-collective.
+"""`KeepAlive`: makes rank 0 signal progress while it works alone and the other ranks wait.
 
 While lm-eval builds requests, tokenizes or scores, or a hub answers slowly, no rank may take a
 step or run the model for minutes. Meanwhile a thread on rank 0 signals progress to the watchdog
 and to the other ranks, which would otherwise appear to hang in their collective. The thread stops
-after an hour, so a hang of rank 0 is still detected. Must not depend on what rank 0 prepares.
+after an hour, so a hang of rank 0 is still detected. Must not depend on the kind of work that rank
+0 does.
 """
 
 import contextlib
@@ -73,7 +73,7 @@ class KeepAlive:
         if self._device.startswith("cuda"):
             import torch
 
-            torch.cuda.set_device(self._device)  # a new thread starts with device 0
+            torch.cuda.set_device(self._device)  # a new thread starts on device 0
         sent_at = time.monotonic()
         while not self._quit.wait(TICK_SECONDS):
             with self._lock:
@@ -91,7 +91,8 @@ class KeepAlive:
 def receive(
     tick: Callable[[], None], receive_object: Callable[[Any], Any] = broadcast_object
 ) -> Any:
-    """Return the object that rank 0 broadcasts when ready. Every rank except rank 0 must call this.
+    """Return the object that rank 0 broadcasts when it is ready. Every rank except rank 0 must call
+    this.
 
     Args:
         tick: called for each signal from rank 0.

@@ -18,18 +18,18 @@ from zerolm.model.compile import eager
 # Limit for a forward pass's float32 logits: with a chunked loss, training never stores the logits
 # of a complete micro-batch, so evaluation must not need memory for them either.
 MAX_LOGIT_BYTES = 1 << 30
-PAD_TO = 8  # columns; fewer shapes for the allocator and for kernels tuned per shape
+PAD_TO = 8  # columns; limits the number of shapes for the allocator and kernels
 
 
 class Row(NamedTuple):
-    """Token ids; the last `num_scored` of them are scored, given the preceding ones."""
+    """Token ids; the last `num_scored` of them are scored, given the tokens before them."""
 
     ids: list[int]
     num_scored: int
 
 
 class Ranks(NamedTuple):
-    """This rank and the number of ranks that share the work; by default a single process."""
+    """This rank, and the number of ranks that share the work; by default, a single process."""
 
     rank: int = 0
     world_size: int = 1
@@ -39,12 +39,14 @@ SINGLE_PROCESS = Ranks()
 
 
 def max_batch_tokens(requested: int, config: Any) -> int:
-    """Return the requested tokens per forward pass, or fewer if their logits would be too large."""
+    """Return the requested number of tokens per forward pass, or a smaller number if their logits
+    would be too large.
+    """
     return min(requested, max(1, MAX_LOGIT_BYTES // (4 * config.get_text_config().vocab_size)))
 
 
 def row_problem(row: Row, max_length: int) -> str | None:
-    """Return why a row cannot be scored, or None."""
+    """Return why a row cannot be scored, or None if it can."""
     if row.num_scored < 1:
         return "has no token to score"
     if len(row.ids) <= row.num_scored:
@@ -55,7 +57,8 @@ def row_problem(row: Row, max_length: int) -> str | None:
 
 
 def truncate(row: Row, max_length: int) -> Row:
-    """Drop the first tokens of a row that is too long; its last token is only a target.
+    """Drop the first tokens of a row that is too long. A row may be one token longer than the
+    maximum, because its last token is only a target.
 
     Source: lm-evaluation-harness 0.4.13, `HFLM._loglikelihood_tokens`.
     """
@@ -63,7 +66,7 @@ def truncate(row: Row, max_length: int) -> Row:
 
 
 def batches(rows: Sequence[Row], batch_tokens: int, max_length: int) -> list[list[int]]:
-    """Return the row numbers of each batch, longest rows first.
+    """Return the indices of the rows in each batch, longest rows first.
 
     The batches, and thus the shapes of forward passes, do not depend on the number of ranks.
 
@@ -97,7 +100,8 @@ def log_likelihoods(
     ranks: Ranks = SINGLE_PROCESS,
     tick: Callable[[], None] = lambda: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-likelihood of each row's scored tokens, and whether all are the likeliest.
+    """Return the log-likelihood of each row's scored tokens, and whether each of them is the
+    likeliest.
 
     Every rank must call this with the same rows.
 
@@ -108,8 +112,8 @@ def log_likelihoods(
         tick: called before each forward pass.
 
     Returns:
-        (N,) float64 sums of natural logarithms; (N,) bool. Both are on the CPU and the same on
-        every rank.
+        The float64 sums of natural logarithms, (N,), and the booleans, (N,). Both are on the CPU
+        and the same on every rank.
 
     Source: lm-evaluation-harness 0.4.13, `HFLM._loglikelihood_tokens`, but always in float32.
     """
@@ -130,7 +134,7 @@ def log_likelihoods(
                 where = torch.tensor(numbers, device=device)
                 sums[0, where], sums[1, where] = scored, likeliest.double()
     if ranks.world_size > 1:
-        sum_over_ranks(sums)  # each row is scored on one rank; the others add zero
+        sum_over_ranks(sums)  # each row is scored on one rank, and the other ranks add zero
     sums = sums.cpu()
     return sums[0], sums[1] > 0.5
 

@@ -1,7 +1,7 @@
 """Runs lm-eval tasks on the model of a run or on an exported model.
 
-lm-eval runs on rank 0: it loads tasks, builds requests and scores the answers. It is imported only
-when used (extra `lm-eval`).
+lm-eval runs on rank 0: it loads tasks, builds requests and scores the answers. The package is
+imported only when used (extra `lm-eval`).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zerolm.evaluate.held_out import HeldOut
     from zerolm.evaluate.runner import ModelRunner
 
-DEFAULT_NEW_TOKENS = 256  # for tasks without a limit, as in lm-eval's own models
+DEFAULT_NEW_TOKENS = 256  # for tasks that set no limit, as in lm-eval's own models
 
 
 class LmEval(Evaluation):
@@ -107,7 +107,7 @@ class LmEval(Evaluation):
             return Scores(evaluate(_lm_class()(runner), task, self.settings.eval_task_items))
 
     def measure_export(self, runner: Any) -> Scores:
-        """Use lm-eval's own `hf` model, unless the tokenizer is tiktoken (it cannot load that)."""
+        """Use lm-eval's own `hf` model, except for tiktoken tokenizers, which `hf` cannot load."""
         from lm_eval.models.huggingface import HFLM
 
         tokenizer = runner.coder.tokenizer
@@ -121,7 +121,7 @@ class LmEval(Evaluation):
 
     def shown(self, figures: Mapping[str, float]) -> str:
         own = {key: value for key, value in figures.items() if key.startswith(f"{self.name}/")}
-        return super().shown(own or figures)  # only the means of a group
+        return super().shown(own or figures)  # a group has only means
 
 
 def task_names(settings: Any) -> list[str]:
@@ -169,7 +169,7 @@ def _loaded(name: str, task_dir: str | None) -> Any:
 
 
 def _manager_for(names: Sequence[str], task_dir: str | None) -> Any:
-    """Return a task manager with these tasks, limited to the user's directory if that suffices."""
+    """Return a task manager that contains these tasks, and lm-eval's own tasks only if needed."""
     if task_dir is not None:
         own = _manager(task_dir, include_defaults=False)
         if set(names) <= set(own.all_subtasks):  # a group may include lm-eval's tasks
@@ -216,7 +216,7 @@ def evaluate(model: Any, task: Any, limit: int | None = None) -> dict[str, float
 
 
 def flatten_results(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return lm-eval's results as {`<task>/<metric>[_<filter>]`: value}, without their errors."""
+    """Return lm-eval's results as {`<task>/<metric>[_<filter>]`: value}, except standard errors."""
     row = {}
     for task, metrics in results.items():
         for key, value in metrics.items():
@@ -229,8 +229,8 @@ def flatten_results(results: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def _lm_class() -> Any:
-    """Return the model class for lm-eval. A function, because importing the base class takes
-    seconds.
+    """Return the class of the model that lm-eval evaluates. The class is defined inside a function,
+    because importing its base class takes seconds.
     """
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM

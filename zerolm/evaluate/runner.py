@@ -1,7 +1,7 @@
 """`ModelRunner`: scores and generates texts for rank 0, using all ranks.
 
-Evaluations run only on rank 0, so their errors affect no other rank. For each list of requests,
-rank 0 sends the token ids to all ranks, which compute in lockstep. The other ranks wait in
+The code of evaluations runs only on rank 0, so its errors affect no other rank. Rank 0 sends the
+token ids of each list of requests to all ranks, which compute in lockstep. The other ranks wait in
 `serve`; `KeepAlive` prevents their timeouts while rank 0 works. Must not depend on evaluations.
 """
 
@@ -24,8 +24,8 @@ class ModelRunner:
     """A model, its tokenizer, and limits on its forward passes.
 
     Args:
-        coder: None if there is no tokenizer or none is needed.
-        max_length: maximum number of tokens of a text in a forward pass.
+        coder: the tokenizer; None if there is none or none is needed.
+        max_length: maximum number of tokens per text in a forward pass.
         tick: called before each forward pass.
     """
 
@@ -51,7 +51,7 @@ class ModelRunner:
     # ---- Rank 0, or a single process
 
     def score(self, rows: Sequence[Row]) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether all scored tokens are the likeliest) per row."""
+        """Return (log-likelihood, whether each scored token is the likeliest) for each row."""
         return self._compute("_score", rows)
 
     def generate(self, prompts: Sequence[tuple[Prompt, list[str]]]) -> list[str]:
@@ -67,7 +67,7 @@ class ModelRunner:
         """Keep the other ranks in `serve` inside this context, and make them return at its end.
 
         Raises:
-            ForwardError: a forward pass failed. After any other error, every rank can continue.
+            ForwardError: a forward pass failed. After any other error, all ranks can continue.
         """
         has_peers = self.ranks.world_size > 1
         try:
@@ -98,8 +98,8 @@ class ModelRunner:
     # ---- The other ranks
 
     def serve(self) -> None:
-        """Compute what rank 0 requests until it sends None. Every rank except rank 0 must call
-        this.
+        """Run forward passes for rank 0's requests until rank 0 sends None. Every rank except rank
+        0 must call this.
         """
         while (message := receive(self.tick)) is not None:
             method, requests = message
@@ -108,7 +108,7 @@ class ModelRunner:
     # ---- Every rank
 
     def ticking(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield batches for the caller's forward passes, and tick before each one."""
+        """Yield batches for the caller's forward passes, and call `tick` before each."""
         for batch in batches:
             self.tick()
             yield batch

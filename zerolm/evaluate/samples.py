@@ -13,18 +13,18 @@ from zerolm.common.records import unreadable
 from zerolm.config.flag import count, flag
 from zerolm.evaluate.evaluation import OWN_TEXTS, Evaluation, Scores, read_json_lines
 
-SAMPLED_DOUBLINGS = 10  # by default, the first samples are due at 1/1024 of the run
+SAMPLED_DOUBLINGS = 10  # by default, the first samples are due after 1/1024 of the run's tokens
 
 
 class Samples(Evaluation):
     """Generated texts, written to `samples.jsonl`.
 
     Attributes:
-        sampled_tokens: the run's token count when samples were last due.
+        sampled_tokens: number of tokens trained when samples were last due.
     """
 
     name, setting, interval = "samples", "prompts", ""
-    logged_key = ""  # after a rollback, lines of repeated steps are removed
+    logged_key = ""  # after a rollback, the lines for repeated steps are removed
 
     @dataclass(frozen=True)
     class Flags:
@@ -96,9 +96,7 @@ class Samples(Evaluation):
         from zerolm.distributed.collectives import broadcast_object
 
         sampled = broadcast_object(log.sampled_tokens() if log.writes else 0)
-        self.sampled_tokens = max(
-            sampled, skipped_tokens
-        )  # skipped samples are not generated later
+        self.sampled_tokens = max(sampled, skipped_tokens)  # skipped samples are not made up later
 
     def due(self, progress: Any, is_due: Callable[[int], bool]) -> bool:
         total, interval = self.settings.total_tokens, self.settings.sample_interval
@@ -170,16 +168,17 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def sample_seed(seed: int, step: int, number: int) -> int:
-    """Derive the seed of a sample from the run's seed, the step and the prompt number."""
+    """Derive a sample's seed from the run's seed, the step and the prompt's index."""
     digest = hashlib.sha256(f"{seed}/sample/{step}/{number}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")  # 32 bits: exact as a JSON number
+    return int.from_bytes(digest[:4], "little")  # a 32-bit integer is exact as a JSON number
 
 
 def num_points_passed(tokens: int, total_tokens: int, interval: int | None) -> int:
-    """Return the number of points in a run at which samples have been due so far.
+    """Return how many times samples have been due in a run so far.
 
     Args:
-        interval: tokens between two points; None: a point after each doubling of the tokens.
+        interval: number of tokens between samples; None for samples after each doubling of the
+            number of tokens.
     """
     if interval:
         return tokens // interval + (tokens >= total_tokens and total_tokens % interval > 0)

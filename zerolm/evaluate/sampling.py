@@ -1,8 +1,8 @@
 """Text generation on all ranks: prompts, and sampling of the next token.
 
-A rank continues one prompt at a time, so a text depends neither on the other prompts nor on the
-number of ranks. All ranks run the same number of forward passes, because ZeRO-3 gathers weights in
-each. Each prompt has its own CPU random generator; training's generators are not used.
+A rank continues one prompt at a time, so a text does not depend on the other prompts or the number
+of ranks. All ranks run the same number of forward passes, because ZeRO-3 gathers weights in each.
+Each prompt has its own CPU random generator; the generators used in training are left alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,18 +16,22 @@ from zerolm.evaluate.likelihood import SINGLE_PROCESS, Ranks
 from zerolm.evaluate.text_coder import TextCoder, max_length
 from zerolm.model.compile import eager
 
-SYNC_INTERVAL = 8  # tokens between checks whether all ranks are done
-MIN_LOGIT = -1e30  # finite, but has probability zero next to any usual logit
-# transformers 5.24 and later (whose Mamba accepts the older name but ignores it); before.
+SYNC_INTERVAL = 8  # number of tokens between checks of whether all ranks are done
+MIN_LOGIT = -1e30  # finite, but its probability is zero next to any usual logit
+# The first name is for transformers 5.24 and later, whose Mamba accepts but ignores the older name;
+# the second is for earlier versions.
 CACHE_NAMES = ("cache", "past_key_values")
-CONTEXT_TOKENS = 8  # decoded with the new tokens, as some tokenizers drop a text's first space
+# decoded along with new tokens, because some tokenizers drop a text's first space
+CONTEXT_TOKENS = 8
 INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
 
 Stop = Callable[[Sequence[int]], bool]
 
 
 class SamplingOptions(NamedTuple):
-    """How to sample the next token. Temperature 0: greedy. Top-k 0 and top-p 1: from all tokens."""
+    """How to sample the next token. Temperature 0 means greedy decoding. With top-k 0 and top-p 1,
+    all tokens are candidates.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -44,12 +48,12 @@ class Prompt(NamedTuple):
 
 
 def token_probabilities(logits_V: torch.Tensor, options: SamplingOptions) -> torch.Tensor:
-    """Return the probabilities of the next token, (V,) float64.
+    """Return the probability of each token to be the next, as float64 of shape (V,).
 
-    Top-k is applied first, then top-p, which keeps the smallest set of likeliest tokens that
-    reaches it.
+    Top-k is applied first. Top-p then keeps the smallest set of likeliest tokens whose total
+    probability reaches p.
     """
-    # Generation must also work with a diverged model.
+    # Generation must work even if the model has diverged.
     logits_V = logits_V.double().nan_to_num(nan=MIN_LOGIT, posinf=-MIN_LOGIT, neginf=MIN_LOGIT)
     if options.temperature == 0:
         best = torch.zeros_like(logits_V)
@@ -83,7 +87,7 @@ def generate(
         model: a causal LM or a DeepSpeed engine around one, in evaluation mode.
         prompts: nonempty prompts, the same on every rank; each fits into the model's positions
             together with its new tokens.
-        stop: takes the new tokens; returns whether to stop after them.
+        stop: takes the new tokens so far; returns whether to stop after them.
         tick: called before each forward pass.
 
     Returns:
@@ -135,7 +139,7 @@ def _generate_one(
     ranks: Ranks,
     tick: Callable[[], None],
 ) -> list[int]:
-    """Generate one text in lockstep with the other ranks, in at most `num_passes` passes."""
+    """Generate one text in lockstep with the other ranks, in no more than `num_passes` passes."""
     tokens, new = continuation(model, prompt, device), []
     done = prompt.max_new_tokens == 0
     for number in range(num_passes):
@@ -143,7 +147,7 @@ def _generate_one(
         if not done:
             new.append(next(tokens))
             done = len(new) == prompt.max_new_tokens or stop(new)
-        elif ranks.world_size > 1:  # takes part in gathering the weights
+        elif ranks.world_size > 1:  # helps to gather the weights
             model(input_ids=torch.tensor([[0]], device=device), use_cache=False)
         else:
             break

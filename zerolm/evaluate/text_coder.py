@@ -1,7 +1,7 @@
 """`TextCoder`: converts text to token ids and back as lm-eval does, with the data's tokenizer.
 
 Reads the copy of the tokenizer next to the shards or an exported model. Must not depend on the
-model or on training, which never tokenizes, since the shards contain token ids.
+model or on training. Training itself never tokenizes, since the shards contain token ids.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from zerolm.evaluate.likelihood import Row, row_problem
 from zerolm.model.model import max_positions
 from zerolm.shards.tokenizer import TIKTOKEN_FILE, load_auto_tokenizer, read_tiktoken
 
-DEFAULT_MAX_LENGTH = 2048  # if neither the model nor the tokenizer has a limit, as in lm-eval
+DEFAULT_MAX_LENGTH = 2048  # used if neither the model nor the tokenizer sets a limit, as in lm-eval
 
 
 class TextCoder:
@@ -24,9 +24,10 @@ class TextCoder:
 
     Attributes:
         eos_id: id that ends a document.
-        prefix_id: id that precedes a text without context: BOS if there is one, otherwise EOS.
+        prefix_id: id that precedes a text without context: the BOS id if there is one, otherwise
+            the EOS id.
         tokenizer: a transformers tokenizer; None for tiktoken.
-        notices: a line if the tokenizer class differs from its tokenizer.json, which takes
+        notices: a line if the tokenizer class and its tokenizer.json differ; the latter takes
             precedence.
 
     Raises:
@@ -59,7 +60,8 @@ class TextCoder:
         """Return the token ids of a text.
 
         Args:
-            special_tokens: whether the tokenizer may add a BOS; None: only if the text has none.
+            special_tokens: whether the tokenizer may add a BOS; if None, only to a text without
+                one.
         """
         if self.tokenizer is None:
             return self._encoding.encode(text, allowed_special="all")
@@ -71,7 +73,7 @@ class TextCoder:
     def decode(self, ids: Sequence[int], special_tokens: bool = True) -> str:
         """Decode token ids to text, optionally without special tokens.
 
-        Padding ids of the vocabulary, which the tokenizer does not contain, are skipped.
+        Ids that only pad the vocabulary, and so are not in the tokenizer, are skipped.
         """
         if self.tokenizer is not None:
             known = [token for token in ids if token < len(self.tokenizer)]
@@ -103,7 +105,7 @@ class TextCoder:
         return Row(context_ids + scored_ids, len(scored_ids))
 
     def rows(self, items: Sequence[Sequence[tuple[str, str]]], max_length: int) -> list[Row]:
-        """Return the rows for all (context, continuation) pairs of all items, in order.
+        """Return a row for each (context, continuation) pair of each item, in order.
 
         Raises:
             ConfigError: a row cannot be scored; the message names the item.
@@ -121,12 +123,12 @@ class TextCoder:
 
 
 def prompt_ids(coder: TextCoder, prompt: str) -> list[int]:
-    """Return the ids of a prompt; for an empty prompt, the EOS id."""
+    """Return the token ids of a prompt, or the EOS id for an empty prompt."""
     return coder.encode(prompt) or [coder.eos_id]
 
 
 def max_length(config: Any, tokenizer: Any = None) -> int:
-    """Return the maximum number of tokens in a model's forward pass.
+    """Return the maximum number of tokens per text in a model's forward pass.
 
     Source: lm-evaluation-harness 0.4.13, `resolve_max_length`, which does not handle MPT's
     `max_seq_len` and the padding rows of RoBERTa's position tables.

@@ -1,4 +1,4 @@
-"""Validation loss, computed on all ranks; the same for every ZeRO stage and world size."""
+"""Validation loss, computed on all ranks; it is the same for every ZeRO stage and world size."""
 
 import math
 import re
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from zerolm.engine.protocol import Model
 
-# Start of each quarter of the window, as a fraction of its possible start positions.
+# Start of each measured quarter of the window, as a fraction of the possible start positions.
 QUARTERS = {"first": 0.0, "middle": 0.5, "last": 1.0}
 
 
@@ -118,8 +118,8 @@ def validation_loss(
         engine: a DeepSpeed engine, or a model in a single process; left in training mode.
         batches: this rank's micro-batches on the engine's device. Every rank must have the same
             number of them, because ZeRO-3 gathers weights in each forward pass.
-        token_bytes: number of text bytes in each token, for `sums_by_source`; None if unknown.
-        by_position: also return the losses on three quarters of the window.
+        token_bytes: number of text bytes for each token id, for `sums_by_source`; None if unknown.
+        by_position: also return the loss on each of three quarters of the window.
 
     Returns:
         `loss`, `perplexity` and `bits_per_byte`; with several sources also `<source>/loss` and

@@ -15,7 +15,7 @@ class LoadedModel(NamedTuple):
 
     Attributes:
         tokenizer: directory with the model's tokenizer.
-        eos_id: EOS id of the training data; None: the tokenizer's.
+        eos_id: EOS id of the training data; None for the tokenizer's.
         about: one line about the model for the user.
     """
 
@@ -77,7 +77,8 @@ def _load_checkpoint(reference: str | Path, device: str) -> LoadedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(fitting(name, weights[name], parameter))
-        # Replace the buffers: the checkpoint's may have a higher precision (router biases).
+        # Replace the buffers, because the checkpoint may store them in a higher precision (router
+        # biases).
         for name in set(weights.buffers) & set(model.state_dict()):
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._buffers[leaf] = weights[name].clone()

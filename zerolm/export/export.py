@@ -3,7 +3,7 @@
 The weights are the optimizer's float32 master weights, assembled from the shards of all ranks, so
 an export depends neither on the ZeRO stage nor on the world size. The written model is reloaded as
 a user would load it, and its logits are compared with the training engine's. `write_model` writes
-other weights for a run's model.
+given weights in place of those of a checkpoint.
 """
 
 import os
@@ -24,9 +24,9 @@ from zerolm.shards.tokenizer import TOKENIZER_FILE, load_auto_tokenizer, make_po
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MAX_SHARD_BYTES = 5 * 10**9
-# Maximum difference of a logit, relative to the largest logit. Kernels on another machine sum in a
-# different order; with 16-bit weights or activations, each layer has a relative rounding error of
-# 2^-9.
+# Maximum difference between two logits, relative to the largest logit. Kernels on another machine
+# sum in a different order; with 16-bit weights or activations, each layer has a relative rounding
+# error of 2^-9.
 LOGIT_TOLERANCES = {"fp32": 1e-4, "bf16": 2.0**-5, "fp16": 2.0**-5}
 
 
@@ -48,7 +48,7 @@ def export(
     Args:
         checkpoint_dir: a verified checkpoint.
         state: optimizer state to write instead of the weights, such as their moving average.
-            Checkpoints contain no engine logits to compare it with.
+            Checkpoints contain no engine logits with which to compare such a state.
 
     The other arguments, the result and the errors are the same as for `write_model`.
     """
@@ -75,7 +75,7 @@ class WeightsByName(Protocol):
     def __getitem__(self, name: str) -> Any: ...
 
     def release(self) -> None:
-        """Close open files; tensors returned earlier are no longer used."""
+        """Close open files; the caller no longer uses tensors returned earlier."""
 
 
 def write_model(
@@ -95,20 +95,20 @@ def write_model(
     Needs host memory for one safetensors file and one decoder block, regardless of model size.
 
     Args:
-        manifest: provides the model's config and training precision.
+        manifest: the checkpoint manifest with the model's config and training precision.
         output: must not exist; created only when complete.
         precision: "bf16", "fp16" or "fp32"; None for the training precision.
         tokenizer_dir: files to copy into the model directory.
         eos_id: token id that ends generation; None leaves the config unchanged.
         model_card: takes the number of parameters; returns {file name: content} for README.md and
             its images.
-        check: takes the model directory and precision; returns one line about the result, or
-            raises to refuse it.
+        check: takes the model directory and precision; returns a line about the result, or raises
+            an error to refuse the model.
         max_shard_bytes: maximum size of a safetensors file.
-        source: generation values of the run's initial weights, if any.
+        source: generation config from the run's initial weights, if any.
 
     Returns:
-        The result and any notes, one per line.
+        The lines to print: the result, and any notes.
     """
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
@@ -139,8 +139,8 @@ def write_model(
     skeleton.tie_weights()
     if zeroes_padding_row(skeleton):
         config.get_text_config().pad_token_id = skeleton.config.pad_token_id = None
-    # A config may have more than its text part; `AutoModelForCausalLM` may support only the full
-    # one.
+    # A config may have parts other than its text part; `AutoModelForCausalLM` may support only the
+    # full config.
     known = type(skeleton.config) in MODEL_FOR_CAUSAL_LM_MAPPING
     saved = skeleton.config if known else config
     notices += set_for_inference(saved)
@@ -184,7 +184,7 @@ def write_model(
 
 
 def _tokenizer_notices(directory: Path) -> list[str]:
-    """Return a line if AutoTokenizer gives other ids next to this model than without it."""
+    """Return a line if AutoTokenizer produces different ids next to this model than without it."""
     notices: list[str] = []
     if (directory / TOKENIZER_FILE).is_file():
         load_auto_tokenizer(str(directory), local=True, notices=notices)
@@ -192,7 +192,7 @@ def _tokenizer_notices(directory: Path) -> list[str]:
 
 
 def check_room(output: Path, needed_bytes: int) -> None:
-    """Check that an output does not exist and that its disk has enough space.
+    """Check that an output path does not exist and that its disk has enough space.
 
     Raises:
         ConfigError: the output exists, or the disk has too little space.
@@ -214,7 +214,7 @@ def compare_logits(directory: Path, saved: Mapping[str, Any] | None, precision: 
 
     Args:
         saved: the training engine's logits from `probe.sample_logits`, and its precision; None for
-            checkpoints from versions that did not save them.
+            a checkpoint written by a version that did not save them.
         precision: precision of the weights in the directory.
 
     Returns:

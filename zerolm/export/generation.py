@@ -1,4 +1,4 @@
-"""The generation config of an exported model: special ids, and values from its initial weights.
+"""Builds an exported model's generation config from special ids and its initial weights' config.
 
 The ids come from the run's tokenizer. A run started from existing weights also keeps additional
 ids and sampling values from their `generation_config.json`. Must not depend on weights.
@@ -21,15 +21,18 @@ def set_special_ids(
     tokenizer_dir: Path | None = None,
     source: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Set the ids that begin and end generation in place; return lines about omitted ids.
+    """Set the ids that begin and end generation in a config, in place; return lines about omitted
+    ids.
 
     Without a source, the ids are the tokenizer's, because a class's default `bos_token_id` is an
-    ordinary token in the run's tokenizer. Some classes accept only a number and keep theirs.
-    `pad_token_id` is unchanged, because RoBERTa's positions begin after it. Default ids that a
-    class forces or suppresses are also ordinary tokens.
+    ordinary token in the run's tokenizer. Classes that accept only a number for such an id keep
+    their own value. `pad_token_id` is unchanged, because RoBERTa's positions begin after it.
+    A class's default ids to force or suppress are removed, because they are ordinary tokens here
+    too.
 
     Args:
-        source: ids from the run's initial weights; kept if they are special tokens.
+        source: generation config from the run's initial weights; its ids are kept if they are
+            special tokens.
     """
     from huggingface_hub.errors import StrictDataclassFieldValidationError
 
@@ -58,7 +61,8 @@ def set_special_ids(
 
 
 def set_for_inference(config: Any) -> list[str]:
-    """Turn off outputs that are needed only in training; return a line about router losses.
+    """Turn off outputs that are needed only in training; return a line if these include router
+    losses.
 
     With `output_router_logits`, `.loss` includes the router loss, and `generate` fails in
     transformers 4.
@@ -76,10 +80,10 @@ def set_for_inference(config: Any) -> list[str]:
 
 
 def position_notices(model: Any) -> list[str]:
-    """Return a line if `generate` counts positions differently from the model in training.
+    """Return a line if `generate` numbers positions differently from the model in training.
 
-    In transformers 4 and 5, `generate` counts from 0, but models like RoBERTa start after
-    `pad_token_id`.
+    In transformers 4 and 5, `generate` numbers positions from 0, but models like RoBERTa start
+    after `pad_token_id`.
     """
     counts = (hasattr(each, "create_position_ids_from_input_ids") for each in model.modules())
     if not any(counts):
@@ -95,7 +99,7 @@ def position_notices(model: Any) -> list[str]:
 def zeroes_padding_row(model: Any) -> bool:
     """Return whether `from_pretrained` overwrites the padding token's embedding with zeros.
 
-    transformers 5.23 overwrites it for youtu.
+    transformers 5.23 does so for youtu.
     """
     import torch
 
@@ -103,7 +107,7 @@ def zeroes_padding_row(model: Any) -> bool:
     with torch.no_grad():
         table.weight.fill_(1.0)
         setattr(table.weight, "_is_hf_initialized", True)  # noqa: B010 - no attribute of a Tensor
-        with suppress(AttributeError):  # xlstm's looks for the embedding elsewhere
+        with suppress(AttributeError):  # xlstm's method looks for the embedding elsewhere
             model._init_weights(table)
     return not bool(table.weight[0].any())
 
@@ -127,12 +131,12 @@ def with_values_of(source: Mapping[str, Any], generation: Any) -> tuple[Any, lis
 
 
 def id_list(value: int | list[int] | None) -> list[int]:
-    """Return a key's ids as a list; the value may be one id, several or none."""
+    """Return the ids under a config key as a list; the value may be one id, several or none."""
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
 def _parts(config: Any) -> list[Any]:
-    """Return a config and its text part, which provides generation values that the config lacks."""
+    """Return a config and its text part, whose generation values apply if the config lacks them."""
     return list({id(each): each for each in (config, config.get_text_config())}.values())
 
 

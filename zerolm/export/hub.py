@@ -61,7 +61,7 @@ def push(directory: Path, repository: str, public: bool) -> str:
         api.upload_folder(
             repo_id=repository, folder_path=directory, commit_message=f"Upload {directory.name}"
         )
-    except Exception as error:  # the hub's library raises errors from several other libraries
+    except Exception as error:  # the hub's library also raises errors from several other libraries
         raise PushError(
             f"--push {repository}: {reason(error, named=False)}. {directory} is complete: push it "
             f"with `hf upload {repository} {directory}`."

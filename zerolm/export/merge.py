@@ -19,7 +19,7 @@ from zerolm.common.values import shown
 from zerolm.engine.zero_files import Weights
 from zerolm.export.export import load_exported
 
-CHUNK_VALUES = 1 << 22  # added at a time, because torch converts the added values to float64
+CHUNK_VALUES = 1 << 22  # number of values added at a time, because torch converts them to float64
 INTEGRATION_POINTS = 1000
 CHECKED_TENSORS, CHECKED_VALUES = 4, 4096
 
@@ -30,7 +30,8 @@ def mean_coefficients(tokens: Sequence[int]) -> list[float]:
 
 
 def ema_coefficients(tokens: Sequence[int], decay: float) -> list[float]:
-    """Return the coefficients of an exponential moving average starting at the oldest checkpoint.
+    """Return the coefficients of an exponential moving average that starts at the oldest
+    checkpoint.
 
     Each newer checkpoint multiplies the average so far by `decay`; only the length of `tokens`
     matters.
@@ -46,11 +47,11 @@ def wsm_coefficients(tokens: Sequence[int], remaining: Callable[[float], float])
     """Return the coefficients that imply a learning-rate decay from the oldest to the newest
     checkpoint.
 
-    The update between two checkpoints is weighted with the mean of the decay over its tokens, so
-    the distances between checkpoints may differ.
+    The update between two checkpoints is weighted by the mean of the decay over the tokens between
+    them, so the distances between checkpoints may differ.
 
     Args:
-        tokens: tokens at each checkpoint, strictly ascending.
+        tokens: number of tokens trained at each checkpoint, strictly ascending.
         remaining: a function from `zerolm.optim.schedule.DECAY_SHAPES`.
 
     Source: Tian et al. 2025 (arXiv 2507.17634), theorem 1.
@@ -65,8 +66,8 @@ def wsm_coefficients(tokens: Sequence[int], remaining: Callable[[float], float])
 
 
 def model_differences(checkpoints: Sequence[Checkpoint], irrelevant: frozenset[str]) -> list[str]:
-    """Return a line for each key, except `irrelevant` ones, in which a config differs from the
-    first.
+    """Return a line for each config key whose value differs from the first checkpoint's, except for
+    `irrelevant` keys.
     """
     first = checkpoints[0]
     ours = first.manifest["model_config"]
@@ -85,8 +86,8 @@ def model_differences(checkpoints: Sequence[Checkpoint], irrelevant: frozenset[s
 class MergedWeights:
     """Weighted means of several checkpoints' weights, computed one tensor at a time.
 
-    The checkpoints must be verified, and sorted from the oldest. Sums are in float64. Integer
-    buffers come from the newest checkpoint.
+    The checkpoints must be verified and sorted, oldest first. Sums are in float64. Integer buffers
+    come from the newest checkpoint.
     """
 
     def __init__(self, checkpoints: Sequence[Checkpoint], coefficients: Sequence[float]):
@@ -97,7 +98,7 @@ class MergedWeights:
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the mean of a parameter or buffer in its own dtype."""
+        """Return the weighted mean of a parameter or buffer, in its own dtype."""
         total: torch.Tensor | None = None
         for weights, coefficient in self._terms:
             tensor = weights[name]
@@ -112,7 +113,7 @@ class MergedWeights:
                 part.add_(added.double(), alpha=coefficient)
         assert total is not None
         shape, dtype = tensor.shape, tensor.dtype
-        del tensor, values, added  # as large as the result, which is allocated next
+        del tensor, values, added  # free them, because the result is as large and is allocated next
         return total.to(dtype).view(shape)
 
     def release(self) -> None:
@@ -122,7 +123,7 @@ class MergedWeights:
 
     @torch.no_grad()
     def check(self, directory: Path) -> str:
-        """Load the written model, and compare some of its values with means of the checkpoints.
+        """Load the written model, and compare some of its values with means over the checkpoints.
 
         Raises:
             CheckpointError: weights are missing, unexpected, not finite, or not equal to the means.

@@ -23,8 +23,8 @@ PRIVATE_KEYS = (
     "wandb",
     "csv_monitor",
     "comet",
-)  # in ds configs; contain paths and names
-LOSS_ROWS = 10  # averaged for the training loss, because a single step is noisy
+)  # keys of DeepSpeed configs that contain paths and names
+LOSS_ROWS = 10  # number of steps averaged for the training loss, because a single step is noisy
 PLAIN = re.compile(r"[\w .,%+/()-]*")
 SETTINGS = {
     "seq_len": "sequence length (tokens)",
@@ -54,11 +54,11 @@ def model_card(
     """Return the text of the model card.
 
     Args:
-        run_dir: the run directory; a section is omitted if its file is missing.
-        num_parameters: number of parameters; tied ones count once.
+        run_dir: the run directory; a section of the card is omitted if its file is missing.
+        num_parameters: number of parameters; tied parameters count once.
         picture: whether `loss.png` is next to the card.
         about: Markdown about the weights, if they are not the trained weights themselves.
-        measured: takes an evaluation's key; returns whether it was measured with these weights.
+        measured: takes a metric's key; returns whether the metric was measured with these weights.
     """
     files = RunFiles(run_dir)
     run = find_run_json(run_dir) or {}
@@ -243,7 +243,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def plain(text: object) -> str:
     """Escape text for Markdown, since names come from other people's files.
 
-    Text that could be HTML, a link or an image becomes a code span.
+    Text that could be HTML, a link or an image is returned as a code span.
     """
     word = printable(" ".join(str(text).split()))
     is_plain = PLAIN.fullmatch(word) and "www." not in word.lower()

@@ -1,7 +1,7 @@
 """Additional config.json keys for other readers: transformers 4, vLLM, llama.cpp, MLX.
 
-transformers 5 writes rotary embeddings only as `rope_parameters`. A reader that looks for
-`rope_theta` and `rope_scaling` finds neither, silently uses its defaults, and computes a different
+transformers 5 writes rotary embeddings only as `rope_parameters`. A reader that expects
+`rope_theta` and `rope_scaling` finds neither, silently uses its defaults, and so runs a different
 model. Keys specific to one model family are in `published_keys`.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NEW = "rope_parameters"
 POSITIONS = "original_max_position_embeddings"
-# Names of the base, of the base for sliding-window layers, and of the rotated share of a head.
+# Names of the rotary base, the base for sliding-window layers, and the rotated share of a head.
 NAMES = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 OTHER_NAMES = {
     "gpt_neox": ("rotary_emb_base", "", "rotary_pct"),
@@ -33,7 +33,7 @@ ACCEPTED = {
     "olmo": {"type", "factor"}, "olmo2": {"type", "factor"},
     "phi3": LONGROPE, "phi4_multimodal": LONGROPE,
 }  # fmt: skip
-# Config parts whose transformers 4 classes refuse any other key.
+# Parts of a config whose transformers 4 classes refuse any key not listed here.
 ONLY = {
     "attn_config": {"attn_pdrop", "clip_qkv", "kv_n_heads", "rope_theta"},
     "ffn_config": {
@@ -47,8 +47,8 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
     """Add the older keys to the config.json that `config` wrote.
 
     Returns:
-        A line for each part of the model whose rotary embeddings or layers cannot be described by
-        older keys.
+        A line for each part of the model with rotary embeddings or layers that older keys cannot
+        describe.
     """
     path, notices = directory / "config.json", []
     values = _plain_numbers(read_json(path, "the config.json of a model"))
@@ -79,7 +79,7 @@ def add_older_keys(directory: Path, config: "PretrainedConfig") -> list[str]:
 
 
 def set_tied(config: "PretrainedConfig", model: Any) -> None:
-    """Set in place whether the model ties its output embeddings to its input embeddings.
+    """Set `tie_word_embeddings` in a config to whether the model ties its embeddings, in place.
 
     transformers 5 reads the key from the whole config, version 4 from its text part; some version
     5 classes tie nothing, regardless of the config.
@@ -93,9 +93,9 @@ def set_tied(config: "PretrainedConfig", model: Any) -> None:
 
 
 def _plain_numbers(value: Any) -> Any:
-    """Convert `{"__float__": "Infinity"}`, as written by transformers 5, back to numbers.
+    """Convert numbers that transformers 5 writes as `{"__float__": "Infinity"}` back to numbers.
 
-    Published models contain these numbers as written by Python's json, which all versions can read.
+    Published models contain them as Python's json writes them, which all versions can read.
     """
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
@@ -105,7 +105,9 @@ def _plain_numbers(value: Any) -> Any:
 
 
 def _published(part: "PretrainedConfig", written: dict[str, Any]) -> dict[str, Any]:
-    """Return keys of the family's published files that do not change what this version reads."""
+    """Return those keys from the model family's published files that do not change the config that
+    this version reads.
+    """
     given = {key: value for key, value in written.items() if key != "dtype"}
 
     def read(**keys: Any) -> dict[str, Any]:
@@ -121,7 +123,9 @@ def _published(part: "PretrainedConfig", written: dict[str, Any]) -> dict[str, A
 
 
 def rope_keys(config: "PretrainedConfig") -> dict[str, Any] | None:
-    """Return the older keys for a config's rotary embeddings; None if they cannot express them."""
+    """Return the older keys for a config's rotary embeddings, or None if older keys cannot describe
+    them.
+    """
     full, sliding = getattr(config, NEW, None), None
     if not full:
         return {}
@@ -145,7 +149,7 @@ def rope_keys(config: "PretrainedConfig") -> dict[str, Any] | None:
     values = config.to_dict()
     if any(values.get(key, value) != value for key, value in keys.items()):
         return None
-    try:  # this version reads both, and the result must not change
+    try:  # this version reads both, and the resulting config must not change
         read = type(config).from_dict(copy.deepcopy(values | keys))
     except Exception:  # errors from strict dataclasses and the classes
         return None
@@ -153,7 +157,9 @@ def rope_keys(config: "PretrainedConfig") -> dict[str, Any] | None:
 
 
 def _scaling(config: "PretrainedConfig", parameters: dict[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_scaling`, with its kind as `rope_type`, and as `type` for the oldest readers."""
+    """Return `rope_scaling` with its type under `rope_type` and, for the oldest readers, `type`;
+    None if nothing is scaled.
+    """
     elsewhere = {"rope_theta", "partial_rotary_factor"}
     scaling = {key: value for key, value in parameters.items() if key not in elsewhere}
     scaling["type"] = scaling["rope_type"]
@@ -167,7 +173,7 @@ def _scaling(config: "PretrainedConfig", parameters: dict[str, Any]) -> dict[str
 
 
 def _meaning(value: Any) -> Any:
-    """Return a value without rotary embedding keys that have no effect."""
+    """Return a config value without rotary embedding keys that have no effect."""
     if not isinstance(value, dict):
         return value
     idle = {"type": value.get("type"), "partial_rotary_factor": 1.0}

@@ -1,5 +1,5 @@
-"""Finds a run's tokenizer (that of its first data source in run.json), and the generation values
-of its initial weights.
+"""Finds a run's tokenizer, which is that of the first data source in run.json, and the generation
+config of its initial weights.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from zerolm.shards.reader import Source, open_source
 
 
 def tokenizer_of(run_dir: Path) -> tuple[Path | None, int | None]:
-    """Return the tokenizer's directory and EOS id; None for both if the shards are not found.
+    """Return the tokenizer's directory and EOS id, or None for both if the shards are not found.
 
     Raises:
         ConfigError: the shards or their tokenizer are damaged.
@@ -25,19 +25,19 @@ def tokenizer_of(run_dir: Path) -> tuple[Path | None, int | None]:
 
 
 def generation_of(run_dir: Path) -> Mapping[str, Any] | None:
-    """Return the generation values of a run's initial weights; None if they were random."""
+    """Return the generation config of a run's initial weights, or None if they were random."""
     initial = (find_run_json(run_dir) or {}).get("initial_weights")
     return None if initial is None else initial.get("generation", {})
 
 
 def first_source(run_dir: Path) -> Source | None:
-    """Return the first data source of a run; None if its shards are not found."""
+    """Return a run's first data source, or None if its shards are not found."""
     found = [path for path in _places(run_dir) if is_url(path) or Path(path, MANIFEST).is_file()]
     return open_source(found[0]) if found else None
 
 
 def missing_tokenizer(run_dir: Path) -> str:
-    """Return why `tokenizer_of` found none, with the paths that it searched for the shards."""
+    """Return why `tokenizer_of` found no tokenizer, including the paths searched for the shards."""
     path = RunFiles(run_dir).record
     if (source := first_source(run_dir)) is not None:
         return f"{path}: settings.data: {source.directory} has no tokenizer"
@@ -46,7 +46,7 @@ def missing_tokenizer(run_dir: Path) -> str:
 
 
 def _places(run_dir: Path) -> list[str]:
-    """Return possible locations of the first source's shards, the likeliest first.
+    """Return the possible locations of the first source's shards, the likeliest first.
 
     A relative path is resolved against the directory in which the run was started, or, if both
     were moved, against the one below which `run_dir` was created. Early releases did not record

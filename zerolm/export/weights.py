@@ -1,10 +1,10 @@
 """Writes weights to safetensors files under their published names, one file in memory at a time.
 
-A checkpoint names weights as the model's code does. Some architectures are published with other
-names and shapes (Mixtral: one matrix per expert), which `from_pretrained` expects. Transformers
-converts complete state dicts; here it converts one decoder block at a time, if a conversion of
-meta tensors shows that the result is the same. Must not depend on checkpoints: weights are
-requested by name.
+A checkpoint stores weights under the names in the model's code. Some architectures are published
+with other names and shapes (Mixtral: one matrix per expert), which `from_pretrained` expects.
+Transformers converts complete state dicts; here it converts one decoder block at a time, if a
+conversion of meta tensors shows that the result is the same. Must not depend on checkpoints: a
+function passed in loads weights by name.
 """
 
 import re
@@ -24,8 +24,8 @@ from zerolm.routers.biased_routers import biased_routers
 BLOCK = re.compile(r"(.*?\.\d+)\.")  # model.layers.3, transformer.h.3
 INDEX = "model.safetensors.index.json"
 
-# Names written by transformers 5.23 that differ from published files, for one kind of layer or all
-# weights: (kind, pattern, published name). transformers reads both.
+# Names written by transformers 5.23 that differ from published files, for one type of layer or for
+# all weights: (type, pattern, published name). transformers reads both.
 MISNAMED = {
     "bailing_hybrid": [("linear_attention", r"\.attention\.dense\.", ".attention.o_proj.")],
     "hy_v4": [
@@ -49,18 +49,18 @@ def write_weights(
 ) -> int:
     """Write a model's weights, and an index if there are several files.
 
-    Needs memory for the file being filled, one block, and one weight in float32.
+    Needs memory for the file being filled, one decoder block, and one weight in float32.
 
     Args:
         skeleton: a model on the meta device.
         load_weight: takes a name in the model's state dict; returns the tensor.
-        release: called after each block; its weights are not loaded again.
+        release: called after each block, whose weights are not loaded again.
         directory: must exist.
-        dtype: dtype of parameters; buffers, and biases that choose experts, keep their own dtype.
+        dtype: dtype of the parameters; buffers and expert-selection biases keep their own dtype.
         max_shard_bytes: maximum size of a file; a larger tensor gets its own file.
 
     Returns:
-        The size of all weights in bytes.
+        The total size of the weights in bytes.
     """
     parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     parameters -= {router.name for router in biased_routers(skeleton)}
@@ -69,7 +69,7 @@ def write_weights(
         for name, tensor in skeleton.state_dict().items()
         if name not in skeleton.all_tied_weights_keys
     }
-    planned = {  # copies, because a view would count with its base's size
+    planned = {  # copies, because a view would count as its base's size
         name: torch.empty_like(tensor) for name, tensor in published(skeleton, dict(meta)).items()
     }
     split = split_torch_state_dict_into_shards(planned, max_shard_size=max_shard_bytes)
@@ -113,7 +113,7 @@ def fitting(name: str, weight: Any, expected: torch.Tensor) -> torch.Tensor:
 
 
 def published(skeleton: Any, state: State) -> State:
-    """Convert weights of the model's code to their published names and shapes."""
+    """Convert weights from the model code's names and shapes to the published ones."""
     config = skeleton.config
     state = revert_weight_conversion(skeleton, state)
     for kind, pattern, name in MISNAMED.get(config.model_type, []):
@@ -128,7 +128,7 @@ def published(skeleton: Any, state: State) -> State:
 
 
 def _blocks(skeleton: Any, meta: State, planned: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the names to convert together, in the order in which files are filled."""
+    """Yield groups of names to convert together, in the order in which files are filled."""
     blocks: dict[str, list[str]] = {}
     for name in meta:
         match = BLOCK.match(name)
@@ -138,7 +138,7 @@ def _blocks(skeleton: Any, meta: State, planned: Sequence[str]) -> Iterator[list
         for key, names in blocks.items()
     }
     if sorted(name for names in converted.values() for name in names) != sorted(planned):
-        yield list(meta)  # a published weight combines several blocks: convert all at once
+        yield list(meta)  # a published weight combines several blocks, so all are converted at once
         return
     position = {name: number for number, name in enumerate(planned)}
     for key in sorted(converted, key=lambda key: min(position[name] for name in converted[key])):

@@ -1,7 +1,7 @@
 """Optional parts of training: one module each, and the list of them.
 
 Hooks run in the order of `FEATURES`. A module imports little at its top, so `--help` is instant;
-its hooks may import whatever the training loop may.
+its hooks may import anything that the training loop may import.
 """
 
 from collections.abc import Mapping
@@ -41,30 +41,30 @@ FEATURES: tuple[type[Feature], ...] = (
 
 
 def problems(case: Case) -> list[str]:
-    """Return problems with the features that the settings turn on."""
+    """Return problems with the features that the settings turn on, one line each."""
     return [line for kind in FEATURES for line in kind.problems(case)]
 
 
 def notices(case: Case) -> list[str]:
-    """Return what the user should know about the features before a run."""
+    """Return lines that the user should read about the features before a run."""
     return [line for kind in FEATURES for line in kind.notices(case)]
 
 
 def host_problems(plan: "Plan", environment: Mapping[str, str]) -> list[str]:
-    """Return what this host lacks for a run's features, if the run has no other problems."""
+    """Return what the features need but this host lacks; called if there are no other problems."""
     return [line for kind in FEATURES for line in kind.host_problems(plan, environment)]
 
 
 def flops_per_token(settings: Any, config: Any) -> float:
-    """Return the FLOPs per training token that features add to those of the model."""
+    """Return the FLOPs per training token that the features add to the model's."""
     return sum(kind.flops_per_token(settings, config) for kind in FEATURES)
 
 
 def summary(plan: "Plan") -> dict[str, str]:
-    """Return the features' lines in the plan of a run."""
+    """Return the lines that the features add to a run's plan."""
     return {name: line for kind in FEATURES for name, line in kind.summary(plan).items()}
 
 
 def build(plan: "Plan") -> list[Feature]:
-    """Return the features of a run."""
+    """Build the features that a run uses."""
     return [kind(plan) for kind in FEATURES if kind.wanted(plan)]

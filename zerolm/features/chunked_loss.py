@@ -9,7 +9,8 @@ from zerolm.features.feature import Case, Feature
 class ChunkedLoss(Feature):
     """Replaces the output head with the one in zerolm/model/chunked_loss.py.
 
-    The flag is a core setting: its default depends on the logits, and it affects memory and time.
+    The flag is a core setting: its default depends on the size of the logits, and the flag affects
+    memory and time.
     """
 
     name = "chunked_loss"

@@ -2,7 +2,7 @@
 
 CompleteP with alpha = 1 (Dey et al. 2025, arXiv 2505.01618, table 1). Its multipliers on residual
 branches and logits are moved into initial values and optimizer options, which is equivalent for
-Adam (docs/initialization.md shows how). So the model's code does not change.
+Adam (docs/initialization.md shows how). The model's code therefore does not change.
 """
 
 import re
@@ -21,7 +21,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
     *("gpt2", "gpt_neox", "opt"),
 )
-# Module names, or parameter names for fused experts, by kind.
+# Names of modules (for fused experts, of parameters) by kind.
 EMBEDDING, HIDDEN, OUTPUT = "embedding", "hidden matrix", "output projection"
 ROUTER, HEAD, NORM = "router", "head", "norm"
 KIND_OF = {
@@ -41,7 +41,7 @@ IN_BLOCK = re.compile(r"\.\d+\.")
 
 
 class Factors(NamedTuple):
-    """Factors that scale a parameter's values from the base size."""
+    """Factors by which a parameter's settings differ from those in a model of the base size."""
 
     initial: float
     learning_rate: float
@@ -49,7 +49,7 @@ class Factors(NamedTuple):
     epsilon: float
 
     def moved(self, multiplier: float) -> "Factors":
-        """Return the factors after moving a forward pass's multiplier into the parameter."""
+        """Return the factors after moving a multiplier from the forward pass into the parameter."""
         initial, rate, decay, epsilon = self
         return Factors(
             initial * multiplier, rate * multiplier, decay / multiplier, epsilon / multiplier
@@ -57,7 +57,7 @@ class Factors(NamedTuple):
 
 
 def group_of(name: str) -> str | None:
-    """Return the group of a parameter: its kind, and whether it is a bias; None if unknown."""
+    """Return a parameter's group: its kind, and whether it is a bias. Return None if unknown."""
     path = name.removesuffix(".weight").removesuffix(".bias")
     module = path.rpartition(".")[2]
     kind = NORM if IS_NORM.search(module) else KIND_OF.get(module)
@@ -72,9 +72,10 @@ def group_of(name: str) -> str | None:
 
 
 def factors(width: float, depth: float) -> dict[str, Factors]:
-    """Return each group's factors, given the hidden size and layers divided by the base model's.
+    """Return each group's factors; `width` and `depth` are the hidden size and number of layers
+    divided by the base model's.
 
-    The rows match the paper's table; `moved` absorbs a forward pass's multiplier.
+    The rows match the paper's table; `moved` absorbs a multiplier of the forward pass.
     """
     inside, outside = 1 / (width * depth), 1 / width  # epsilon
     matrix = Factors(width**-0.5, 1 / width, width, inside)
@@ -85,7 +86,8 @@ def factors(width: float, depth: float) -> dict[str, Factors]:
         f"bias of {HIDDEN}": vector,
         OUTPUT: matrix.moved(1 / depth),
         f"bias of {OUTPUT}": vector.moved(1 / depth),
-        # Like the head, it maps an input that grows with the width to a fixed number of experts.
+        # Like the head, a router maps an input that grows with the width to a fixed number of
+        # outputs.
         ROUTER: vector.moved(1 / width),
         NORM: vector,
         f"final {NORM}": Factors(1, 1, 1, outside),
@@ -228,7 +230,7 @@ class Completep(Feature):
 
 
 def recorded(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parametrization settings in a run.json; empty if it is standard."""
+    """Return the parametrization settings in a run.json; empty for the standard parametrization."""
     settings = record.get("settings", {})
     if settings.get("parametrization", STANDARD) == STANDARD:
         return {}
@@ -255,7 +257,7 @@ def _source_problems(settings: Any, initial: Any, where: str) -> Iterator[str]:
 
 
 def _standard_rates(initial: Any, config: Any) -> str:
-    """Describe how a standard run trains weights from a CompleteP run."""
+    """Describe how a run with the standard parametrization trains weights from a CompleteP run."""
     theirs = initial.parametrization
     width = config.hidden_size / theirs["base_hidden_size"]
     depth = config.num_hidden_layers / theirs["base_layers"]
@@ -290,19 +292,21 @@ def _ratios(plan: Any) -> tuple[float, float]:
 
 
 def _of_parameters(plan: Any) -> dict[str, Factors]:
-    """Return each parameter's factors by name."""
+    """Return the factors of each parameter, by parameter name."""
     width, depth = _ratios(plan)
     of_group = factors(width, depth)
     if plan.model.config.model_type == "gpt2":
-        # GPT-2's initial deviation includes a factor 1 / sqrt(layers): use the base model's
-        # layers.
+        # GPT-2's initial standard deviation includes a factor 1 / sqrt(layers): use the base
+        # model's layers.
         own = of_group[OUTPUT]
         of_group[OUTPUT] = own._replace(initial=own.initial * depth**0.5)
     return {name: of_group[group_of(name) or ""] for name in plan.model.shapes}
 
 
 def _group_lines(plan: Any) -> dict[str, str]:
-    """Return a line for each group: its parameters, initial deviation and optimizer options."""
+    """Return a line for each group with its parameters, initial standard deviation and optimizer
+    options.
+    """
     import math
 
     from zerolm.model.architecture import meta_model

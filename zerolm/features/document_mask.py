@@ -1,4 +1,4 @@
-"""`--document_mask`: test before training that the attention kernel separates documents."""
+"""`--document_mask`: test before training whether the attention kernel separates documents."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -111,7 +111,7 @@ class Ema(Feature):
         from zerolm.engine import ema
 
         self.state = state
-        if not state:  # --init_optimizer may have loaded one
+        if not state:  # --init_optimizer may have loaded an average
             ema.drop(self.engine)
         assert not state or self.average.is_complete
 

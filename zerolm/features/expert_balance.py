@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: metrics, balancing by biases, and router losses."""
+"""Mixture-of-experts routers: metrics, balancing with biases, and router losses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -128,8 +128,8 @@ class ExpertBalance(Feature):
 
     @classmethod
     def notices(cls, case: Case) -> Iterable[str]:
-        """Report that a router loss depends on the micro-batch size, over which it multiplies
-        means.
+        """Report that a router loss depends on the micro-batch size, because the loss multiplies
+        means over a micro-batch.
         """
         from zerolm.model.architecture import router_loss_coefficient
 

@@ -1,12 +1,13 @@
-"""`Feature`: base class of optional parts of training, each with everything specific to the part.
+"""`Feature`: base class of optional parts of training; a subclass contains everything specific to a
+part.
 
-A subclass defines flags, refusals, lines of the plan, metrics, a state in the checkpoint, and
-hooks, which are listed here in the order in which they are called. `FEATURES` in
-`zerolm/features/__init__.py` lists all subclasses. A feature that a run does not use is not built,
-so none of its hooks is called.
+A subclass defines the feature's flags, refusals, lines in the plan, metrics, state in the
+checkpoint, and hooks. Hooks are listed here in the order in which they are called. `FEATURES` in
+`zerolm/features/__init__.py` lists all subclasses. Features that a run does not use are not built,
+so their hooks are never called.
 
-The settings include the flags of all features, so each feature module imports little at its top,
-and what its hooks need inside the hooks.
+The settings include the flags of all features, so each feature module imports little at its top;
+imports that only a hook needs are inside the hook.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ class Case(NamedTuple):
     """The parts of a run with which a feature may refuse to be combined.
 
     Attributes:
-        device: kind of the ranks' devices; `absent` if they are not on this machine.
+        device: type of the ranks' devices; `absent` if they are not on this machine.
         initial: the `InitialSource` of `--init_from`, if known.
     """
 
@@ -53,10 +54,10 @@ class Step(NamedTuple):
     """The inputs of a step on one rank.
 
     Attributes:
-        batches: this rank's micro-batches, on its device; the same number on every rank.
+        batches: this rank's micro-batches, on its device; every rank has the same number.
         position: position of the global batch's first sequence in the data order.
         tokens: number of tokens in the global batch.
-        learning_rate: the rate to set; None: the DeepSpeed scheduler has set it.
+        learning_rate: the learning rate to set; None if the DeepSpeed scheduler has set it.
         flags: numbers to sum over ranks along with the losses.
         fault: fault to inject into this rank's passes, from `fault_point`; for tests.
     """
@@ -71,13 +72,13 @@ class Step(NamedTuple):
 
 
 class Forward(NamedTuple):
-    """A forward pass over a micro-batch, on one rank.
+    """The forward pass over a micro-batch on one rank.
 
     Attributes:
         outputs: the model's outputs; with `--loss_chunk_tokens`, `logits` contains losses (B, T,
             1).
-        losses_BT: the loss of each target token; 0 at positions without a target.
-        tokens, targets: number of tokens and targets in the global batch.
+        losses_BT: the loss of each target token; zero at positions without a target.
+        tokens, targets: numbers of tokens and targets in the global batch.
     """
 
     batch: Batch
@@ -89,19 +90,19 @@ class Forward(NamedTuple):
 
 @dataclass
 class StepResult:
-    """The result of a step, reduced over ranks: the same on every rank.
+    """The result of a step, reduced over ranks, so it is the same on every rank.
 
     Attributes:
-        loss: mean cross-entropy per target token of the global batch.
-        source_losses, source_tokens: (S,) sum of losses, and number of targets, per source.
-        text_losses, text_bytes: (S,) sum of the losses of targets that represent text, and the
-            number of bytes in that text; empty if token bytes are unknown.
-        penalties: weighted losses minimized in addition to the loss, by metric: a mixture of
-            experts' router loss, and z-losses.
+        loss: mean cross-entropy over the target tokens of the global batch.
+        source_losses, source_tokens: sum of losses and number of targets per source, (S,).
+        text_losses, text_bytes: per source, the sum of losses over targets that represent text, and
+            the number of bytes in that text, (S,); empty if token bytes are unknown.
+        penalties: weighted losses minimized in addition to the loss (router loss and z-losses), by
+            metric name.
         grad_norm: 2-norm of the gradient before clipping; infinity if not finite.
-        applied: False if the optimizer step was refused, or skipped by DeepSpeed.
-        flags: sums over ranks of the flags passed in by each.
-        micro_losses: the mean loss of each of this rank's micro-batches.
+        applied: False if the optimizer step was refused or DeepSpeed skipped it.
+        flags: sums over ranks of the `flags` in each rank's `Step`.
+        micro_losses: mean loss of each micro-batch on this rank.
     """
 
     loss: float
@@ -122,7 +123,8 @@ class RunParts(Protocol):
 
     Attributes:
         gate: decides whether a step is applied, and discards gradients.
-        checkpointing: saves copies in memory. journal: logs.
+        checkpointing: saves copies of the states in memory.
+        journal: logs metrics and events.
     """
 
     engine: "Engine"
@@ -143,7 +145,7 @@ class Feature(Part):
     called in reverse order: the first feature is the outermost.
 
     Attributes:
-        interval: number of steps after which it waits for the device; 0: never.
+        interval: number of steps between those in which the feature waits for the device; 0: never.
         state: the feature's state as JSON for the next checkpoint; replaced, never mutated.
     """
 
@@ -153,27 +155,27 @@ class Feature(Part):
 
     @classmethod
     def problems(cls, case: Case) -> Iterable[str]:
-        """Return why the run cannot use the feature; nothing if it is off."""
+        """Return reasons why the run cannot use the feature; none if the feature is off."""
         return ()
 
     @classmethod
     def notices(cls, case: Case) -> Iterable[str]:
-        """Return what the user should know, whether the feature is on or off."""
+        """Return lines that the user should read, whether the feature is on or off."""
         return ()
 
     @classmethod
     def host_problems(cls, plan: "Plan", environment: Mapping[str, str]) -> Iterable[str]:
-        """Return what this host lacks for the feature, if the run has no other problems."""
+        """Return what the feature needs but this host lacks; called without other problems."""
         return ()
 
     @classmethod
     def flops_per_token(cls, settings: Any, config: "PretrainedConfig") -> float:
-        """Return the FLOPs per training token that it adds to those of the model."""
+        """Return the FLOPs per training token that the feature adds to the model's."""
         return 0.0
 
     @classmethod
     def summary(cls, plan: "Plan") -> Mapping[str, str]:
-        """Return its lines in the plan; nothing if it is off."""
+        """Return the feature's lines in the plan; none if the feature is off."""
         return {}
 
     @classmethod
@@ -183,8 +185,8 @@ class Feature(Part):
 
     @classmethod
     def absent(cls, run: RunParts) -> None:
-        """Remove what earlier starts left behind; called after each load in a run without the
-        feature.
+        """Remove state that earlier launches with the feature left behind; called after each load
+        in a run without the feature.
         """
 
     # ---- The start of a run
@@ -194,11 +196,11 @@ class Feature(Part):
         self.state: dict[str, Any] = {}
 
     def initial_factors(self) -> Mapping[str, float]:
-        """Return factors on parameters' initial values, by name."""
+        """Return factors for parameters' initial values, by parameter name."""
         return {}
 
     def option_factors(self) -> Mapping[str, Mapping[str, float]]:
-        """Return factors on optimizer options, by parameter name, then option name."""
+        """Return factors for optimizer options, by parameter name and then option name."""
         return {}
 
     def change_model(self, model: Any) -> None:
@@ -209,18 +211,18 @@ class Feature(Part):
         return ""
 
     def attach(self, run: RunParts) -> None:
-        """Set up with the engine and the other parts of the run."""
+        """Receive the engine and the other parts of the run."""
 
     def find_checkpoint(
         self, usable: Callable[["Checkpoint"], bool]
     ) -> tuple["Checkpoint | None", Sequence[str]]:
-        """Return a checkpoint newer than those on disk, if any, and the reasons why others are
-        damaged.
+        """Return the feature's checkpoint if it is newer than those on disk, and the reasons why
+        others are damaged.
         """
         return None, ()
 
     def loaded(self, state: dict[str, Any]) -> None:
-        """Restore the feature's state from the loaded checkpoint; empty if it contains none."""
+        """Restore the feature's state, which is empty if the loaded checkpoint contains none."""
         self.state = state
 
     # ---- A step
@@ -241,38 +243,40 @@ class Feature(Part):
         return {}
 
     def sums(self, losses: Sequence["torch.Tensor"]) -> "torch.Tensor | None":
-        """Return this rank's figures, to be summed over ranks along with those of the step.
+        """Return this rank's figures, to be summed over ranks along with the step's own figures.
 
         Args:
-            losses: the mean loss of each of this rank's micro-batches.
+            losses: mean loss of each micro-batch on this rank.
 
         Returns:
-            (n,) float64 on the device, with the same n on every rank.
+            A float64 tensor (n,) on the device, with the same n on every rank.
         """
         return None
 
     def summed(self, figures: Sequence[float]) -> None:
-        """Receive the sums over ranks; empty if there were none."""
+        """Receive the sums of `sums` over ranks; empty if `sums` returned None."""
 
     def update(self, result: StepResult) -> AbstractContextManager[Any]:
         """Return a context for the optimizer step."""
         return nullcontext()
 
     def after(self, step: Step, result: StepResult) -> None:
-        """Act after the optimizer step, whether it was applied or not."""
+        """Run after the optimizer step, whether or not it was applied."""
 
     # ---- Between two steps
 
     def row(self, result: StepResult) -> Row:
-        """Return metrics for the last step; called if the step is reported."""
+        """Return the last step's metrics; called if the step is reported."""
         return {}
 
     def between_saves(self) -> None:
-        """Act after a step without a checkpoint, once it is certain that the step is kept."""
+        """Run after a step without a checkpoint, once it is certain that the step will be kept."""
 
     def weights(self) -> Mapping[str, AbstractContextManager[Any]]:
-        """Return contexts in which the model has other weights to evaluate, by name."""
+        """Return {name: context} for other weights to evaluate; the model has these weights inside
+        the context.
+        """
         return {}
 
     def close(self) -> None:
-        """Clean up: the run has finished, stopped or given up."""
+        """Clean up after the run has finished, stopped or given up."""

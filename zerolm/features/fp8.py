@@ -1,4 +1,6 @@
-"""`--fp8`: multiply in 8-bit floating point in the blocks' linear layers during training."""
+"""`--fp8`: run the matrix products of the blocks' linear layers in 8-bit floating point in
+training.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from zerolm.features.feature import Case, Feature
 
 
 class Fp8(Feature):
-    """Converts the layers chosen by zerolm/fp8."""
+    """Converts the layers that zerolm/fp8 chooses."""
 
     name = "fp8"
 

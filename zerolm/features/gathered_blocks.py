@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class GatheredBlocks(Feature):
-    """Makes blocks DeepSpeed leaf modules if zerolm/ds_config/gathering.py decides so."""
+    """Makes blocks leaf modules of DeepSpeed if zerolm/ds_config/gathering.py decides to."""
 
     name = "gathered_blocks"
 

@@ -12,7 +12,9 @@ MAX_PARAMETERS = 16  # listed in an event
 
 
 class Integrity(Feature):
-    """Repeats a step's passes as often as the checks in zerolm/integrity require."""
+    """Repeats a step's forward and backward passes as often as the checks in zerolm/integrity
+    require.
+    """
 
     name = "integrity"
 

@@ -18,9 +18,11 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 class MemoryCopies(Feature):
-    """Copies the states between checkpoints, and resumes from the copy if it is newer.
+    """Copies the states between checkpoints, and resumes from a copy if it is newer than the
+    checkpoints.
 
-    zerolm/checkpoint/memory.py defines the copies' layout; `launch supervise` can also remove them.
+    zerolm/checkpoint/memory.py defines the layout of the copies; `launch supervise` can also remove
+    them.
     """
 
     name = "memory_copies"
@@ -47,7 +49,7 @@ class MemoryCopies(Feature):
 
     @classmethod
     def host_problems(cls, plan: Any, environment: Mapping[str, str]) -> Iterable[str]:
-        """Compare the size of the copies with this host's shared and free memory."""
+        """Compare the size of the copies with this host's shared memory and free memory."""
         settings = plan.settings
         if not settings.memory_checkpoint_interval:
             return
@@ -130,10 +132,10 @@ class MemoryCopies(Feature):
 
 
 def sizes(plan: Any) -> tuple[int, int]:
-    """Return the bytes of one copy per rank, and the additional bytes per host (weights below
-    ZeRO-3).
+    """Return the bytes of one copy per rank, and the additional bytes per host for the weights
+    under ZeRO-1 and 2.
 
-    All ranks on a host load the same weights, so only one of them writes these.
+    There, all ranks on a host load the same weights, so only one rank writes them.
     """
     from zerolm.plan import memory
 
@@ -144,7 +146,7 @@ def sizes(plan: Any) -> tuple[int, int]:
 
 
 def free_memory() -> int | None:
-    """Return the free memory of this host or container; None if unknown."""
+    """Return the free memory of this host or container in bytes; None if unknown."""
     import psutil
 
     free = psutil.virtual_memory().available

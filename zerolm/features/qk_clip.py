@@ -90,7 +90,7 @@ class QkClip(Feature):
 
     @classmethod
     def flops_per_token(cls, settings: Any, config: Any) -> float:
-        """Return the FLOPs of measuring attention logits."""
+        """Return the FLOPs per training token for measuring attention logits."""
         if not settings.qk_clip:
             return 0.0
         from zerolm.model import attention_logits
@@ -138,7 +138,7 @@ class QkClip(Feature):
         return self.measure.observing(batch)
 
     def update(self, result: Any) -> AbstractContextManager[Any]:
-        self.largest = self.measure.largest()  # per layer and head, over all ranks
+        self.largest = self.measure.largest()  # for each layer and head, over all ranks
         return self.clip.clipping(self.largest)
 
     def row(self, result: Any) -> Row:

@@ -30,11 +30,11 @@ OLDEST_GPU = (8, 9)  # compute capability
 
 @dataclass(frozen=True)
 class Fp8Layers:
-    """The linear layers of a model's blocks, by name.
+    """The linear layers in a model's blocks, by name.
 
     Attributes:
-        chosen: layers that multiply in fp8.
-        odd: layers whose sizes are not multiples of 16.
+        chosen: the layers to run in fp8.
+        odd: layers with a size that is not a multiple of 16.
     """
 
     chosen: dict[str, nn.Linear]
@@ -42,7 +42,7 @@ class Fp8Layers:
 
     @property
     def flops_per_token(self) -> float:
-        """FLOPs of the fp8 products per training token."""
+        """The FLOPs of fp8 products per training token."""
         sizes = (layer.in_features * layer.out_features for layer in self.chosen.values())
         return TRAINING_TO_FORWARD * 2 * sum(sizes)
 
@@ -50,8 +50,8 @@ class Fp8Layers:
 def find_layers(model: Any) -> Fp8Layers:
     """Return the linear layers in the decoder blocks, except routers and routed experts.
 
-    Experts either multiply by stacks of matrices, which are not linear layers, or receive a
-    varying number of tokens.
+    Experts either multiply by stacked matrices, which are not linear layers, or receive a varying
+    number of tokens.
     """
     inside = {layer for block in decoder_blocks(model) for layer in block.modules()}
     experts, _ = num_experts(model.config)
@@ -67,7 +67,7 @@ def find_layers(model: Any) -> Fp8Layers:
 
 
 def layers_of(config: "PretrainedConfig") -> Fp8Layers:
-    """Return the layers of a model without building it."""
+    """Return the linear layers of a model without allocating the model."""
     return _layers_of(ConfigKey.of(config))
 
 
@@ -77,7 +77,7 @@ def _layers_of(key: ConfigKey) -> Fp8Layers:
 
 
 def unsupported_device(kind: str) -> str | None:
-    """Return why a kind of device (as in `Device`) cannot multiply in fp8, or None."""
+    """Return why a type of device (as in `Device`) cannot multiply in fp8, or None if it can."""
     if kind in ("cpu", "absent"):
         return None
     if kind != "cuda" or torch.version.hip:
@@ -92,4 +92,4 @@ def unsupported_device(kind: str) -> str | None:
 def install(model: Any) -> None:
     """Convert a model's layers in place; call before `deepspeed.initialize`."""
     for layer in find_layers(model).chosen.values():
-        layer.__class__ = Fp8Linear  # keeps parameters, hooks and name
+        layer.__class__ = Fp8Linear  # keeps the layer's parameters, hooks and name

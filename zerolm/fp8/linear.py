@@ -1,13 +1,13 @@
 """`--fp8`: linear layers' matrix products in 8-bit floating point, only during training.
 
-A product uses inputs and weights in e4m3 and gradients in e5m2, sums in float32, and returns the
-precision of its operands. Each tensor has one scale, computed from its largest value at each use
-and rounded down to a power of two. So scaling itself never rounds, and a value gets the same 8
-bits whatever else is in its micro-batch (unless it is thousands of times smaller than the largest
-value): the loss curve does not depend on how a batch is divided. Parameters, their names,
-checkpoints, exported models and evaluation do not change.
+A product uses inputs and weights in e4m3 and gradients in e5m2, sums in float32, and returns its
+result in the operands' original precision. Each tensor has one scale, which is computed from the
+tensor's largest value at each use and rounded down to a power of two. So scaling itself never
+rounds, and a value gets the same 8 bits whatever else is in its micro-batch (unless it is thousands
+of times smaller than the largest value). The loss curve therefore does not depend on how a batch is
+divided. Parameters, their names, checkpoints, exported models and evaluation do not change.
 
-Source: Micikevicius et al. 2022 (arXiv 2209.05433) for the two formats.
+Source of the two formats: Micikevicius et al. 2022 (arXiv 2209.05433).
 """
 
 from typing import Any
@@ -19,8 +19,8 @@ from torch.nn import functional
 from zerolm.engine.parameters import gathered_again
 
 VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # cuBLAS's fp8 products need sizes that are multiples of it
-SMALLEST = 2.0**-100  # least "largest value", so a tensor of zeros has a finite scale
+MULTIPLE = 16  # cuBLAS's fp8 products need sizes that are multiples of this
+SMALLEST = 2.0**-100  # lower bound for a tensor's largest value, so zeros have a finite scale
 EXPONENT_BITS = 0x7F800000  # of a float32
 
 
@@ -43,7 +43,7 @@ class Fp8Linear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """The product of input (N, K) and transposed weight (M, K), and its gradients."""
+    """The product of an input (N, K) and a transposed weight (M, K), with its gradients."""
 
     @staticmethod
     def forward(ctx: Any, input_NK: torch.Tensor, weight_MK: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,8 @@ class _Product(torch.autograd.Function):
 
 
 def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (values in an fp8 dtype, row-major; float32 factor that restores the originals).
+    """Return the values in an fp8 dtype, row-major, and the float32 factor that restores the
+    originals.
 
     The factor is the smallest power of two with which all values fit into the dtype. If a value is
     not finite, the factor or the quantized value is not finite either.
@@ -90,7 +91,7 @@ def _multiply(
     right_scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    # No fast accumulation, which would not sum in float32.
+    # Fast accumulation stays off, because it would not sum in float32.
     return torch._scaled_mm(left, right, scale_a=left_scale, scale_b=right_scale, out_dtype=dtype)
 
 

@@ -1,8 +1,8 @@
-"""Normal ranges for the figures of a step, estimated from the run's own recent steps.
+"""Normal ranges for a step's figures, estimated from the run's own recent steps.
 
 Everything is computed on the figures' device, so checking a step needs no synchronisation with the
-host. A suspicious figure only causes the step to be recomputed, so false alarms cost nothing but
-time. Each of them widens the bounds, which keeps that time short for any kind of figures.
+host. A suspicious figure only causes the step to be recomputed, so a false alarm costs only time.
+Each false alarm widens the bounds, which keeps that time short for any kind of figures.
 """
 
 import math
@@ -10,19 +10,20 @@ import math
 import torch
 
 WINDOW_STEPS, MIN_STEPS, UPDATE_STEPS = 128, 32, 16
-DEVIATIONS = 8.0  # robust deviations of the logarithm
+DEVIATIONS = 8.0  # number of robust deviations of the logarithm
 LEAST_FACTOR = 4.0  # ratio to the median below which a figure is never suspicious
 MAD_TO_DEVIATION = 1.4826  # for normal noise
 # A false alarm widens the bounds, which return to their old width within a few thousand steps. So
 # in the long run, at most one step in ln(1.5) / 0.001 = 400 is a false alarm, 0.25% of the time.
 WIDEN, NARROW = 1.5, 0.999
-TINY = 1e-30  # smaller figures are raised to this
+TINY = 1e-30  # smaller figures are replaced by this
 LARGE = 1e4  # exceeds any logarithm of a float32
 LARGEST = torch.finfo(torch.float32).max
 
 
 class Bounds:
-    """Bounds on positive figures, from the medians of their logarithms and deviations from these.
+    """Bounds on positive figures, computed from the medians and the median absolute deviations of
+    their logarithms.
 
     A step uses few operations, because each of them is expensive on a GPU: logarithms are computed
     only when the bounds are updated.
@@ -39,9 +40,10 @@ class Bounds:
         self._low = self._high = torch.empty(0)
 
     def add(self, figures: torch.Tensor) -> torch.Tensor:
-        """Add the figures of a step, (figures,) float32; return whether one is suspicious, () bool.
+        """Add a step's figures, float32 (figures,); return whether one is suspicious, as a scalar
+        tensor.
 
-        Suspicious figures are not finite or far outside the normal range.
+        A figure is suspicious if it is not finite or far outside the normal range.
         """
         if self._seen is None:
             self._seen = figures.new_zeros(WINDOW_STEPS, len(figures))

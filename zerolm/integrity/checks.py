@@ -1,6 +1,6 @@
 """`Checks`: detects silent hardware errors before their values reach the weights.
 
-Before it is applied, a step is recomputed from the same batch if its figures are suspicious or it
+Before a step is applied, it is recomputed from the same batch if its figures are suspicious or it
 was chosen at random. States are compared between steps, and batches during steps. Every rank makes
 the same decision in the same step, since figures are summed over ranks along with the losses.
 """
@@ -24,11 +24,12 @@ from zerolm.integrity.seal import Seal
 
 IGNORED = -100  # target at positions without loss, as in zerolm.model.loss
 Batch = dict[str, torch.Tensor]
-# Largest relative difference of a norm between passes that can be explained by kernels without a
-# fixed summation order. The tolerance is a multiple of the measured difference. The first replay
-# after a start never ends the run, because its kernels' differences are not yet known.
+# Largest relative difference between the norms in two passes that kernels without a fixed summation
+# order can explain. The tolerance is a multiple of the measured difference. The first replay after
+# a launch never ends the run, because the differences caused by the kernels are not yet known.
 NONDETERMINISM, TOLERANCE_FACTOR = 1e-3, 10.0
-MAX_CORRECTIONS = 3  # corrected steps since the start at which the run ends: the device is broken
+# number of corrected steps since launch at which the run ends: the device is broken
+MAX_CORRECTIONS = 3
 ODD, SPOT = "odd", "spot"
 
 
@@ -37,10 +38,11 @@ class Replayed(NamedTuple):
 
     Attributes:
         why: `ODD` or `SPOT`.
-        wrong: description of the wrong pass and where it was computed; None if the passes agreed.
-        places: ranks that computed the wrong pass.
+        wrong: description of the wrong pass; None if the passes agreed.
+        places: locations of the ranks that computed the wrong pass.
         parameters: names of the parameters with wrong gradients.
-        tolerance: set if this replay showed that the run's kernels are not deterministic.
+        tolerance: tolerance for norms, if this replay showed that the run's kernels are not
+            deterministic.
     """
 
     why: str
@@ -56,9 +58,9 @@ class Checks:
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
         discard: clears the accumulated gradient.
-        interval: number of steps out of which a random one is recomputed; 0: none.
+        interval: in each interval of this many steps, a random step is recomputed; 0: none.
         seed: seed for the random choice of recomputed steps.
-        replicated: whether every rank has all weights.
+        replicated: whether every rank stores all weights.
         overflows_are_normal: whether gradients may be infinite, as when fp16 searches for its loss
             scale.
 
@@ -82,7 +84,7 @@ class Checks:
         self.replayed: Replayed | None = None
         self._started = False
         self._corrections = 0
-        self._tolerance = 0.0  # relative difference of norms; 0: bits are equal
+        self._tolerance = 0.0  # relative difference between norms; 0: bits must be equal
         self._watched: tuple[Sequence[Batch], str | None] | None = None  # in a first pass
         self.summed: Sequence[float] = ()
         self._recorder = PassRecorder(engine)
@@ -90,12 +92,12 @@ class Checks:
         self._bounds = Bounds(non_finite_is_odd=not overflows_are_normal)
 
     def restart(self) -> None:
-        """Forget the states, after others have been loaded."""
+        """Drop the digests, after other states have been loaded."""
         self._seal.drop()
         self._started = False
 
     def end_step(self, step: int) -> None:
-        """Take digests of the states after an optimizer step, whether it was applied or not."""
+        """Compute digests of the states after an optimizer step, whether or not it was applied."""
         self._seal.close(step)
 
     # ---- The passes of a step
@@ -107,7 +109,8 @@ class Checks:
         run: Callable[[], Any],
         fault: str | None = None,
     ) -> Any:
-        """Compute a step with as many passes as needed to trust it; return the last result.
+        """Compute a step in as many passes as are needed to trust it; return the last pass's
+        result.
 
         Afterwards, the accumulated gradient belongs to that result.
 
@@ -143,7 +146,7 @@ class Checks:
 
     @torch.no_grad()
     def figures(self, losses: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return this rank's figures to sum over ranks, (n,) float64 on the device.
+        """Return this rank's figures to sum over ranks, as a float64 tensor (n,) on the device.
 
         Returns None except in the first pass of a step.
 
@@ -174,7 +177,8 @@ class Checks:
             self.replayed = Replayed(why)
             return result
         result = self._another(run, passes)
-        pairs = ((1, 2), (0, 2))  # the third pass is right if it agrees with another pass
+        # the third pass is right if it agrees with either of the other two
+        pairs = ((1, 2), (0, 2))
         agreed = [self._agree(passes[a], passes[b]) for a, b in pairs]
         apart = max(passes[a].distance(passes[b]) for a, b in (*pairs, (0, 1)))
         found = gather_objects((agreed, apart))
@@ -213,7 +217,7 @@ class Checks:
         return Replayed(why, text, self._places(wrong, right), changed)
 
     def _places(self, wrong: Pass, right: Pass) -> list[dict[str, Any]]:
-        """Return where a wrong pass was computed.
+        """Return the locations of the ranks that computed a wrong pass.
 
         A fault in the loss or an activation is visible only on the rank where it occurred. A fault
         in a weight's gradient or during the reduction is visible on the ranks that own that part
@@ -258,19 +262,19 @@ class Checks:
 
 
 def _broken_shifts(batch: Batch) -> torch.Tensor:
-    """Count targets that differ from the next input; both are copies of the same tokens."""
+    """Count the targets that differ from the next input, which should be the same token."""
     following, targets = batch["input_ids"][:, 1:], batch["targets"][:, :-1]
     return ((following != targets) & (targets != IGNORED)).sum()
 
 
 def _is_shifted(batch: Batch) -> bool:
-    """Return whether no target differs, without an operation that would wait for a GPU."""
+    """Return whether no target differs from the next input, without waiting for a GPU."""
     targets = batch["targets"]
     return targets.device.type == "cpu" and torch.equal(batch["input_ids"][:, 1:], targets[:, :-1])
 
 
 def place(engine: Engine) -> dict[str, Any]:
-    """Return this rank's location: rank, host and device."""
+    """Return this rank's location: its rank, host and device."""
     device = str(engine.device)
     if engine.device.type == "cuda":
         properties = torch.cuda.get_device_properties(engine.device)
@@ -279,13 +283,15 @@ def place(engine: Engine) -> dict[str, Any]:
 
 
 def shown(where: dict[str, Any]) -> str:
-    """Format a place as text."""
+    """Format the result of `place` as text."""
     return f"rank {where['rank']} on {where['host']}, {where['device']}"
 
 
 @torch.no_grad()
 def flip_bit(values: torch.Tensor, index: int | None = None, bit: int = -2) -> None:
-    """Flip a bit of a value in place; by default, the highest exponent bit of the middle value."""
+    """Flip a bit of one value in a tensor, in place; by default, the middle value's highest
+    exponent bit.
+    """
     flat = values.detach().view(-1)
     index = flat.numel() // 2 if index is None else index
     kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]

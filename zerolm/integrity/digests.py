@@ -1,32 +1,32 @@
 """Digests of tensors' bits, computed in one pass over memory on the tensor's own device.
 
-A digest is the sum of the 64-bit words, modulo 2^64. It does not depend on the order of summation,
-so it is the same on a GPU, and a single flipped bit always changes it. One CPU core processes 16
-GB/s, as fast as memory (torch 2.13).
+A digest is the sum of a tensor's 64-bit words, modulo 2^64. The sum does not depend on the order of
+summation, so it is the same on a GPU, and a single flipped bit always changes it. One CPU core
+processes 16 GB/s, which is the speed of memory (torch 2.13).
 """
 
 from collections.abc import Callable
 
 import torch
 
-WORDS = 1 << 17  # words per piece with its own digest: 1 MiB
+WORDS = 1 << 17  # number of words per piece, each of which has its own digest: 1 MiB
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:
-    """Return the digest of a tensor of any shape and dtype, () int64."""
+    """Return the digest of a tensor of any shape and dtype, as an int64 scalar tensor."""
     pieces = piecewise(values)
     return pieces[0] if len(pieces) == 1 else pieces.sum()
 
 
 def piecewise(values: torch.Tensor) -> torch.Tensor:
-    """Return the digest of each piece of `WORDS` words of a tensor, (pieces,) int64."""
+    """Return the digest of each piece of `WORDS` words in a tensor, as int64 of shape (pieces,)."""
     return prepared(values)()
 
 
 def prepared(values: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Return a function that computes `piecewise` from the tensor's memory whenever it is called.
 
-    It keeps that memory alive, and needs a few operations less than `piecewise`.
+    The function keeps that memory alive, and needs a few operations less than `piecewise`.
     """
     flat = values.detach().contiguous().view(-1)
     size = flat.element_size()
@@ -56,6 +56,6 @@ def _pieces(flat: torch.Tensor) -> torch.Tensor:
 
 
 def values_of_piece(values: torch.Tensor, piece: int) -> tuple[int, int]:
-    """Return the start and stop indices of a piece's values."""
+    """Return the start and stop indices of the values in a piece of a tensor."""
     length = WORDS * 8 // values.element_size()
     return piece * length, min((piece + 1) * length, values.numel())

@@ -1,4 +1,4 @@
-"""Records of forward and backward passes over a batch, for comparing them."""
+"""Records forward and backward passes over a batch, so they can be compared."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from zerolm.engine.gradients import gradients
 from zerolm.engine.protocol import Engine
 from zerolm.integrity.digests import digest
 
-NOISE_SHARE = 1e-3  # of the norm over all gradients
+NOISE_SHARE = 1e-3  # share of the norm over all gradients
 
 
 class Pass(NamedTuple):
@@ -18,10 +18,11 @@ class Pass(NamedTuple):
 
     Attributes:
         losses: bits of this rank's micro-batch losses.
-        chain: digests of the gradients of its micro-batches' input embeddings, which depend on
-            every activation and its gradient. Empty if embeddings are not trained.
-        gradients: digests of its part of the reduced gradient, by parameter.
-        norms: 2-norms of its part of the reduced gradient, by parameter.
+        chain: digests of the gradients of this rank's input embeddings, by micro-batch. These
+            gradients depend on every activation and its gradient. The list is empty if embeddings
+            are not trained.
+        gradients: digests of this rank's part of the reduced gradient, by parameter.
+        norms: 2-norms of this rank's part of the reduced gradient, by parameter.
     """
 
     losses: list[int]
@@ -30,24 +31,25 @@ class Pass(NamedTuple):
     norms: list[float]
 
     def own_work_differs(self, other: "Pass") -> bool:
-        """Return whether this rank computed different losses or embedding gradients."""
+        """Return whether this rank's losses or embedding gradients differ between the passes."""
         return (self.losses, self.chain) != (other.losses, other.chain)
 
     def same_bits(self, other: "Pass") -> bool:
-        """Return whether everything is bit-identical."""
+        """Return whether both passes are bit-identical."""
         return not self.own_work_differs(other) and self.gradients == other.gradients
 
     def changed(self, other: "Pass", names: Sequence[str]) -> list[str]:
-        """Return the parameters whose gradients differ."""
+        """Return the names of the parameters whose gradients differ between the passes."""
         pairs = zip(names, self.gradients, other.gradients, strict=True)
         return [name for name, own, others in pairs if own != others]
 
     def distance(self, other: "Pass") -> float:
-        """Return the largest relative difference between norms; infinite if a norm is not finite.
+        """Return the largest relative difference between the passes' norms; infinite if one is not
+        finite.
 
-        If a gradient's norm is tiny compared with the norm of all gradients, it is rounding noise,
-        as for key biases, which do not change softmax. The difference is then relative to a share
-        of the total norm.
+        A gradient whose norm is tiny compared with the norm over all gradients is rounding noise,
+        as for key biases, which do not change softmax. In this case, the difference is relative to
+        a share of the total norm.
         """
         largest, least = 0.0, NOISE_SHARE * max(math.hypot(*self.norms), math.hypot(*other.norms))
         for own, others in zip(self.norms, other.norms, strict=True):
@@ -61,7 +63,7 @@ class PassRecorder:
     """Records passes. Its hooks take microseconds per micro-batch.
 
     Args:
-        engine: a hook is permanently added to its model.
+        engine: a DeepSpeed engine; a hook is added to its model permanently.
     """
 
     def __init__(self, engine: Engine):
@@ -83,11 +85,13 @@ class PassRecorder:
         self._chain.append(digest(gradient))
 
     def end(self) -> None:
-        """End a pass, so later forward passes are not recorded."""
+        """End the recording of a pass, so later forward passes are not recorded."""
         self._recording = False
 
     def norms(self) -> torch.Tensor:
-        """Return the 2-norms of this rank's part of the gradient, (parameters,) float32."""
+        """Return the 2-norms of this rank's part of the gradient, as float32 of shape
+        (parameters,).
+        """
         slices = self._slices()
         return torch.stack(list(torch._foreach_norm(slices, 2, torch.float32) if slices else ()))
 
@@ -95,7 +99,7 @@ class PassRecorder:
         """Return the completed pass; waits for the device.
 
         Args:
-            losses: one per micro-batch on this rank.
+            losses: the loss of each micro-batch on this rank.
         """
         return Pass(
             [int(digest(loss[None])) for loss in losses],
@@ -105,7 +109,7 @@ class PassRecorder:
         )
 
     def names(self) -> list[str]:
-        """Return the parameters whose gradients are partly on this rank."""
+        """Return the names of the parameters whose gradients are at least partly on this rank."""
         return [name for name, _ in gradients(self._engine)]
 
     def _slices(self) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """`Seal`: digests of weights and optimizer states, computed after a step and compared before the
-next.
+next step.
 
-A difference means that memory changed without an optimizer step. A sum over all ranks, which the
-training step computes anyway, informs every rank if any rank found a difference.
+A difference means that memory changed without an optimizer step. If a rank finds a difference, all
+ranks learn about it from a sum that the training step computes anyway.
 """
 
 import time
@@ -15,19 +15,19 @@ from zerolm.engine.protocol import Engine
 from zerolm.engine.states import WEIGHTS, State, parameters_in, shard_group, states
 from zerolm.integrity.digests import piecewise, prepared, values_of_piece
 
-# Digests are compared between ranks using sums of exact integers: for 8,192 ranks, sums of pieces
-# with this many bits, and of their squares, fit in a float64.
+# Digests are compared between ranks by summing exact integers. Digests are split into pieces of
+# this many bits, so sums of the pieces and of their squares fit in a float64 for 8,192 ranks.
 PART_BITS, PARTS = 20, 4
-BUDGET = 0.003  # as a share of a step's time
+BUDGET = 0.003  # maximum time for digests, as a share of a step's time
 MAX_INTERVAL = 64  # steps
 
 
 class Seal:
-    """The digests on one rank. Every rank must make the same calls.
+    """The digests of one rank's states. Every rank must make the same calls.
 
     Args:
         engine: a DeepSpeed engine of ZeRO stage 1, 2 or 3.
-        replicated: whether every rank has all weights, so their digests must be equal. With
+        replicated: whether every rank stores all weights, so their digests must be equal. With
             `--shard_within`, the digests of the groups' states must be equal too.
 
     Attributes:
@@ -41,7 +41,7 @@ class Seal:
         self._group = group if in_groups else None
         self.copied = "weights or optimizer states" if in_groups else "the weights"
         self._states: list[State] = []
-        # Keyed by address, size and dtype.
+        # keyed by address, size and dtype
         self._digests: dict[tuple[int, int, torch.dtype], Callable[[], torch.Tensor]] = {}
         self._sealed: list[torch.Tensor] = []
         self._now: list[torch.Tensor] = []
@@ -53,14 +53,14 @@ class Seal:
         self._interval = 1
 
     def begin_step(self) -> None:
-        """Measure the time of a step from here to the next call."""
+        """Measure the time of a step, from this call to the next."""
         now = _clock(self._engine.device.type == "cuda")
         if self._began is not None:
             self._step_seconds = _smoothed(self._step_seconds, now - self._began)
         self._began = now
 
     def drop(self) -> None:
-        """Forget the digests, because the states have been loaded or are about to be."""
+        """Drop the digests, because states have been or will be loaded."""
         self._states, self._sealed, self._began = [], [], None
         self._digests.clear()
 
@@ -71,9 +71,8 @@ class Seal:
         if step % self._interval:
             return
         on_gpu = self._engine.device.type == "cuda"
-        timed = not on_gpu or self._cost_seconds == float(
-            "inf"
-        )  # on a GPU only once, since timing has to wait for it
+        # only once on a GPU, because timing waits for the GPU
+        timed = not on_gpu or self._cost_seconds == float("inf")
         if timed and on_gpu:
             torch.cuda.synchronize()
         before = _clock(on_gpu)
@@ -97,10 +96,10 @@ class Seal:
 
     @torch.no_grad()
     def figures(self) -> torch.Tensor:
-        """Return figures to sum over ranks, (figures,) float64, for `agree`."""
+        """Return the figures to sum over ranks for `agree`, as float64 of shape (figures,)."""
         device = self._engine.device
         cost = self._cost_seconds / self._step_seconds
-        known = cost if cost < 1.0 else 0.0  # also if neither has been measured
+        known = cost if cost < 1.0 else 0.0  # zero also if neither has been measured
         if not self._sealed:
             if known != self._idle_cost:
                 size = 3 + 2 * PARTS * self._replicated
@@ -126,7 +125,8 @@ class Seal:
         return torch.cat([head, changed, torch.cat([bits, bits.square()]).double()])
 
     def agree(self, figures: list[float]) -> tuple[bool, bool]:
-        """Return whether a rank's states changed, and whether weights differ between ranks.
+        """Return whether the states of any rank changed, and whether replicated states differ
+        between ranks.
 
         Args:
             figures: the result of `figures`, summed over ranks.
@@ -135,7 +135,7 @@ class Seal:
         world_size = self._engine.world_size
         self._interval = min(MAX_INTERVAL, max(1, -int(-cost / world_size // BUDGET)))
         unequal = any(
-            int(count) * int(square) != int(total) ** 2  # exact, unlike products of floats
+            int(count) * int(square) != int(total) ** 2  # exact, unlike float products
             for total, square in zip(parts[:PARTS], parts[PARTS:], strict=True)
         )
         return changed > 0, unequal
@@ -152,12 +152,14 @@ class Seal:
         return lines
 
     def digest_of_copies(self) -> int:
-        """Return the digest of the states replicated on other ranks. Every rank must call this."""
+        """Return the digest of the states that are replicated on other ranks. Every rank must call
+        this.
+        """
         now = list(states(self._engine))
         return int(self._of_copies(now, [piecewise(state.values) for state in now]))
 
     def _of_copies(self, now: Sequence[State], digests: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the digest of the weights and of the group's states, () int64."""
+        """Return the digest of the weights and, with `--shard_within`, of the group's states."""
         weights, others = list[torch.Tensor](), list[torch.Tensor]()
         for state, each in zip(now, digests, strict=True):
             (weights if state.kind == WEIGHTS else others).append(each)
@@ -173,10 +175,14 @@ class Seal:
 
 
 def _clock(on_gpu: bool) -> float:
-    """Return this thread's CPU seconds; with a GPU, wall-clock seconds, since it waits for it."""
+    """Return this thread's CPU seconds, or, with a GPU, wall-clock seconds, because the thread
+    waits for the GPU.
+    """
     return time.perf_counter() if on_gpu else time.thread_time()
 
 
 def _smoothed(mean: float, new: float) -> float:
-    """Return a moving average over about ten values; if `mean` is infinite, start a new one."""
+    """Add a value to a moving average over about ten values; if `mean` is infinite, start a new
+    average.
+    """
     return new if mean == float("inf") else mean + (new - mean) / 10

@@ -1,9 +1,10 @@
-"""Which activations are saved for the backward pass, and which are recomputed there.
+"""Selects which activations are saved for the backward pass and which are recomputed there.
 
 `--gradient_checkpointing` saves only the inputs of each decoder block. `selective` also saves what
 is expensive to recompute: the outputs of matrix products and fused attention (SDPA, varlen, and
 FlashAttention 2 and 3). Norms, rotary embeddings and activation functions, which are large but
-cheap to compute, are recomputed. On a CPU, gradients are bit-identical with and without it.
+cheap to compute, are recomputed. On a CPU, gradients are bit-identical with and without
+checkpointing.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for the idea;
 `torch.utils.checkpoint.create_selective_checkpoint_contexts` for the implementation.
@@ -38,7 +39,7 @@ def command_line_arguments(recompute: Recompute) -> list[str]:
 
 
 def describe(recompute: Recompute) -> str:
-    """Describe the mode for display; empty without checkpointing."""
+    """Describe the mode for display; return an empty string without checkpointing."""
     if not recompute:
         return ""
     return f"{'' if recompute is True else f'{recompute} '}gradient checkpointing"

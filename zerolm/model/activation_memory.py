@@ -2,8 +2,8 @@
 
 The forward pass allocates no memory, and each tensor saved by autograd is counted once, under the
 layer that saves it, so the estimate works for any architecture. Fused attention is counted as what
-FlashAttention saves. For compiled blocks, torch's partitioner is run to choose which tensors are
-saved and which recomputed; this takes a second per kind of block. Must not depend on ZeRO or
+FlashAttention saves. For compiled blocks, torch's partitioner is run, which takes a second per type
+of block: it chooses which tensors are saved and which are recomputed. Must not depend on ZeRO or
 devices.
 """
 
@@ -23,24 +23,26 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 META_ATTENTION = "zerolm_meta_attention"  # name in transformers' table of attention functions
-LOGIT_GRADIENT_BYTES = 8  # float32 gradients of log-probabilities and logits, live together
+# float32 gradients of log-probabilities and of logits, alive at the same time
+LOGIT_GRADIENT_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Activation bytes of one sequence; all except `chunk` are proportional to the batch.
+    """Activation bytes for one sequence; all except `chunk` are proportional to the batch size.
 
     Attributes:
-        layers: saved, without checkpointing, in the layers that checkpointing can cover.
-        largest_layer: maximum over these layers; checkpointing recomputes one at a time.
-        inputs: inputs of these layers, which full checkpointing saves.
-        outside: saved by the embeddings, the final norm and the output head.
-        loss: float32 log-probabilities saved by the cross-entropy.
+        layers: bytes saved without checkpointing in the layers to which checkpointing applies.
+        largest_layer: bytes of the largest such layer; checkpointing recomputes one layer at a
+            time.
+        inputs: bytes of the inputs to these layers, which full checkpointing saves.
+        outside: bytes saved by the embeddings, the final norm and the output head.
+        loss: bytes of the float32 log-probabilities that the cross-entropy saves.
         loss_peak: additional memory in the loss's backward pass, before other activations are
             freed.
         chunk: memory of a chunked loss, independent of the batch.
-        selective: saved by selective checkpointing, including the inputs.
-        largest_recomputed: maximum recomputed in one layer by selective checkpointing.
+        selective: bytes that selective checkpointing saves, including the inputs.
+        largest_recomputed: maximum bytes that selective checkpointing recomputes in a layer.
     """
 
     layers: int
@@ -54,30 +56,31 @@ class Activations:
     largest_recomputed: int = 0
 
     def _of_layers(self, checkpointing: Recompute) -> tuple[int, int]:
-        """Return the bytes saved in all layers, and the maximum recomputed in one layer."""
+        """Return the bytes saved in all layers, and the maximum bytes recomputed in a layer."""
         if checkpointing == SELECTIVE:
             return self.selective, self.largest_recomputed
         return (self.inputs, self.largest_layer) if checkpointing else (self.layers, 0)
 
     def saved(self, checkpointing: Recompute) -> int:
-        """Return the bytes saved between the forward and the backward pass."""
+        """Return the bytes stored from the forward pass to the backward pass."""
         return self._of_layers(checkpointing)[0] + self.outside + self.loss
 
     def peak(self, checkpointing: Recompute, sequences: int = 1) -> int:
-        """Return the peak bytes of a micro-batch, reached in the loss or while recomputing a layer.
+        """Return a micro-batch's peak bytes, reached in the loss or while a layer is recomputed.
 
-        Layers are recomputed after the logits are freed, so the two do not add up.
+        Layers are recomputed after the logits are freed, so the two peaks do not add up.
         """
         in_layers, recomputed = self._of_layers(checkpointing)
         saved = sequences * (in_layers + self.outside)
         return saved + max(self.loss_bytes(sequences), sequences * recomputed)
 
     def loss_bytes(self, sequences: int) -> int:
-        """Return the peak bytes of a micro-batch's loss."""
+        """Return the peak bytes used by a micro-batch's loss."""
         return sequences * (self.loss + self.loss_peak) + self.chunk
 
     def chunked(self, tokens: int, config: "PretrainedConfig", precision: str) -> "Activations":
-        """Return the activations with a loss in chunks of `tokens`, which saves no probabilities.
+        """Return the activations if the loss is computed in chunks of `tokens`, saving no
+        probabilities.
 
         The peak contains the float32 sum of the weight gradient, plus either a chunk's logits and
         softmax (and a copy in 16 bits) or the chunk's 16-bit gradient.
@@ -95,17 +98,17 @@ class Activations:
 def trace(
     config: "PretrainedConfig", seq_len: int, precision: str, *, eager: bool, compiled: bool = False
 ) -> Activations:
-    """Trace the forward pass and the loss of one sequence on the meta device.
+    """Trace the forward pass and the loss for one sequence on the meta device.
 
     Args:
         precision: `fp32`, `bf16` or `fp16`, for the weights.
         eager: whether attention saves all scores instead of using a fused kernel.
         compiled: whether blocks and the loss are compiled. For selective checkpointing, the
-            estimate is that of uncompiled blocks, an upper bound.
+            estimate is computed for uncompiled blocks, which is an upper bound.
 
     Raises:
-        Exception: of any type: the model cannot be built, or its class depends on values, which
-            meta tensors do not have.
+        Exception: the model cannot be built, or its class depends on values, which meta tensors do
+            not have; the exception may have any type.
     """
     found = _trace(ConfigKey.of(config), seq_len, precision, eager)
     if not compiled:
@@ -137,7 +140,7 @@ def _trace(
     if hasattr(model.config, "output_router_logits"):
         model.config.output_router_logits = False  # its loss cannot use the mask below
     ids = torch.empty((1, seq_len), dtype=torch.long, device="meta")
-    # With document ids we create the mask; transformers would read values to create one.
+    # Document ids make zerolm create the mask; transformers would read values to create one.
     batch = dict.fromkeys(("input_ids", "targets", "document_ids", "position_ids"), ids)
     counter = _SavedBytes(model)
     if compiled:
@@ -162,17 +165,18 @@ def _trace(
 
 
 def _cast(model: "PreTrainedModel", dtype: "torch.dtype") -> None:
-    """Cast the parameters but not float32 buffers, like `build_model`."""
+    """Cast the parameters but not the float32 buffers, as in `build_model`."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
 
 class _SavedBytes:
-    """Counts the bytes saved by autograd: each storage once, excluding weights.
+    """Counts the bytes that autograd saves: each storage once, and no weights.
 
     Attributes:
-        layers, inputs, outputs, recomputed: bytes by layer: the total saved, the layer's input,
-            the outputs saved by selective checkpointing, and the tensors that it recomputes.
+        layers, inputs, outputs, recomputed: for each layer, the bytes saved in total, the bytes of
+            the layer's input, of the outputs that selective checkpointing saves, and of the tensors
+            that it recomputes.
         outside: bytes saved outside the layers.
     """
 
@@ -222,7 +226,7 @@ class _SavedBytes:
         return tensor
 
     def record_output(self, *outputs: Any) -> None:
-        """Count outputs in a layer that selective checkpointing saves."""
+        """Count the outputs in a layer that selective checkpointing would save."""
         for output in outputs if self._in_layer else ():
             if (storage := output.untyped_storage())._cdata not in self._seen_outputs:
                 self._seen_outputs.add(storage._cdata)
@@ -243,7 +247,9 @@ class _SavedBytes:
 
 @contextmanager
 def _compiled_blocks(model: "PreTrainedModel") -> Iterator[None]:
-    """Make the partitioner of torch's compiler choose what blocks save; no kernel is compiled."""
+    """Inside this context, let the partitioner of torch's compiler choose the tensors that blocks
+    save, without compiling kernels.
+    """
     import torch
     from torch._dynamo.utils import counters
 
@@ -255,7 +261,7 @@ def _compiled_blocks(model: "PreTrainedModel") -> Iterator[None]:
     before = {name: counts.copy() for name, counts in counters.items()}
     try:
         with torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they appear in the first step
+            warnings.simplefilter("ignore")  # they appear in the first step instead
             yield
     finally:
         torch._dynamo.reset()  # do not affect the planned run
@@ -264,7 +270,7 @@ def _compiled_blocks(model: "PreTrainedModel") -> Iterator[None]:
 
 
 def _saved_outputs_mode(record_output: Callable[..., None]) -> Any:
-    """Return a dispatch mode that records each output that selective checkpointing saves."""
+    """Return a dispatch mode that records the outputs that selective checkpointing saves."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
@@ -281,7 +287,7 @@ def _saved_outputs_mode(record_output: Callable[..., None]) -> Any:
 
 @cache
 def _stand_ins() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return attention and the experts' grouped product as operators without an implementation.
+    """Return operators without an implementation for attention and the experts' grouped product.
 
     FlashAttention (Dao et al. 2022, arXiv 2205.14135) saves inputs, output and row sums. torch's
     meta version of the grouped product supports only bf16.

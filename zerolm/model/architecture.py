@@ -53,10 +53,11 @@ def causal_lm_class(config: "PretrainedConfig") -> type["PreTrainedModel"]:
 def meta_model(
     config: "PretrainedConfig", frozen_rows: set[int] | None = None
 ) -> "PreTrainedModel":
-    """Build the model on the meta device: shapes without memory. Does not change the config.
+    """Build the model on the meta device, where tensors have shapes but no memory. Does not change
+    the config.
 
     Args:
-        frozen_rows: receives the rows of `train_every_row`.
+        frozen_rows: receives the result of `train_every_row`.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -67,12 +68,12 @@ def meta_model(
             model = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config),
                 dtype=torch.float32,
-                attn_implementation="eager",  # kernels named in the config may be missing here
+                attn_implementation="eager",  # this machine may lack kernels named in the config
                 trust_remote_code=False,
             )
     except ConfigError:
         raise
-    except Exception as error:  # of any type: transformers does not validate all values
+    except Exception as error:  # any exception type: transformers does not validate all values
         problem = reason(error)
         if isinstance(error, KeyError) and (keys := keys_with(config.to_dict(), error.args[0])):
             problem = f"{' and '.join(keys)}: {error} is not known"
@@ -88,8 +89,8 @@ def meta_model(
 
 @contextmanager
 def _limited_size() -> Iterator[None]:
-    """Refuse a model while it is being built; limits on single keys miss products such as layers
-    times experts.
+    """Refuse a model that is too large while it is being built. Limits on single keys would miss
+    products such as layers times experts.
     """
     from torch.nn.modules import module
 
@@ -114,16 +115,17 @@ def _limited_size() -> Iterator[None]:
 
 
 def train_every_row(model: "PreTrainedModel") -> set[int]:
-    """Make a model train the row of its padding token; return the rows that it would not train.
+    """Make a model train the embedding row of its padding token; return the rows that it would
+    otherwise not train.
 
-    Pretraining has no padding: the id is that of an ordinary token, often EOS.
+    Pretraining uses no padding: the padding id is that of an ordinary token, often EOS.
     """
     import torch
 
     rows = set()
     for module in model.modules():
         is_table = isinstance(module, torch.nn.Embedding) and module.padding_idx is not None
-        # ProphetNet computes positions from the padding id, and they begin after its row.
+        # ProphetNet computes positions from the padding id, and its positions begin after that row.
         if is_table and not type(module).__name__.endswith("PositionalEmbeddings"):
             rows.add(module.padding_idx)
             module.padding_idx = None
@@ -140,7 +142,7 @@ def has_padding_position(config: "PretrainedConfig") -> bool:
 
 
 def keys_with(values: Mapping[str, Any], wanted: Any) -> list[str]:
-    """Return the keys with a given value; a.b for a key in a nested object."""
+    """Return the keys with a given value; a key in a nested object is returned as `a.b`."""
     found = []
     for key, value in values.items():
         if isinstance(value, dict):
@@ -153,7 +155,7 @@ def keys_with(values: Mapping[str, Any], wanted: Any) -> list[str]:
 def constructor_values(
     config: "PretrainedConfig", names: Sequence[str], seed: int
 ) -> dict[str, "torch.Tensor"]:
-    """Return the float32 CPU values that constructors assign to the named parameters.
+    """Return the values that constructors assign to the named parameters, in float32 on the CPU.
 
     Constructs the model again, with only tensors up to the size of the largest named one on the
     CPU. Does not change the state of torch's global generator.
@@ -196,7 +198,7 @@ def _is_finite(values: "torch.Tensor") -> bool:
 
 
 def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
-    """Return {parameter name: shape} in module order, tied weights once.
+    """Return {parameter name: shape} in module order; tied weights appear once.
 
     Raises:
         ConfigError: the model cannot be built.
@@ -205,8 +207,8 @@ def parameter_shapes(config: "PretrainedConfig") -> dict[str, tuple[int, ...]]:
 
 
 def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
-    """Return the decoder blocks: the longest list of layers that support transformers'
-    checkpointing.
+    """Return the decoder blocks, which are the longest list of layers that support transformers'
+    gradient checkpointing.
     """
     from torch import nn
     from transformers.modeling_layers import GradientCheckpointingLayer
@@ -221,35 +223,36 @@ def decoder_blocks(model: "nn.Module") -> list["nn.Module"]:
 
 
 def router_loss_coefficient(config: "PretrainedConfig") -> float | None:
-    """Return the weight of the routers' auxiliary loss; None if the model does not compute one.
+    """Return the weight of the routers' auxiliary loss, or None if the model does not compute that
+    loss.
 
     Many config classes have the key `output_router_logits`, but not all of their models read it.
-    Every transformers model that reads it computes the loss with a function of the same name.
+    Every transformers model that reads the key has `load_balancing_loss_func` in its module.
     """
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False) is not True:
         return None
     if not hasattr(sys.modules[causal_lm_class(config).__module__], "load_balancing_loss_func"):
         return None
-    for key in ("router_aux_loss_coef", "aux_loss_coef"):  # the second one for JetMoE
+    for key in ("router_aux_loss_coef", "aux_loss_coef"):  # JetMoE uses the second key
         if hasattr(text, key):
             return float(getattr(text, key) or 0.0)
     return float(text.ffn_config.moe_loss_weight)  # DBRX
 
 
 def experts_per_token(config: "PretrainedConfig") -> int | None:
-    """Return the number of experts per token; None for a model that returns no router logits."""
+    """Return the number of experts per token, or None for a model that returns no router logits."""
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False) is not True:
         return None
-    configs = (text, getattr(text, "ffn_config", None))  # the second one for DBRX
+    configs = (text, getattr(text, "ffn_config", None))  # DBRX uses the second config
     names = ("num_experts_per_tok", "moe_top_k")
     found = (getattr(each, name, None) for each in configs for name in names)
     return next((count for count in found if isinstance(count, int)), None)
 
 
 def layer_configs(config: "PretrainedConfig") -> list["PretrainedConfig"]:
-    """Return the config of each layer; they differ only with `per_layer_config`.
+    """Return each layer's config; layers have different configs only with `per_layer_config`.
 
     A heterogeneous config raises an error when a key that differs between layers is read from it.
     """
@@ -261,7 +264,7 @@ def layer_configs(config: "PretrainedConfig") -> list["PretrainedConfig"]:
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A config as a cache key: equal if class and values are equal.
+    """A config as a cache key; two keys are equal if the configs' classes and values are equal.
 
     A round trip through JSON would not restore all values (`inf` in `time_step_limit`).
     """
@@ -286,7 +289,9 @@ def is_routed_expert(name: str) -> bool:
 
 
 def num_experts(config: "PretrainedConfig") -> tuple[int | None, int | None]:
-    """Return the number of routed experts, and how many process a token; None for a dense model."""
+    """Return the number of routed experts and the number that process a token; None for dense
+    models.
+    """
     text = config.get_text_config()
     parts = [text, *(getattr(text, name, None) for name in type(text).sub_configs)]
     return _first_value(parts, EXPERT_COUNT_KEYS), _first_value(parts, EXPERTS_PER_TOKEN_KEYS)
@@ -299,21 +304,23 @@ def routed_fraction(config: "PretrainedConfig") -> float:
 
 
 def num_active_parameters(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of parameters used for one token, without the experts that it skips."""
+    """Return the number of parameters used for one token, excluding the experts that it skips."""
     routed = sum(math.prod(shape) for name, shape in shapes.items() if is_routed_expert(name))
     total = num_parameters(shapes)
     return total - routed + round(routed * routed_fraction(config))
 
 
 def _first_value(parts: Sequence[Any], keys: tuple[str, ...]) -> int | None:
-    """Return the first nonzero value; the largest if it differs between layers."""
+    """Return the first nonzero value of these keys; if the value is a list by layer, return the
+    largest element.
+    """
     values = (getattr(part, key, None) for part in parts for key in keys)
     value = next((value for value in values if value), None)
     return max(value) if isinstance(value, list) else value
 
 
 def block_of(name: str) -> str:
-    """Return the block of a parameter: its layer in a stack, or its own module.
+    """Return the name of a parameter's block: its layer in a stack of layers, or its own module.
 
     `model.layers.3.mlp.up_proj.weight` belongs to "layers.3", `model.embed_tokens.weight` to
     "embed_tokens".

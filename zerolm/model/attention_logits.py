@@ -1,4 +1,4 @@
-"""Finds each head's largest attention logit, and the projections to queries and keys.
+"""Finds each head's largest attention logit, and the projections that compute queries and keys.
 
 Fused kernels do not return logits, so `AttentionLogits` recomputes them in blocks of queries from
 the arguments of transformers' attention functions: after rotary embeddings, before softmax.
@@ -23,8 +23,8 @@ from zerolm.model.loss import token_losses
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-CPU_BLOCK_VALUES, BLOCK_VALUES = 1 << 20, 1 << 25  # logits in memory at a time
-# Other modules in attention layers that do not change queries or keys after their projection.
+CPU_BLOCK_VALUES, BLOCK_VALUES = 1 << 20, 1 << 25  # number of logits in memory at a time
+# Other modules in attention layers that do not change queries or keys after the projection.
 OTHERS = (
     "v_proj o_proj out_proj dense Wo c_proj gate_proj g_proj attn_sub_norm rotary_emb q_a_proj "
     "q_a_layernorm kv_a_proj_with_mqa kv_a_layernorm attn_dropout resid_dropout out_drop "
@@ -41,7 +41,7 @@ class AttentionLayer:
         name: the layer's module in the model.
         num_heads: number of query heads.
         head_dim: number of values in a query.
-        outputs: the projections' outputs that are queries or keys.
+        outputs: outputs of the projections that contain queries or keys.
     """
 
     name: str
@@ -55,14 +55,16 @@ class _Unsupported(Exception):
 
 
 def attention_layers(config: "PretrainedConfig") -> tuple[AttentionLayer, ...]:
-    """Return a model's layers with softmax attention; `unsupported_reason` must be None."""
+    """Return a model's layers with softmax attention; `unsupported_reason` must be None for the
+    model.
+    """
     layers, reason = _layers(ConfigKey.of(config))
     assert reason is None, reason
     return layers
 
 
 def unsupported_reason(config: "PretrainedConfig") -> str | None:
-    """Return why a model's queries and keys cannot be rescaled by head, or None."""
+    """Return why a model's queries and keys cannot be rescaled by head, or None if they can."""
     return _layers(ConfigKey.of(config))[1]
 
 
@@ -75,7 +77,7 @@ def _layers(key: ConfigKey) -> tuple[tuple[AttentionLayer, ...], str | None]:
         layers = _traced_layers(meta_model(key.config))
     except _Unsupported as reason:
         return (), f"{name} {reason}"
-    except Exception as error:  # of any type, if the model class depends on values
+    except Exception as error:  # any exception type, if the model class depends on values
         return (), f"the attention of {name} cannot be traced ({type(error).__name__})"
     return layers, None
 
@@ -105,7 +107,7 @@ def _traced_layers(model: Any) -> tuple[AttentionLayer, ...]:
 
 
 def _outputs(module: nn.Module, name: str, heads: int, width: int) -> Iterator[HeadOutputs]:
-    """Yield the query and key outputs of an attention module's projections."""
+    """Yield the outputs of an attention module's projections that contain queries or keys."""
     children, known = dict(module.named_children()), OTHERS.split()
     projections = next((each for each in LAYOUTS if set(each) <= set(children)), ())
     for child in children:
@@ -132,9 +134,10 @@ def _outputs(module: nn.Module, name: str, heads: int, width: int) -> Iterator[H
 
 
 def _grouped(num_keys: int, heads: int, width: int) -> tuple[Pieces, Pieces]:
-    """Return the pieces of queries and keys; a key shared by several heads is left unchanged.
+    """Return the pieces for queries and for keys; keys shared by several heads are left unchanged.
 
-    K2 does not scale the rotary key shared by all heads, because other heads must not change.
+    In the same way, K2 does not scale the rotary key that all heads share, because other heads must
+    not change.
     """
     own = num_keys == heads * width
     power = QUERY_AND_KEY if own else QUERY_ONLY
@@ -149,7 +152,9 @@ def _separate(
 
 
 def _latent(children: Mapping[str, Any], module: Any, heads: int, width: int) -> tuple[Pieces, ...]:
-    """Multi-head latent attention: the rotary key belongs to all heads (K2, algorithm 1)."""
+    """Return the pieces for multi-head latent attention, where all heads share the rotary key (K2,
+    algorithm 1).
+    """
     rotary = width - module.qk_nope_head_dim
     parts = ((QUERY_AND_KEY, module.qk_nope_head_dim), (QUERY_ONLY, rotary))
     queries = tuple((head, power, count) for head in range(heads) for power, count in parts)
@@ -160,7 +165,9 @@ def _latent(children: Mapping[str, Any], module: Any, heads: int, width: int) ->
 def _side_by_side(
     children: Mapping[str, Any], module: Any, heads: int, width: int
 ) -> tuple[Pieces, ...]:
-    """All queries, all keys, all values: GPT-2's `c_attn`, and the `qkv_proj` of Phi-3."""
+    """Return the pieces if all queries are followed by all keys and all values, as in GPT-2's
+    `c_attn` and Phi-3's `qkv_proj`.
+    """
     weight = (children.get("c_attn") or children["qkv_proj"]).weight
     total = weight.shape[-1 if "c_attn" in children else 0]
     num_keys = (total - heads * width) // 2
@@ -171,12 +178,12 @@ def _side_by_side(
 def _by_head(
     children: Mapping[str, Any], module: Any, heads: int, width: int
 ) -> tuple[Pieces, ...]:
-    """Query, key and value of one head after another: GPT-NeoX."""
+    """Return the pieces if each head's query, key and value are adjacent, as in GPT-NeoX."""
     parts = ((QUERY_AND_KEY, 2 * width), (UNCHANGED, width))
     return (tuple((head, power, count) for head in range(heads) for power, count in parts),)
 
 
-# {names of projections: function that returns the pieces of each}
+# {names of projections: function that returns the pieces for each of them}
 LAYOUTS: dict[tuple[str, ...], Callable[..., tuple[Pieces, ...]]] = {
     ("q_b_proj", "kv_b_proj"): _latent,
     ("q_proj", "kv_b_proj"): _latent,
@@ -189,7 +196,7 @@ LAYOUTS: dict[tuple[str, ...], Callable[..., tuple[Pieces, ...]]] = {
 
 @contextmanager
 def intercepted_attention(model: Any, observe: Callable[..., None]) -> Iterator[None]:
-    """Call `observe` before each attention function inside this context.
+    """Inside this context, call `observe` before each attention function.
 
     Args:
         observe: called with module, query (B, H, T, D), key (B, K, T, D), mask, and a dict of the
@@ -206,7 +213,7 @@ def intercepted_attention(model: Any, observe: Callable[..., None]) -> Iterator[
         module: Any, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
     ) -> Any:
         observe(module, query, key, attention_mask, more)
-        # The eager function is not in the table, but in the model's Python module.
+        # The table does not contain the eager function, which is in the model's Python module.
         function = registered or sys.modules[type(module).__module__].eager_attention_forward
         return function(module, query, key, value, attention_mask, **more)
 
@@ -221,7 +228,7 @@ class AttentionLogits:
     """Measures each head's largest logit over a step's micro-batches, on one rank.
 
     Every rank must make the same calls in each step: `begin`, `observing` around each forward
-    pass, and `largest`. Forward passes recomputed by gradient checkpointing are outside
+    pass, and `largest`. Forward passes that gradient checkpointing recomputes are outside
     `observing`.
 
     Args:
@@ -255,7 +262,7 @@ class AttentionLogits:
             yield
 
     def largest(self) -> list[list[float]]:
-        """Return the largest logit of each head in each layer over all ranks. Every rank must call
+        """Return the largest logit over all ranks, for each layer and head. Every rank must call
         this.
         """
         if not self.layers:
@@ -279,14 +286,14 @@ class AttentionLogits:
 
 
 def flops_per_token(layers: Sequence[AttentionLayer], seq_len: int) -> float:
-    """Return the FLOPs of the measurement: half of the query-key products, for causality."""
+    """Return the FLOPs of the measurement: half of all query-key products, because of causality."""
     return float(sum(layer.num_heads * layer.head_dim for layer in layers) * seq_len)
 
 
 def block_values(
     layers: Sequence[AttentionLayer], micro_batch_size: int, seq_len: int, device: str
 ) -> int:
-    """Return the number of logits in memory at a time on a kind of device."""
+    """Return the number of logits in memory at a time on a type of device."""
     of_query = micro_batch_size * max(layer.num_heads for layer in layers) * seq_len
     return of_query * min(seq_len, _block_rows(of_query, device))
 
@@ -306,13 +313,15 @@ def largest_logits(
     documents_BT: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return each head's largest logit over the pairs that attend, (H,) float32.
+    """Return each head's largest logit over the query-key pairs that attend, as float32 of shape
+    (H,).
 
     Args:
-        scaling: factor on query-key products.
-        mask: (B or 1, H or 1, T, T): True, or not the lowest number, for pairs that attend; None:
-            a query attends to its own and earlier keys in the same document and window.
-        window: number of keys per query; None: all.
+        scaling: factor for query-key products.
+        mask: (B or 1, H or 1, T, T). Pairs that attend are True or, in a float mask, not the lowest
+            number. If None, a query attends to its own and earlier keys in the same document and
+            window.
+        window: number of keys per query; None for all.
     """
     batch, heads, length, width = query_BHTD.shape
     groups = key_BKTD.shape[1]
@@ -339,8 +348,8 @@ def _hidden_pairs(
     start: int,
     stop: int,
 ) -> torch.Tensor:
-    """Return the pairs that do not attend, for queries from `start` to `stop` and the last keys up
-    to `stop`.
+    """Return a mask of the pairs that do not attend, for the queries from `start` to `stop` and the
+    last keys before `stop`.
     """
     if mask is not None:
         mask = mask[..., start:stop, :stop]

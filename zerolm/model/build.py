@@ -1,8 +1,8 @@
 """Builds the model: constructs it for any ZeRO stage and initialises its weights.
 
 `build_model` produces bit-identical weights for every stage, world size and device.
-`weights_fingerprint` allows comparing them, and `check_initialization` detects weights that differ
-from what the config implies. Must not depend on data, schedules or the optimizer.
+`weights_fingerprint` makes the weights of two runs comparable, and `check_initialization` detects
+weights that do not match the config. Must not depend on data, schedules or the optimizer.
 """
 
 import copy
@@ -40,7 +40,7 @@ __all__ = [
     "weights_fingerprint",
 ]
 
-FINGERPRINT_CHUNK = 1 << 21  # values; limits each int64 copy to 16 MiB
+FINGERPRINT_CHUNK = 1 << 21  # number of values; limits each int64 copy to 16 MiB
 ODD_MULTIPLIER = -7046029254386353131  # 2**64 / golden ratio as int64; spreads the positions
 
 
@@ -65,11 +65,12 @@ def build_model(
         dtype: dtype of parameters; float32 buffers (rotary tables) stay float32.
         zero3_config: the resolved DeepSpeed JSON at stage 3, at which `deepspeed.zero.Init`
             partitions the parameters during construction, on the accelerator or as set by
-            `offload_param`. None at other stages: the model is on `device`.
+            `offload_param`. None at other stages, where the model is on `device`.
         attn_implementation: transformers' name of the kernel, from `zerolm.attention.choice`.
-        initial: existing values for all parameters and persistent buffers, instead of random ones.
-        factors: {parameter name: factor on its random values}.
-        alone: this rank computes all values itself; not supported with `zero3_config`.
+        initial: existing values for all parameters and persistent buffers, used instead of random
+            values.
+        factors: {parameter name: factor for its random values}.
+        alone: whether this rank computes all values itself; not supported with `zero3_config`.
     """
     weights = initial or InitialWeights(config, seed, factors)
     with partitioned_while_built(zero3_config):
@@ -121,7 +122,7 @@ def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters that some classes keep in float32 (routers, state-space decay), like ZeRO-1
     and 2.
 
-    ZeRO-3 refuses parameters with several dtypes. Their values are not set yet.
+    ZeRO-3 refuses a model whose parameters have several dtypes. Their values are not set yet.
     """
     for parameter in model.parameters():
         if parameter.dtype != dtype:
@@ -146,7 +147,7 @@ class InitialValues(Protocol):
 
 
 def _fill(model: torch.nn.Module, weights: InitialValues, dtype: torch.dtype, alone: bool) -> None:
-    """Copy the initial values into the parameters; each rank computes some of the units."""
+    """Copy the initial values into the parameters; every rank computes some of the units."""
     parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     parameters |= dict(model.named_buffers())
     shared = dist.is_initialized() and not alone
@@ -196,7 +197,7 @@ def weighted_bit_sum(values: torch.Tensor) -> int:
 
 
 def float32_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return {name: copy on the CPU} for the float32 buffers, mostly rotary tables."""
+    """Return {name: copy on the CPU} for the float32 buffers, which are mostly rotary tables."""
     return {
         name: buffer.cpu().clone()
         for name, buffer in _float_buffers(model)
@@ -207,7 +208,7 @@ def float32_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def restore_float32_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Restore buffers that `data_types.buffer_dtype` in the DeepSpeed JSON has cast.
 
-    Without that key DeepSpeed 0.19.8 does not cast them. Call after `deepspeed.initialize`.
+    Without that key, DeepSpeed 0.19.8 does not cast buffers. Call after `deepspeed.initialize`.
     """
     for name, buffer in _float_buffers(model):
         if name in saved:

@@ -1,8 +1,10 @@
-"""`ChunkedHead`: an output head that computes token losses from one chunk of logits at a time.
+"""`ChunkedHead`: an output head that computes token losses while storing one chunk of logits at a
+time.
 
-It replaces the model's head in place and is called in the same way, so ZeRO-3's module hooks,
-which gather its weight, and the hooks on its gradient work unchanged. Only `token_losses` requests
-losses; any other call of the model returns logits. Must not depend on batches, ZeRO or DeepSpeed.
+The class replaces that of the model's head in place and is called in the same way. So ZeRO-3's
+module hooks, which gather the weight, and the hooks on its gradient work unchanged. Only
+`token_losses` requests losses; any other call of the model returns logits. Must not depend on
+batches, ZeRO or DeepSpeed.
 """
 
 from collections.abc import Iterator
@@ -27,10 +29,11 @@ class ChunkedHead(nn.Linear):
 
     @contextmanager
     def computing_losses(self, targets_BT: torch.Tensor, ignore_index: int) -> Iterator[None]:
-        """Inside this context, return losses (B, T, 1) float32, 0 where ignored, not logits (B, T,
-        V).
+        """Inside this context, the head returns float32 losses (B, T, 1), 0 where ignored, instead
+        of logits (B, T, V).
 
-        With `squares`, (B, T, 2): the second value is log(Z)^2; see `squared_log_partitions`.
+        With `squares`, the result is (B, T, 2): the second value is log(Z)^2 (see
+        `squared_log_partitions`).
 
         Args:
             targets_BT: int64 targets for the hidden states in the next call.
@@ -61,24 +64,24 @@ class ChunkedHead(nn.Linear):
 def install(model: Any, chunk_tokens: int, squares: bool = False) -> None:
     """Convert a model's head to a `ChunkedHead`; call before `deepspeed.initialize`.
 
-    The model is a causal LM for which `loss_chunks.unsupported_reason` is None. With `squares`,
-    the head also returns each token's log(Z)^2.
+    The model must be a causal LM for which `loss_chunks.unsupported_reason` is None. With
+    `squares`, the head also returns each token's log(Z)^2.
     """
     head = model.get_output_embeddings()
     assert type(head) is nn.Linear, type(head)
-    head.__class__ = ChunkedHead  # keeps parameters, hooks and name
+    head.__class__ = ChunkedHead  # keeps the head's parameters, hooks and name
     vars(head).update(chunk_tokens=chunk_tokens, targets=None, squares=squares)
 
 
 def find_chunked_head(model: Any) -> ChunkedHead | None:
-    """Return a causal LM's chunked head, or None."""
+    """Return a causal LM's chunked head, or None if the head is not chunked."""
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if get_head else None
     return head if isinstance(head, ChunkedHead) else None
 
 
 class _ChunkedLosses(torch.autograd.Function):
-    """Cross-entropy of a linear head's logits, which are recomputed in the backward pass.
+    """Cross-entropy from a linear head's logits, which are recomputed in the backward pass.
 
     Saves only the hidden states and the weights. Matrix products use the unchunked head's dtype;
     softmax and the sum of weight gradients over chunks use float32.

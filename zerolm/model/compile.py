@@ -1,10 +1,10 @@
 """torch.compile for each decoder block and the loss, at every ZeRO stage, only in training.
 
-The blocks are alike, so one graph, compiled once, suffices for a model of any depth. The loss is a
-graph from logits to losses, without weights; the rest (embeddings, the head with its chunked
+All blocks are alike, so one compiled graph suffices for a model of any depth. The loss is another
+graph, from logits to losses, without weights. The rest (embeddings, the head with its chunked
 logits, the mask) is not compiled. Under ZeRO-3, each block is a leaf module: DeepSpeed gathers all
-its weights before it runs and releases them afterwards, so the graph contains no hooks. If
-compiled as a whole, a ZeRO-3 model has a graph break at each linear layer.
+its weights before it runs and releases them afterwards, so the graph contains no hooks. If compiled
+as a whole, a ZeRO-3 model has a graph break at each linear layer.
 
 Parameter names do not change, so compiled and uncompiled runs can load each other's checkpoints.
 """
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig
 
-# Graphs per function before torch falls back to eager: a model may have several kinds of blocks,
-# each with several sequence lengths.
+# Maximum number of graphs per function before torch falls back to eager: a model may have several
+# types of blocks, each with several sequence lengths.
 MAX_GRAPHS = 64
 _eager = False  # inside `eager`
 
 
 def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
-    """Return why a model cannot be compiled on a kind of device (as in `Device`), or None."""
+    """Return why a model cannot be compiled on a type of device (as in `Device`), or None if it
+    can.
+    """
     if device != "absent" and (why := compile_problem(device)):
         return why
     model = meta_model(config)
@@ -39,7 +41,7 @@ def unsupported_reason(config: "PretrainedConfig", device: str) -> str | None:
 
 
 def compile_blocks(model: "nn.Module") -> str:
-    """Compile each block's forward inside its hooks, and the loss; return a line to print.
+    """Compile the loss and each block's forward, inside the block's hooks; return a line to print.
 
     Call after `deepspeed.initialize`. The first step compiles, which takes seconds to minutes;
     torch caches the graphs on disk.
@@ -64,11 +66,11 @@ def compile_blocks(model: "nn.Module") -> str:
 def remove_output_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, Any]]:
     """Remove transformers' hooks that record outputs of modules inside a block.
 
-    The hooks read a ContextVar, which breaks the graph. Recorders of attention weights are not
+    The hooks read a ContextVar, which breaks the graph. Hooks that record attention weights are not
     used in training and are dropped.
 
     Returns:
-        (router, hook) for each router if the model returns router logits; otherwise empty.
+        A list of (router, hook) if the model returns router logits; otherwise an empty list.
     """
     from transformers.utils import output_capturing
 
@@ -79,7 +81,7 @@ def remove_output_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, A
     routers = []
     for module in block.modules():
         for number, hook in list(module._forward_hooks.items()):
-            # The misspelling is transformers' own.
+            # The misspelling is in transformers.
             recorder = getattr(hook, "__qualname__", "").startswith("install_output_capuring_hook")
             if not recorder or module is block:
                 continue
@@ -91,7 +93,7 @@ def remove_output_recorders(model: Any, block: "nn.Module") -> list[tuple[Any, A
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function; it runs uncompiled inside `eager`."""
+    """Return a compiled version of a function, which runs uncompiled inside `eager`."""
     import torch
 
     compiled = torch.compile(function)
@@ -103,7 +105,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_routers(block: Any, recorders: list[tuple[Any, Any]]) -> Any:
-    """Compile a block's forward so that the graph also returns its routers' outputs."""
+    """Compile a block's forward into a graph that also returns its routers' outputs."""
     import torch
 
     original = block.forward
@@ -138,8 +140,8 @@ def _store_output(module: Any, args: Any, output: Any) -> None:
 
 
 def graph_break_notice() -> str | None:
-    """Return a notice about all graph breaks so far, or about too many graphs; None without
-    either.
+    """Return a notice about all graph breaks so far or about too many graphs, or None if there were
+    neither.
     """
     from torch._dynamo.utils import counters
 
@@ -155,10 +157,11 @@ def graph_break_notice() -> str | None:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Run blocks and loss uncompiled, since other shapes and modes need graphs that round
-    differently.
+    """Inside this context, run the blocks and the loss uncompiled, because other shapes and modes
+    need graphs that round differently.
 
-    Functions compiled by transformers stay compiled: flex_attention would materialize all scores.
+    Functions that transformers compiles stay compiled, because flex_attention would otherwise
+    materialize all scores.
     """
     global _eager
     before, _eager = _eager, True

@@ -2,24 +2,25 @@
 
 In 16 bits, torch's CPU backward pass takes most of the attention time, because its routine for
 small products is slow. Here the products are batched over chunks of keys, and the compiler fuses
-the operations between them. The same tensors are saved, and results differ only by rounding.
+the operations between products. The backward pass needs the same saved tensors, and results differ
+only by rounding.
 """
 
 from typing import Any
 
 import torch
 
-MIN_CHUNK = 128  # keys; products with fewer are slower
-MAX_CHUNKS = 8  # each adds code to the graph
-# Ratio of torch's CPU time to this one's in bf16: 1.62 for sequences of 512 tokens, 1.20 for
-# 1,024, 1.07 for 2,048; longer ones were not measured. In float32: 0.84 to 0.94 for 256 to 2,048.
-# (benchmarks/README.md, an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-23)
+MIN_CHUNK = 128  # number of keys; products with fewer keys are slower
+MAX_CHUNKS = 8  # each chunk adds code to the graph
+# Ratio of torch's CPU time to this function's in bf16: 1.62 for sequences of 512 tokens, 1.20 for
+# 1,024, 1.07 for 2,048; longer sequences were not measured. In float32: 0.84 to 0.94 for 256 to
+# 2,048. (benchmarks/README.md, an Intel Xeon at 2.8 GHz, torch 2.13, 2026-11-23)
 MAX_TOKENS = 2048
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 def install() -> None:
-    """Use this attention in this process when transformers calls `sdpa` in compiled code."""
+    """From now on, use this attention when transformers calls `sdpa` in compiled code."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = attention
@@ -38,12 +39,13 @@ def attention(
     softcap: float | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the same as transformers' function for `sdpa`, with the same arguments."""
+    """Compute the same as transformers' function for `sdpa`, which takes the same arguments."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not (
-        torch.compiler.is_compiling()  # evaluations are not compiled; their results stay
+        # evaluations are not compiled, and their results must not change
+        torch.compiler.is_compiling()
         and causal
         and attention_mask is None
         and position_bias is None
@@ -53,7 +55,7 @@ def attention(
         and query_BHTD.device.type == "cpu"
         and query_BHTD.dtype in DTYPES
         and query_BHTD.shape[2] == key_BGTD.shape[2] <= MAX_TOKENS
-        and query_BHTD.shape[3] == value_BGTD.shape[3]  # the only case that the kernel supports
+        and query_BHTD.shape[3] == value_BGTD.shape[3]  # the kernel supports only this case
     ):
         return sdpa_attention_forward(
             module, query_BHTD, key_BGTD, value_BGTD, attention_mask,

@@ -25,8 +25,9 @@ WHAT = (
     "model_configs/ has some"
 )
 
-MAX_LAYERS, MAX_SIZE = 10_000, 100_000_000  # building more takes hours and all memory
-LIMITS = (  # by the endings of keys
+# building a larger model would take hours and all memory
+MAX_LAYERS, MAX_SIZE = 10_000, 100_000_000
+LIMITS = (  # maximum values by the endings of keys
     (re.compile(r"(layers?|blocks|depth)$"), MAX_LAYERS),
     (re.compile(r"(size|dim|heads?|experts?|model|embd|inner|rank|state|kernel)$"), MAX_SIZE),
 )
@@ -41,7 +42,7 @@ UNSUITABLE = {
 def load_model_config(
     path: str | Path, notices: list[str] | None = None, written: dict[str, Any] | None = None
 ) -> "PretrainedConfig":
-    """Read a config.json, given by path or directory; accepts what `AutoConfig` accepts for a
+    """Read a config.json, given its path or directory; accept what `AutoConfig` accepts for a
     causal LM.
 
     Args:
@@ -87,9 +88,9 @@ def load_model_config(
 
 
 def _drop_padding_outside(file: Path, config: "PretrainedConfig", notices: list[str]) -> None:
-    """Remove a padding id outside the embedding, which torch refuses or counts from the end.
+    """Remove a padding id outside the embedding, which torch would refuse or count from the end.
 
-    Families whose positions begin after the id keep it.
+    Model families whose positions begin after the padding id keep it.
     """
     text = config.get_text_config()
     padding, size = getattr(text, "pad_token_id", None), getattr(text, "vocab_size", None)
@@ -161,7 +162,7 @@ def _config_class(file: Path, values: dict[str, Any]) -> type["PretrainedConfig"
 def _construct(
     file: Path, config_class: type["PretrainedConfig"], values: dict[str, Any]
 ) -> tuple["PretrainedConfig | None", list[str]]:
-    """Return the config without values refused by its class, and the problems found."""
+    """Return the config without the values that its class refuses, and the problems found."""
     problems: list[str] = []
     ignored = {"model_type", *config_keys.OF_THE_CHECKPOINT}
     accepted = copy.deepcopy({key: values[key] for key in values if key not in ignored})
@@ -181,7 +182,7 @@ def _construct(
 
 
 def _make_float(values: dict[str, Any], key: str) -> bool:
-    """Convert the integer at a key, also in sub-configs, to a float; return whether it exists."""
+    """Convert an integer at a key to a float, also in sub-configs; return whether there was one."""
     if type(values.get(key)) is int:
         values[key] = float(values[key])
         return True
@@ -224,7 +225,7 @@ def _contradictions(file: Path, config: "PretrainedConfig") -> list[str]:
         text_config = config.get_text_config()
     except ValueError:
         return [f"{file}: model_type: {config.model_type!r} holds several text models."]
-    if isinstance(text_config, dict):  # the class stored it as an unknown value
+    if isinstance(text_config, dict):  # the config class stored the key as an unknown value
         name = next(key for key, value in vars(config).items() if value is text_config)
         return [
             f"{file}: {name}: {type(config).__name__} has no such part. Give the model_type of the "

@@ -1,9 +1,9 @@
-"""Finds keys in a config.json that have no effect.
+"""Finds keys that have no effect in a config.json.
 
 Config classes declare their keys but accept any others. Some undeclared keys are read by name, as
 in `getattr(config, "head_dim", None)`, so a key mentioned in the source of the model's family is
-assumed to be read. Others are read only with certain values of other keys. torch is not imported
-here.
+assumed to be read. Other keys are read only with certain values of further keys. torch is not
+imported here.
 """
 
 import difflib
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 # tp_size.
 SHORTEST_WORD = 4
 SIMILAR_WORD = 0.75
-# Keys about a published checkpoint. They are not passed to the config class, or they would be
-# exported with the trained weights, which are not quantised and come without code.
+# Keys about a published checkpoint. These keys are not passed to the config class; otherwise, they
+# would be exported with the trained weights, which are not quantised and come without code.
 OF_THE_CHECKPOINT = {
     "auto_map": "the model's code, which is never executed",
     "quantization_config": "training uses unquantised weights",
 }
 # Keys that only change what a forward pass returns, with the value that a run needs.
 OF_THE_OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
-# Sizes, and their names in other families and older code. A class that only supports another name
-# would use its default size, so a small model's file would define a model of a different size.
+# Names of sizes, and the names for the same sizes in other families and older code. A class that
+# supports only another name would use its default size, so the file of a small model would define a
+# model of a different size.
 OTHER_NAMES_OF_SIZES = {
     "hidden_size": frozenset({"hidden_size", "d_model", "n_embd", "n_embed", "dim", "model_dim"}),
     "num_hidden_layers": frozenset({"num_hidden_layers", "n_layer", "n_layers", "num_layers"}),
@@ -44,7 +45,7 @@ OTHER_NAMES_OF_SIZES = {
         {"num_key_value_heads", "n_head_kv", "n_kv_heads", "kv_n_heads", "num_kv_heads"}
     ),
 }
-# Modules in transformers that read keys for all families.
+# Modules in transformers that read keys for all model families.
 GENERAL_MODULES = (
     *("cache_utils.py", "configuration_utils.py", "generation/utils.py", "integrations/moe.py"),
     *("loss/loss_utils.py", "masking_utils.py", "modeling_rope_utils.py", "modeling_utils.py"),
@@ -54,7 +55,7 @@ READ_IN_CONFIGS = re.compile(r"""(?:config|kwargs|self|cls)\.(\w+)|["'](\w+)["']
 COMMENT = re.compile(r"^ *#.*", re.MULTILINE)
 CONSTRUCTOR = re.compile(r"^( +)def __init__\b.*\n(?:(?:\1[ )].*)?\n)*", re.MULTILINE)
 OF_OTHER_MODELS = ("classifier", "summary")  # heads that a causal language model does not have
-BUILT_LATER = frozenset({"big_bird"})  # layers replace their attention in a forward pass
+BUILT_LATER = frozenset({"big_bird"})  # layers replace their attention in the forward pass
 ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "moe_loss_weight")
 
 
@@ -76,9 +77,8 @@ def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[s
         if not candidates:
             continue
         read = _names_read(_files(type(part)))
-        text = getattr(
-            part, "text_config", None
-        )  # the outer part's copies of its keys are in `idle_keys`
+        # `idle_keys` covers the outer config's copies of these keys.
+        text = getattr(part, "text_config", None)
         for key in candidates:
             if key not in read and not key.startswith("_") and not hasattr(text, key):
                 meant = (other for other in declared if _is_typing_error(key, other))
@@ -87,7 +87,7 @@ def unread_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[s
 
 
 def idle_keys(config: "PretrainedConfig", values: Mapping[str, Any]) -> dict[str, str]:
-    """Return {dotted key: reason} for keys whose values are disabled by other keys.
+    """Return {dotted key: reason} for keys that other keys disable.
 
     Args:
         values: the file's content, from which `config` was constructed.
@@ -140,7 +140,7 @@ def _router_keys(
 
 
 def _window_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
-    """Find sliding-window keys in a model in which all layers have full attention."""
+    """Find sliding-window keys for a model in which all layers use full attention."""
     kinds = getattr(part, "layer_types", None)
     if not kinds or any("full" not in str(kind) for kind in kinds):
         return {}
@@ -157,7 +157,7 @@ def _window_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str
 
 
 def _rope_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
-    """Find rotary position values that the class has replaced by another key's."""
+    """Find rotary position values that the class has replaced by the value of another key."""
     written = ("rope_theta", "rope_scaling", "rope_parameters")
     if getattr(part, "alibi", False) is True:
         return {key: "alibi is true" for key in written if given.get(key)}
@@ -176,7 +176,7 @@ def _rope_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, 
 
 
 def _replaced_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[str, str]:
-    """Find declared keys for which the class has a different value than the file."""
+    """Find declared keys whose value in the config differs from the file."""
     return {
         key: f"{type(part).__name__} makes it {shown(found)}"
         for key in _declared(type(part)) & given.keys()
@@ -188,7 +188,7 @@ def _replaced_keys(part: "PretrainedConfig", given: Mapping[str, Any]) -> dict[s
 
 @contextmanager
 def recorded_reads() -> Iterator[set[str]]:
-    """Collect the names of keys read from configs inside this context."""
+    """Inside this context, collect the names of keys that are read from configs."""
     from transformers import PretrainedConfig
 
     read: set[str] = set()
@@ -205,10 +205,10 @@ def recorded_reads() -> Iterator[set[str]]:
 def unused_keys(
     config: "PretrainedConfig", values: Mapping[str, Any], read: set[str], model_class: type
 ) -> list[str]:
-    """Return the dotted keys with non-default values that building the model did not read.
+    """Return the dotted keys with non-default values that were not read while the model was built.
 
-    They are sizes of parts that the model lacks, such as the MLP of a model with experts in every
-    layer. Keys that are also read outside constructors are excluded.
+    Such keys are sizes of parts that the model lacks, such as the MLP in a model with experts in
+    every layer. Keys that are also read outside constructors are excluded.
 
     Args:
         values: the file's content, from which `config` was constructed.
@@ -241,7 +241,7 @@ def unused_keys(
 def _parts(
     config: "PretrainedConfig", values: Mapping[str, Any]
 ) -> Iterator[tuple[str, "PretrainedConfig", Mapping[str, Any]]]:
-    """Yield (key prefix, config, values) for the config and its sub-configs."""
+    """Yield (key prefix, config, values in the file) for the config and each of its sub-configs."""
     yield "", config, values
     for name in type(config).sub_configs:
         part = getattr(config, name, None)
@@ -259,9 +259,9 @@ def _declared(config_class: type["PretrainedConfig"]) -> set[str]:
 
 
 def _size_meant(key: str, part: "PretrainedConfig", given: Mapping[str, Any]) -> str | None:
-    """Return the class's name for a size given only under another name.
+    """Return the class's name for a size that the file gives only under another name.
 
-    Returns None if its default is the same.
+    Returns None if the class's default is the same size.
     """
     attribute_map = type(part).attribute_map
     for size, names in OTHER_NAMES_OF_SIZES.items():
@@ -285,7 +285,7 @@ def _is_typing_error(key: str, other: str) -> bool:
 
 
 def _files(of_family: type) -> frozenset[Path]:
-    """Return the source files of a class's model family."""
+    """Return the source files of the model family to which a class belongs."""
     folder = Path(inspect.getfile(of_family)).parent
     return frozenset((*folder.glob("configuration_*.py"), *folder.glob("modeling_*.py")))
 

@@ -1,4 +1,4 @@
-"""Attention within documents only: model inputs for it, and which models support it.
+"""Attention within documents only: the required model inputs, and which models support it.
 
 The inputs depend on the model's attention implementation:
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 WINDOW_KEYS = {SLIDING_ATTENTION: "sliding_window", "chunked_attention": "attention_chunk_size"}
-# Models in which attention within a document depends on the rest of its row, whatever the mask.
+# Models in which attention within a document depends on the rest of the row, whatever the mask.
 NEVER_ISOLATED = {
     "blt": "forms patches of bytes that may belong to two documents",
     "doge": "selects the keys of a query among those of the whole row",
@@ -71,7 +71,7 @@ def _takes_boundaries(kernel: str) -> bool:
 
 
 def _takes_own_mask(config: "PretrainedConfig") -> bool:
-    """Return whether the model gets a mask created here."""
+    """Return whether this module creates the model's mask."""
     full = layer_types(config) <= {FULL_ATTENTION}
     plain = router_loss_coefficient(config) is None
     return config._attn_implementation in ANY_MASK and full and plain
@@ -81,10 +81,10 @@ def _takes_own_mask(config: "PretrainedConfig") -> bool:
 def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[None]:
     """Limit masks created by transformers inside this context to the batch's documents, if any.
 
-    Most models create masks from the positions, but gpt_oss and afmoe do not pass the positions
-    on. Transformers would search them for document boundaries, which synchronises with the device;
-    here the documents are passed directly, or the fact that there are none. A kernel that takes
-    boundaries gets no mask.
+    Most models create masks from the positions, but gpt_oss and afmoe do not pass the positions to
+    transformers. Transformers would search the positions for document boundaries, which
+    synchronises with the device. Here, the documents, or the fact that there are none, are passed
+    directly. Kernels that take boundaries need no mask.
     """
     kernel, documents = model.config._attn_implementation, batch.get("document_ids")
     if documents is None and kernel != VARLEN and _positions_depend_on_ids(model):
@@ -119,7 +119,7 @@ def isolating_masks(batch: dict[str, "torch.Tensor"], model: Any) -> Iterator[No
 
 @contextmanager
 def _replaced_masks(kernel: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Make transformers call a function to create a kernel's masks."""
+    """Inside this context, make transformers call a given function to create a kernel's masks."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     ALL_MASK_ATTENTION_FUNCTIONS[kernel] = function
@@ -135,7 +135,9 @@ def _no_mask(*arguments: Any, **more: Any) -> None:
 
 @contextmanager
 def told_documents(documents_BT: "torch.Tensor | None") -> Iterator[None]:
-    """Make transformers use these documents instead of deriving them from the positions."""
+    """Inside this context, make transformers use these documents instead of deriving them from
+    positions.
+    """
     from transformers import masking_utils
 
     original = masking_utils.find_packed_sequence_indices
@@ -147,13 +149,13 @@ def told_documents(documents_BT: "torch.Tensor | None") -> Iterator[None]:
 
 
 def _positions_depend_on_ids(model: Any) -> bool:
-    """Return whether padding ids are not counted as positions, as in RoBERTa-style families."""
+    """Return whether position counting skips padding ids, as in RoBERTa-style families."""
     embeddings: Any = getattr(model.base_model, "embeddings", None)
     return hasattr(embeddings, "create_position_ids_from_input_ids")
 
 
 def model_positions(batch: dict[str, "torch.Tensor"], model: Any) -> "torch.Tensor":
-    """Return the positions that a model would assign to each document alone, (B, T) int64.
+    """Return the positions (int64, (B, T)) that a model would assign to each document alone.
 
     They start at 0. In RoBERTa-style models they start at the padding id + 1, and padding ids in a
     document are not counted: their position is the padding id itself.
@@ -171,7 +173,8 @@ def model_positions(batch: dict[str, "torch.Tensor"], model: Any) -> "torch.Tens
 
 
 def document_mask(ids_BT: "torch.Tensor", model: Any) -> "torch.Tensor":
-    """Return a causal mask, (B, 1, T, T), within documents, from document numbers (B, T) int64.
+    """Return a causal mask within documents, (B, 1, T, T), given each token's document number, (B,
+    T).
 
     The mask is boolean for `sdpa`. `eager` adds it to the scores, so there it contains 0 or the
     lowest number of the model's dtype.
@@ -194,12 +197,13 @@ def boundary_arguments(boundaries: "torch.Tensor", length: int) -> dict[str, Any
     Args:
         boundaries: (D + 1,) int32: the start of each document in the concatenated rows, and the
             end of the last one.
-        length: tokens per row, an upper bound for document lengths. The kernels need the bound as
-            a number; the longest document's length would differ in each micro-batch, and blocks
-            would have to be compiled for each value.
+        length: number of tokens per row, an upper bound on document lengths. The kernels need the
+            upper bound as a number. The longest document's length would differ between
+            micro-batches, and blocks would have to be compiled for each value.
     """
     if compiler := sys.modules.get("torch._dynamo"):
-        compiler.maybe_mark_dynamic(boundaries, 0)  # one graph for any number of documents
+        # makes one graph work for any number of documents
+        compiler.maybe_mark_dynamic(boundaries, 0)
     return {
         "cu_seq_lens_q": boundaries,
         "cu_seq_lens_k": boundaries,
@@ -209,7 +213,7 @@ def boundary_arguments(boundaries: "torch.Tensor", length: int) -> dict[str, Any
 
 
 def _row_boundaries(ids_BT: "torch.Tensor") -> "torch.Tensor":
-    """Return the boundaries for rows with one document each."""
+    """Return the document boundaries for rows that each consist of one document."""
     import torch
 
     stop, length = ids_BT.numel() + 1, ids_BT.shape[1]
@@ -217,7 +221,7 @@ def _row_boundaries(ids_BT: "torch.Tensor") -> "torch.Tensor":
 
 
 def layer_types(config: "PretrainedConfig") -> set[str]:
-    """Return the types of a model's layers by transformers' names."""
+    """Return the types of a model's layers, under transformers' names."""
     text = config.get_text_config()
     types = getattr(text, "layer_types", None)
     if types is None:  # all layers are alike
@@ -232,9 +236,7 @@ def _window(config: "PretrainedConfig", key: str) -> int | None:
 
 
 def chunks_restart_at_documents() -> bool:
-    """Return whether transformers counts attention chunks from each document's start; 5.17 does
-    not.
-    """
+    """Return whether attention chunks restart at each document, unlike in transformers 5.17."""
     from transformers import masking_utils
 
     return hasattr(masking_utils, "remap_positions_for_packed_sequence")
@@ -243,7 +245,9 @@ def chunks_restart_at_documents() -> bool:
 def unsupported_reason(
     config: "PretrainedConfig", model_class: type["PreTrainedModel"], kernel: str
 ) -> str | None:
-    """Return why a model cannot separate documents with a given attention kernel, or None."""
+    """Return why a model cannot separate documents with a given attention kernel, or None if it
+    can.
+    """
     text, name = config.get_text_config(), model_class.__name__
     parameters = signature(model_class.forward).parameters
     if getattr(model_class, "_is_stateful", False):

@@ -2,7 +2,7 @@
 denominator.
 
 Pure functions without torch. Must not depend on how a model is run: attention kernels and
-recomputation change the time of a step, not the operations that the model needs.
+recomputation change a step's time, but not the operations that the model requires.
 """
 
 import math
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # A lookup reads one row, without multiplications. Output embeddings are lm_head or embed_out.
 LOOKUP = re.compile(r"(^|[._])(wte|wpe|embed(?!_out)\w*|\w+_embeddings?|embeddings?)\.weight$")
-TRAINING_TO_FORWARD = 3  # each matrix product needs two of its size in the backward pass
+TRAINING_TO_FORWARD = 3  # each matrix product requires two of the same size in the backward pass
 
 
 def flops_per_token(
@@ -26,12 +26,12 @@ def flops_per_token(
     """Return the FLOPs per training token, forward and backward; a multiply-add counts as two.
 
     Counts matrix products like `torch.utils.flop_counter`: projections, the output head (even if
-    its weight is tied), the experts that a token is routed to, and attention's two products over
+    its weight is tied), the experts to which a token is routed, and attention's two products over
     all `seq_len` keys (not halved for causality) or over a shorter window set in the config. Does
     not count lookups, norms, activations, the optimizer or recomputation.
 
     Args:
-        shapes: the result of `parameter_shapes`.
+        shapes: parameter shapes from `parameter_shapes`.
 
     Source: Kaplan et al. 2020, section 2.1, and PaLM (Chowdhery et al. 2022), appendix B.
     """
@@ -51,7 +51,7 @@ def flops_per_token(
 def recomputed_flops_per_token(
     config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ...]], seq_len: int
 ) -> float:
-    """Return the FLOPs recomputed by gradient checkpointing: a forward pass without the head."""
+    """Return the FLOPs that gradient checkpointing recomputes: a forward pass without the head."""
     forward = flops_per_token(config, shapes, seq_len) / TRAINING_TO_FORWARD
     return forward - head_flops_per_token(config, shapes)
 
@@ -84,7 +84,9 @@ def _output_width(config: "PretrainedConfig", shapes: Mapping[str, tuple[int, ..
 
 
 def _attention_multiply_adds(config: "PretrainedConfig", seq_len: int) -> float:
-    """Return one query's multiply-adds with all keys and values, in all heads and layers."""
+    """Return the attention multiply-adds per query: with all keys and values, in all heads and
+    layers.
+    """
     layer_types = getattr(config, "layer_types", None)
     layers = layer_configs(config)
     if not layer_types:
@@ -96,7 +98,7 @@ def _attention_multiply_adds(config: "PretrainedConfig", seq_len: int) -> float:
 
 
 def _attention_width(layer: "PretrainedConfig") -> float:
-    """Return one query's multiply-adds with one key and its value, in all heads of a layer."""
+    """Return the multiply-adds of a query with one key and its value, in all heads of a layer."""
     heads = getattr(layer, "num_attention_heads", 0) or 0
     if not heads:
         return 0
@@ -106,7 +108,7 @@ def _attention_width(layer: "PretrainedConfig") -> float:
 
 
 def _attended_keys(layer: "PretrainedConfig", layer_type: str | None, seq_len: int) -> int:
-    """Return the number of keys per query in a layer; 0 for a layer without attention."""
+    """Return the number of keys to which a query attends in a layer; 0 without attention."""
     window = getattr(layer, "sliding_window", None)
     if getattr(layer, "use_sliding_window", True) is False:
         window = None

@@ -1,9 +1,9 @@
 """Checks at step 0 that every parameter has the distribution implied by the config.
 
 DeepSpeed's `zero.Init` alone leaves plausible but wrong weights (an embedding with standard
-deviation 1 instead of 0.02), and nothing else detects it. The expected values are closed forms, or
-come from a re-initialisation without ZeRO. Must not depend on `zerolm.model.initialization`, to
-keep the check independent.
+deviation 1 instead of 0.02), and nothing else detects it. The expected values are known in closed
+form or come from a re-initialisation without ZeRO. Must not depend on
+`zerolm.model.initialization`, to keep the check independent.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 # Tolerance for a statistic in standard errors: one false alarm in 10**8 statistics. A model with
 # 1,000 parameters has 2,000 statistics.
 NORMAL_SIGMAS = 6.0
-REINITIALIZED_SIGMAS = 9.0  # against a sample from a distribution with unknown tails
-CHUNK = 1 << 21  # values; limits the float64 copy to 16 MiB
+REINITIALIZED_SIGMAS = 9.0  # for comparison with a sample from a distribution with unknown tails
+CHUNK = 1 << 21  # number of values; limits the float64 copy to 16 MiB
 
 # Model types whose own `_init_weights` is covered by the closed forms. These also cover all model
 # types with transformers' general `_init_weights`.
@@ -35,13 +35,13 @@ COVERED_FAMILIES = frozenset({"gpt2", "mixtral", "olmoe", "qwen2_moe", "qwen3_mo
 
 @dataclasses.dataclass(frozen=True)
 class InitializationReport:
-    """The result of the check; `str()` is one line.
+    """The result of the check; `str()` returns one line.
 
     Attributes:
-        num_parameters: number of tensors checked; tied ones count once.
-        num_values: number of values in them.
-        num_reinitialized: number of tensors without a closed form, compared with a
-            re-initialisation.
+        num_parameters: number of parameter tensors checked; tied parameters count once.
+        num_values: number of values in these tensors.
+        num_reinitialized: number of tensors compared with a re-initialisation, because they have no
+            closed form.
         problems: one line per failure, with the parameter and its actual and expected values.
         good: statement printed if there are no problems.
     """
@@ -63,13 +63,13 @@ class InitializationReport:
 
 @dataclasses.dataclass(frozen=True)
 class Statistics:
-    """Statistics of the values of one parameter."""
+    """Statistics of one parameter's values."""
 
     count: int
     mean: float
     std: float
     non_finite: int = 0
-    exact: bool = True  # from a closed form, not a sample
+    exact: bool = True  # whether they come from a closed form, not a sample
 
     def times(self, factor: float) -> "Statistics":
         return dataclasses.replace(self, mean=self.mean * factor, std=self.std * factor)
@@ -82,12 +82,12 @@ def check_initialization(
 ) -> InitializationReport:
     """Compare every parameter's mean and standard deviation with those implied by the config.
 
-    Every rank must call this before the first optimizer step. All ranks return the same report,
-    which names the rank for problems that do not occur on rank 0. Partitioned parameters are
-    gathered one at a time. The caller raises an error if the report lists problems.
+    Every rank must call this before the first optimizer step. All ranks return the same report;
+    problems that do not occur on rank 0 name the rank. Partitioned parameters are gathered one at a
+    time. The caller raises an error if the report lists problems.
 
     Args:
-        factors: {parameter name: factor on the values implied by the config}.
+        factors: {parameter name: factor for the values implied by the config}.
     """
     problems: list[str] = []
     reference = _ReferenceModel(config)
@@ -112,7 +112,7 @@ def check_initialization(
 
 
 def _merge_ranks(problems: list[str]) -> list[str]:
-    """Return the problems found on all ranks, so either all ranks refuse or none."""
+    """Return the problems found on any rank, so either all ranks refuse the model or none does."""
     if not torch.distributed.is_initialized():
         return problems
     by_rank = gather_objects(problems)
@@ -123,7 +123,7 @@ def _merge_ranks(problems: list[str]) -> list[str]:
 
 
 def _statistics(values: torch.Tensor) -> Statistics:
-    """Return count, mean and standard deviation, computed in float64 chunk by chunk."""
+    """Return the values' count, mean and standard deviation, computed in float64 by chunk."""
     count, total, squares, non_finite = values.numel(), 0.0, 0.0, 0
     for chunk in values.reshape(-1).split(CHUNK):
         wide = chunk.double()
@@ -141,7 +141,9 @@ def _statistics(values: torch.Tensor) -> Statistics:
 def closed_form(
     config: "PretrainedConfig", module: nn.Module, path: str, leaf: str, count: int
 ) -> Statistics | None:
-    """Return the expected statistics of a parameter in `module`; None without a closed form."""
+    """Return the expected statistics of a parameter in `module`, or None if they have no closed
+    form.
+    """
     from transformers import PreTrainedModel
     from transformers.pytorch_utils import Conv1D
 
@@ -167,7 +169,7 @@ def closed_form(
 
 
 class _ReferenceModel:
-    """The model without ZeRO, in which transformers initialises single blocks for comparison."""
+    """A model without ZeRO in which transformers initialises single blocks for comparison."""
 
     def __init__(self, config: "PretrainedConfig"):
         self._config = config
@@ -209,8 +211,8 @@ class _ReferenceModel:
 
 
 def _initialize(module: nn.Module, owner: Any) -> None:
-    """Initialise children first, each module with the method of the innermost model that contains
-    it.
+    """Initialise a module after its children, using `_init_weights` of the innermost model that
+    contains it.
     """
     from transformers import PreTrainedModel
 
@@ -220,7 +222,9 @@ def _initialize(module: nn.Module, owner: Any) -> None:
 
 
 def _block_around(model: nn.Module, name: str) -> str:
-    """Return the path of the outermost module around a parameter that is not a model or a list."""
+    """Return the path of the outermost module that contains a parameter and is not a model or a
+    list.
+    """
     from transformers import PreTrainedModel
 
     parts = name.split(".")
@@ -233,7 +237,7 @@ def _block_around(model: nn.Module, name: str) -> str:
 
 
 def _differences(name: str, actual: Statistics, expected: Statistics) -> list[str]:
-    """Return how the statistics differ by more than chance, one line each."""
+    """Return a line for each statistic whose difference cannot be explained by chance."""
     if actual.non_finite:
         return [f"{name}: {actual.non_finite} of {actual.count} values are not finite"]
     sigmas = NORMAL_SIGMAS if expected.exact else REINITIALIZED_SIGMAS

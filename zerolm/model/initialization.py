@@ -29,7 +29,8 @@ from zerolm.model.architecture import constructor_values, meta_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-# Limit for float32 values that a rank's threads compute in advance; at least one unit.
+# Limit on the bytes of float32 values that a rank's threads compute in advance; at least one unit
+# is computed.
 MAX_AHEAD_BYTES = 2 << 30
 _global_generator = threading.Lock()
 
@@ -44,13 +45,13 @@ class InitialWeights:
     """The initial values of every parameter of `AutoModelForCausalLM.from_config(config)`.
 
     Args:
-        factors: {parameter name: factor on the drawn values}.
+        factors: {parameter name: factor for the drawn values}.
 
     Attributes:
-        units: lists of parameter names. A unit's parameters are computed together, because one
-            module writes several of them, or several modules write the same one (GPT-2's attention
-            rewrites its projection's weight). Units are independent of each other. A tied weight
-            appears only under its source's name.
+        units: lists of the names of parameters that are computed together. A unit's parameters are
+            computed together, because one module writes several of them, or several modules write
+            the same one (GPT-2's attention rewrites its projection's weight). Units are independent
+            of each other. A tied weight appears only under its source's name.
 
     Raises:
         ConfigError: the class sets no initial value for a parameter, or its initialisation fails.
@@ -65,21 +66,22 @@ class InitialWeights:
         from transformers.initialization import no_tie_weights
 
         self.seed, self.factors = seed, factors
-        # Untied, as in transformers' initialisation, so the source's values are used.
+        # Weights are untied, as in transformers' initialisation, so the source's values are used.
         with no_tie_weights():
             model = meta_model(config)
         self._modules = dict(model.named_modules())
         self._initializers = _initializers(model)
         try:
             self._writes = _find_writes(model, self._initializers)
-        except Exception as error:  # of any class: transformers' do not validate all values
+        # any exception type: transformers' classes do not validate all values
+        except Exception as error:
             raise ConfigError(
                 f"model config: the weights of a {config.model_type!r} model cannot be initialized "
                 f"from these values ({reason(error)}). Correct the config.json."
             ) from error
         written = set().union(*self._writes.values())
         unwritten = [name for name, _ in model.named_parameters() if name not in written]
-        # Constants, such as the slopes in Apertus' activation, and GPT-1's projections.
+        # Constants, such as the slopes in Apertus' activation, and the projections of GPT-1.
         self._constructed = constructor_values(config, unwritten, module_seed(seed, ""))
         targets = set(model.all_tied_weights_keys)
         groups = _connected(self._writes)
@@ -130,11 +132,12 @@ class InitialWeights:
     def compute_all(
         self, units: Sequence[int], dtype: torch.dtype, threads: int | None = None
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the result of `compute` for each unit in order, computed in advance by threads.
+        """Yield the result of `compute` for each unit, in order; threads compute results in
+        advance.
 
         torch draws values sequentially, but without holding Python's global lock. Units computed
-        in advance are limited to `MAX_AHEAD_BYTES`. By default, there is one thread per core in
-        this rank's share of the host.
+        in advance are limited to `MAX_AHEAD_BYTES`. By default, there is one thread for each core
+        in this rank's share of the host.
         """
         threads = threads or cores_of_rank(os.environ)
         if threads == 1:
@@ -156,7 +159,9 @@ class InitialWeights:
 
 
 class _OwnGenerator(TorchDispatchMode):
-    """Makes this thread's random operations draw from `generator` instead of torch's global one."""
+    """Makes this thread's random operations draw from `generator` instead of torch's global
+    generator.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +201,7 @@ def _initializers(model: "PreTrainedModel") -> dict[str, Callable[[nn.Module], N
 def _find_writes(
     model: "PreTrainedModel", initializers: dict[str, Callable[[nn.Module], None]]
 ) -> dict[str, list[str]]:
-    """Return {module: parameters that its `_init_weights` writes}, children before parents.
+    """Return {module: parameters that its initialisation writes}, with children before parents.
 
     Runs on the meta device, where writes are free.
     """
@@ -216,7 +221,7 @@ def _find_writes(
 
 
 class _WrittenStorages(TorchDispatchMode):
-    """Collects the storages that operations write to, including through views and `.data`."""
+    """Collects the storages to which operations write, also through views and `.data`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +245,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _init_functions_that_write() -> Iterator[None]:
-    """Make the functions of `torch.nn.init` write to meta tensors; `trunc_normal_` does not."""
+    """Make the functions in `torch.nn.init` write to meta tensors, because `trunc_normal_` would
+    not.
+    """
     from transformers import initialization
 
     def zero(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -253,7 +260,7 @@ def _init_functions_that_write() -> Iterator[None]:
 
 
 def _connected(writes: dict[str, list[str]]) -> list[list[str]]:
-    """Group modules that write a common parameter; each group is in the order of `writes`."""
+    """Group the modules that write a common parameter; each group is in the order of `writes`."""
     group_of: dict[str, list[str]] = {}  # by parameter
     for module, names in writes.items():
         merged = [module]

@@ -21,7 +21,7 @@ def token_losses(
     """Run the model on a micro-batch and return the loss of each token.
 
     The sum of the losses, divided once by the number of targets in the GLOBAL batch, gives the
-    same loss and gradient for any split into ranks and micro-batches. A mean of means does not if
+    same loss and gradient for any split into ranks and micro-batches. A mean of means would not if
     rows have different numbers of targets. A `ChunkedHead` returns the same losses.
 
     Args:
@@ -33,13 +33,13 @@ def token_losses(
         observe: called with the model's output.
 
     Returns:
-        (B, T) float32 cross-entropies, 0 where ignored; and the routers' weighted auxiliary loss
-        if the config sets `output_router_logits`, otherwise None.
+        The float32 cross-entropies, (B, T), 0 where ignored; and the routers' weighted auxiliary
+        loss, or None if the config does not set `output_router_logits`.
     """
     inputs: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": False}
     inner = getattr(model, "module", model)
     if router_loss_coefficient(inner.config) is not None:
-        inputs["output_router_logits"] = True  # JetMoE in transformers 5.17 ignores its config
+        inputs["output_router_logits"] = True  # JetMoE ignores its config in transformers 5.17
     if "position_ids" in batch:  # slices of sequences, or documents
         inputs["position_ids"] = batch["position_ids"]
     inputs |= isolating_inputs(batch, inner)
@@ -61,10 +61,11 @@ def token_losses(
 
 
 def cross_entropies(logits_BTV: torch.Tensor, targets_BT: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each token, (B, T) float32, 0 where ignored.
+    """Return the loss of each token, as float32 of shape (B, T), 0 where ignored.
 
-    When compiled, it makes no float32 copy of the logits: it sums in float32, and reads and writes
-    the logits' dtype. Evaluations are not compiled and return the results of torch's function.
+    The compiled function makes no float32 copy of the logits: it sums in float32, but reads and
+    writes values in the logits' dtype. Evaluations are not compiled and return the results of
+    torch's function.
     """
     if torch.compiler.is_compiling():
         losses_BT: torch.Tensor = _CrossEntropies.apply(logits_BTV, targets_BT)
@@ -102,9 +103,9 @@ class _CrossEntropies(torch.autograd.Function):
 
 
 def divided(factor: float, targets: torch.Tensor | int) -> torch.Tensor | float:
-    """Return a factor on float32 losses, divided by the number of targets in the global batch.
+    """Divide a factor for float32 losses by the number of targets in the global batch.
 
-    A tensor stays on its device, and is rounded like a number.
+    A tensor stays on its device and is rounded in the same way as a number.
     """
     if isinstance(targets, int):
         return factor / targets
@@ -114,7 +115,7 @@ def divided(factor: float, targets: torch.Tensor | int) -> torch.Tensor | float:
 def squared_log_partitions(
     model: Any, outputs: Any, batch: dict[str, torch.Tensor], losses_BT: torch.Tensor
 ) -> torch.Tensor:
-    """Return log(Z)^2 of each target token, (B, T) float32, 0 where ignored.
+    """Return log(Z)^2 for each target token, as float32 of shape (B, T), 0 where ignored.
 
     Z is the sum of the exponentials of a token's logits. Uses log Z = loss + logit of the target,
     which needs no further softmax. `outputs` is the argument of `observe`, and `losses_BT` the
@@ -132,13 +133,13 @@ def squared_log_partitions(
 def choice_shares(
     router_logits: Sequence[torch.Tensor], loads: Sequence[Sequence[int]], top_k: int
 ) -> list[torch.Tensor]:
-    """Return, for each router, the share of tokens that chose each expert, (E,) float32.
+    """Return for each router the share of tokens that chose each expert, as float32 of shape (E,).
 
     Args:
         router_logits: one (N, E) tensor per router.
-        loads: number of tokens that chose each expert, by router; empty before the first step,
-            when all shares are equal.
-        top_k: experts chosen per token.
+        loads: for each router, the number of tokens that chose each expert; empty before the first
+            step, in which all shares are equal.
+        top_k: number of experts chosen per token.
     """
     experts = [logits_NE.shape[-1] for logits_NE in router_logits]
     numbers = [number for load in loads for number in load] or [1] * sum(experts)
@@ -153,8 +154,8 @@ def balance_loss(
     """Return this micro-batch's part of the global batch's balance loss.
 
     The loss is E * sum_i f_i * P_i, averaged over the routers: P_i is the mean probability of
-    expert i in the global batch, and f_i the share of tokens that chose it. It is linear in P, so
-    the parts of all micro-batches and ranks add up to the loss.
+    expert i in the global batch, and f_i the share of tokens that chose it. The loss is linear in
+    P, so the parts of all micro-batches and ranks add up to it.
 
     Args:
         router_logits: one (N, E) tensor per router.
@@ -189,7 +190,7 @@ def sums_by_source(
     num_sources: int,
     token_bytes: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return float64 sums by source, without gradient: losses and numbers of targets.
+    """Return float64 sums of losses and of targets by source, without gradients.
 
     Uses a matrix product, because `index_add_` is not deterministic on a GPU.
 
@@ -198,8 +199,9 @@ def sums_by_source(
             in each token at the start of a document.
 
     Returns:
-        (2, S); with `token_bytes` (4, S), which adds the losses of targets that represent text,
-        and their bytes. Special tokens, such as EOS, count in neither.
+        The sums, (2, S). With `token_bytes` (4, S): also the sums of losses over targets that
+        represent text, and of the bytes in that text. Special tokens, such as EOS, are not counted
+        in these two.
     """
     membership_SB = functional.one_hot(batch["sources"], num_sources).T.double()
     losses_BT, is_target_BT = losses_BT.detach().double(), batch["targets"] != IGNORED
@@ -208,7 +210,7 @@ def sums_by_source(
         targets_BT = batch["targets"].clamp(min=0)
         bytes_BT = token_bytes[0][targets_BT] * is_target_BT
         sums.append((losses_BT * (bytes_BT > 0)).sum(1))
-        if len(token_bytes) > 1:  # a document begins after a token without text
+        if len(token_bytes) > 1:  # a token without text ends a document
             begins_BT = token_bytes[0][batch["input_ids"]] == 0
             bytes_BT -= (token_bytes[0] - token_bytes[1])[targets_BT] * (begins_BT & is_target_BT)
         sums.append(bytes_BT.sum(1).double())
@@ -216,7 +218,7 @@ def sums_by_source(
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
-    """Return bits per byte of text, a figure that is comparable between tokenizers.
+    """Return bits per byte of text, which are comparable between tokenizers.
 
     Args:
         nats: sum of the tokens' losses.

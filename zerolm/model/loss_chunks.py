@@ -1,4 +1,4 @@
-"""Decides whether to compute the loss in chunks of tokens, and their size.
+"""Decides whether to compute the loss in chunks of tokens, and chooses the size of the chunks.
 
 Used in runs and in `launch plan`, before a model exists, so torch and transformers are imported
 only inside functions. Must not depend on ZeRO or devices. `ChunkedHead` computes the loss.
@@ -13,19 +13,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Size of a micro-batch's float32 logits above which chunks are the default; with softmax and
-# gradient they take three times as much. Below it, chunks do not justify another product with the
-# head's weight.
+# gradient they take three times as much. For smaller logits, chunks do not justify another product
+# with the head's weight.
 LARGE_LOGIT_BYTES = 16 << 30
-CHUNK_LOGIT_BYTES = 512 << 20  # per chunk: 1024 tokens with a vocabulary of 128k
+# size of a chunk's float32 logits: 1024 tokens with a vocabulary of 128k
+CHUNK_LOGIT_BYTES = 512 << 20
 TRACED_TOKENS = 8
 
 
 def chunk_tokens(config: "PretrainedConfig", tokens: int, requested: int | None) -> int:
-    """Return the number of tokens per loss chunk; 0 for a loss without chunks.
+    """Return the number of tokens per loss chunk, or 0 to compute the loss without chunks.
 
     Args:
-        tokens: tokens in a micro-batch.
-        requested: None: choose by the size of the logits and the model.
+        tokens: number of tokens in a micro-batch.
+        requested: number of tokens requested; None to choose by the size of the logits and the
+            model.
     """
     if requested is not None:
         return requested
@@ -36,7 +38,7 @@ def chunk_tokens(config: "PretrainedConfig", tokens: int, requested: int | None)
 
 
 def unsupported_reason(config: "PretrainedConfig") -> str | None:
-    """Return why a model's output head cannot compute its losses, or None.
+    """Return why a model's output head cannot compute the losses itself, or None if it can.
 
     The model must return the head's output tensor unchanged as its logits. A trace tests this, so
     a model that scales or caps logits is detected whatever config key controls it.
@@ -75,7 +77,7 @@ def _unsupported_reason(key: ConfigKey) -> str | None:
     try:
         with torch.no_grad(), fused_kernels(model, eager=False):
             token_losses(model, batch)
-    except Exception as error:  # of any class, if the class depends on values
+    except Exception as error:  # any exception type, if the model class depends on values
         return f"{name} cannot be traced on the meta device ({type(error).__name__})"
     if len(head_outputs) != 1 or len(model_outputs) != 1:
         return f"{name} does not call its output head exactly once"

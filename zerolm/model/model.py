@@ -25,13 +25,13 @@ from zerolm.model.config_file import MAX_SIZE, load_model_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-# Names of a model's length limit, in addition to those in attribute maps.
+# Names for a model's length limit, in addition to those in attribute maps.
 POSITION_LIMITS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
 @dataclass(frozen=True)
 class Model:
-    """A causal language model as described by its config.json.
+    """A causal language model as its config.json describes it.
 
     Attributes:
         path: the config.json, for messages.
@@ -75,7 +75,7 @@ class Model:
 
     @cached_property
     def num_active_parameters(self) -> int:
-        """Number of parameters used for one token, without the experts that it skips."""
+        """Number of parameters used for one token, excluding experts that do not process it."""
         return num_active_parameters(self.config, self.shapes)
 
     @cached_property
@@ -121,7 +121,7 @@ def _size_problems(
 
 
 def hidden_size(config: "PretrainedConfig") -> int | None:
-    """Return the hidden size; if there are several, the largest, as in Hugging Face's Trainer."""
+    """Return the hidden size, or the largest if there are several, as in Hugging Face's Trainer."""
     text = config.get_text_config()
     size = getattr(text, "hidden_size", None)
     return size or max(getattr(text, "hidden_sizes", None) or [0]) or None
@@ -134,17 +134,18 @@ def max_positions(config: "PretrainedConfig") -> int | None:
 
 
 def position_limit(config: "PretrainedConfig") -> tuple[str, int] | None:
-    """Return the key and value of the maximum number of positions, or None if there is no limit."""
+    """Return the key for the maximum number of positions and its value, or None if there is no
+    limit.
+    """
     text = config.get_text_config()
     limits = ((name, getattr(text, name, None)) for name in POSITION_LIMITS)
     return next(((name, value) for name, value in limits if value), None)
 
 
 def first_position(config: "PretrainedConfig") -> int:
-    """Return the position table's row for the first token, which is not 0 in RoBERTa-style
-    families.
+    """Return the index of the first token's row in the position table, which may not be 0.
 
-    In those families, positions begin after the table's padding row.
+    In RoBERTa-style families, positions begin after the table's padding row.
     """
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)

@@ -1,8 +1,8 @@
-"""Keys in a family's published config.json files that have no field in transformers 5.
+"""Keys that a family's published config.json files contain but transformers 5 does not support.
 
-If a family's published models agree on a value, transformers hard-codes it and omits the key.
-Readers that support several variants read it from the file: without the key, some refuse the file,
-and others use a default and compute a different model.
+If all published models of a family have the same value, transformers hard-codes it and omits the
+key. Readers that support several variants read the value from the file: without the key, some
+refuse the file, and others use a default and so run a different model.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ INDEXED = {"indexed_attention": FULL}
 
 
 def published_keys(config: "PretrainedConfig") -> Keys:
-    """Return the keys that readers of the family's published files need, with their values."""
+    """Return {key: value} for the keys that readers of the family's published files need."""
     keys = {key: 0 for key in NEXT_TOKENS if getattr(config, key, None)}
     if find := FAMILIES.get(config.model_type):
         keys |= find(config)
@@ -33,7 +33,7 @@ def published_keys(config: "PretrainedConfig") -> Keys:
 
 
 def missing_period(config: "PretrainedConfig") -> str | None:
-    """Return the key for the period of full attention if the layers are not periodic."""
+    """Return the period key if the layers with full attention are not periodic."""
     key = PERIODS.get(config.model_type)
     return None if key is None or key in published_keys(config) else key
 
@@ -67,7 +67,7 @@ def _linear(config: Any) -> Keys:
 
 
 def _exaone4(config: Any) -> Keys:
-    """The period is written as "LLLG"; models without windows omit it."""
+    """The period is written as "LLLG"; models without windows omit the key."""
     if not config.sliding_window:
         return _head_dim(config) | {WINDOWS: None}
     pattern = {key: "L" * (period - 1) + "G" for key, period in _windows(config).items()}
@@ -80,7 +80,9 @@ def _leading_dense(config: Any) -> Keys:
 
 
 def _bailing(config: Any) -> Keys:
-    """The class does not write the `head_dim` that it reads; its sizes may not be the layers'."""
+    """The class does not write the `head_dim` that it reads, and its sizes may differ from the
+    layers' sizes.
+    """
     period = _period(config)
     return {
         "head_dim": config.linear_head_dim, DENSE: _leading_dense(config)[DENSE],
@@ -205,7 +207,7 @@ def _hunyuan_moe(config: Any) -> Keys:
 
 SIGMOID = {"scoring_func": "sigmoid"}
 WITH_BIAS = {**SIGMOID, "topk_method": "noaux_tc"}
-# By model type. Each key is read by llama.cpp's converter, mlx-lm, vLLM or transformers 4.
+# By model type. llama.cpp's converter, mlx-lm, vLLM or transformers 4 reads each of these keys.
 FAMILIES: dict[str, Callable[[Any], Keys]] = {
     "apertus": _constant(mlp_bias=False, post_norm=False, qk_norm=True),
     "afmoe": _constant(score_func="sigmoid", route_norm=True),
@@ -269,8 +271,8 @@ FAMILIES: dict[str, Callable[[Any], Keys]] = {
     "zamba": _kinds("layers_block_type", OLDER_KINDS),
     "zamba2": _kinds("layers_block_type", OLDER_KINDS),
 }  # fmt: skip
-# Families for which some readers use the period instead of `layer_types`, with a default if
-# missing.
+# Families for which some readers use the period instead of `layer_types`, and a default if the
+# period is missing.
 PERIODS = {
     **dict.fromkeys(("cohere2", "cohere2_moe", "exaone4", "gemma3_text"), WINDOWS),
     **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), LINEAR),

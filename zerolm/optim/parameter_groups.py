@@ -1,4 +1,4 @@
-"""Weight-decay groups, and the options of each group.
+"""Splits parameters into optimizer groups with and without weight decay, and sets their options.
 
 The optimizer itself is DeepSpeed's, named in the DeepSpeed JSON.
 """
@@ -14,7 +14,7 @@ from torch import nn
 
 from zerolm.engine.parameters import full_shape, num_values
 
-# torch layers whose parameters decay if they have at least two dimensions.
+# Torch layers whose parameters decay if they have at least two dimensions.
 MATRIX_MODULES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 # Parameters in other modules, by the last part of their name: biases of any shape (fused experts:
 # (experts, width); Griffin's gates: (heads, width)); parameters that state-space models exclude
@@ -35,12 +35,14 @@ def parameter_groups(
     Without factors, there are at most two groups: with and without weight decay.
 
     Args:
-        weight_decay: value for parameters that decay; the others get 0.
+        weight_decay: weight decay of the parameters that decay; it is 0 for the others.
         options: {optimizer option: value}.
-        factors: {parameter name: {option or "weight_decay": factor}}, for all parameters or none.
+        factors: {parameter name: {option or "weight_decay": factor}}, given for all parameters or
+            none.
 
     Returns:
-        Groups for `deepspeed.initialize(model_parameters=...)`, those that decay first.
+        Groups for `deepspeed.initialize(model_parameters=...)`; groups with weight decay come
+        first.
     """
     base = {**options, "weight_decay": weight_decay}
     groups: dict[Any, dict[str, Any]] = {}
@@ -59,11 +61,11 @@ def parameter_groups(
 
 
 def decays(model: nn.Module, name: str) -> bool:
-    """Return whether weight decay applies to a parameter, as to matrices and embeddings.
+    """Return whether weight decay applies to a parameter; it applies to matrices and embeddings.
 
-    The module's type decides: norms of any class are excluded. Parameters outside torch layers
-    decay if they are matrices, such as fused experts, except multi-dimensional biases and
-    parameters that an architecture's authors exclude.
+    The module's type decides: norms of all classes are excluded. Parameters outside torch layers,
+    such as fused experts, decay if they are matrices. Multi-dimensional biases and parameters that
+    an architecture's authors exclude do not.
 
     Args:
         name: name of a parameter in `model`.
@@ -81,7 +83,7 @@ def decays(model: nn.Module, name: str) -> bool:
 
 
 def describe_groups(model: nn.Module, weight_decay: float) -> str:
-    """Return one line with the numbers of decayed, undecayed and frozen parameters."""
+    """Return a line with the numbers of decayed, undecayed and frozen parameters."""
     tensors: dict[str, int] = {}
     values: dict[str, int] = {}
     kinds: dict[str, None] = {}
@@ -107,13 +109,15 @@ def describe_groups(model: nn.Module, weight_decay: float) -> str:
 
 @contextmanager
 def keeping_options(optimizer: torch.optim.Optimizer, names: Collection[str]) -> Iterator[None]:
-    """Keep this run's options, such as weight decay, while states are loaded in this context.
+    """Inside this context, in which states are loaded, preserve this run's options, such as weight
+    decay.
 
     torch's `load_state_dict` replaces each group's options with those in the checkpoint.
 
     Args:
         optimizer: the optimizer that ZeRO wraps.
-        names: options to keep. Others may be states, which custom optimizers may store there.
+        names: options to keep. Other options may be states that a custom optimizer stores among its
+            options.
     """
     kept = [
         {name: group[name] for name in names if name in group} for group in optimizer.param_groups

@@ -1,11 +1,11 @@
 """The learning rate and the batch size as pure functions of a run's progress.
 
 Progress is measured in data, not optimizer steps: in tokens for the learning rate, in sequences
-for the batch size. So neither depends on the world size, the micro-batch size or the accumulation,
-and resuming needs no state. Independent of torch.
+for the batch size. So neither depends on the world size, the micro-batch size or gradient
+accumulation, and resuming needs no state. Independent of torch.
 
-To add a schedule, add an entry to `SCHEDULES`: the flag's choices, the defaults, the validation
-and the rules for resuming follow from it.
+To add a schedule, add an entry to `SCHEDULES`: the flag's choices, the defaults, the validation and
+the rules for resuming are derived from that entry.
 """
 
 import math
@@ -24,9 +24,9 @@ class LearningRate:
     Args:
         kind: name of the curve after the linear warm-up, from `SCHEDULES`.
         peak: learning rate at the end of warm-up.
-        minimum: learning rate at the end of the run, if the schedule uses it.
-        warmup_tokens: length of the warm-up from 0 to the peak, in tokens.
-        decay_tokens: length of the final decay, in tokens, if the schedule uses it.
+        minimum: learning rate at the end of the run, if the schedule uses this value.
+        warmup_tokens: length of the warm-up from 0 to the peak in tokens.
+        decay_tokens: length of the final decay in tokens, if the schedule uses this value.
     """
 
     kind: str
@@ -42,7 +42,8 @@ class LearningRate:
         return SCHEDULES[self.kind].rate(self, tokens)
 
     def decay(self, tokens: int, start: int, remaining: Callable[[float], float]) -> float:
-        """Return the rate in a decay from the peak at `start` to the minimum at `total_tokens`.
+        """Return the learning rate during a decay from the peak at `start` to the minimum at
+        `total_tokens`.
 
         Args:
             remaining: a function from `DECAY_SHAPES`.
@@ -54,10 +55,12 @@ class LearningRate:
 
 
 class Schedule(NamedTuple):
-    """A learning-rate curve after warm-up, with the properties that settings and resumes depend on.
+    """A learning-rate curve after warm-up, and the properties on which settings and resuming
+    depend.
 
     Attributes:
-        rate: takes the curve's settings and tokens after warm-up; returns the learning rate.
+        rate: takes a `LearningRate` and the number of tokens trained, which is past warm-up;
+            returns the learning rate.
         uses_minimum: whether the rate depends on the minimum.
         uses_decay_tokens: whether `decay_tokens` is the length of the decay.
         needs_total: whether the curve depends on `total_tokens`, which must then stay the same
@@ -70,7 +73,8 @@ class Schedule(NamedTuple):
     needs_total: bool = True
 
 
-# Each maps the completed fraction of a decay to its remaining height: from 1 at 0 to 0 at 1.
+# Each function maps the completed fraction of a decay to the remaining height, which falls from 1
+# to 0.
 DECAY_SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
@@ -79,17 +83,17 @@ DECAY_SHAPES: dict[str, Callable[[float], float]] = {
 
 
 def _cosine(curve: LearningRate, tokens: int) -> float:
-    """Decay along a half cosine, from warm-up to the end."""
+    """Decay along a half cosine, from the end of warm-up to the end of the run."""
     return curve.decay(tokens, curve.warmup_tokens, DECAY_SHAPES["cosine"])
 
 
 def _linear(curve: LearningRate, tokens: int) -> float:
-    """Decay linearly, from warm-up to the end."""
+    """Decay linearly, from the end of warm-up to the end of the run."""
     return curve.decay(tokens, curve.warmup_tokens, DECAY_SHAPES["linear"])
 
 
 def _wsd(curve: LearningRate, tokens: int) -> float:
-    """Warm up, stay at the peak, decay linearly over the last `decay_tokens` (arXiv 2404.06395)."""
+    """Stay at the peak, then decay linearly over the last `decay_tokens` (arXiv 2404.06395)."""
     start = max(curve.warmup_tokens, curve.total_tokens - curve.decay_tokens)
     return curve.decay(tokens, start, DECAY_SHAPES["linear"])
 
@@ -112,11 +116,11 @@ EXTENDABLE = " or ".join(name for name, each in SCHEDULES.items() if not each.ne
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """The global batch size, computed from the number of sequences already consumed.
+    """The global batch size, computed from the number of sequences already trained.
 
-    A ramp grows the batch from `start_sequences` to `batch_sequences` over the first
-    `ramp_sequences` sequences, in equal increments. Each size is a multiple of `start_sequences`,
-    so a world size that divides the first batch divides all of them.
+    A ramp increases the batch in equal increments from `start_sequences` to `batch_sequences` over
+    the first `ramp_sequences` sequences. Each size is a multiple of `start_sequences`, so a world
+    size that divides the first batch divides all of them.
 
     Args:
         batch_sequences: sequences in a full global batch.
@@ -136,7 +140,9 @@ class BatchSchedule:
         return self.start_sequences * (1 + (multiples - 1) * position // self.ramp_sequences)
 
     def steps(self, position: int, end_position: int) -> int:
-        """Count the optimizer steps from `position` until `end_position` is reached or passed."""
+        """Return the number of optimizer steps from `position` until `end_position` is reached or
+        passed.
+        """
         steps = 0
         while position < min(end_position, self.ramp_sequences):
             position += self(position)

@@ -1,15 +1,15 @@
-"""Detects loss and gradient spikes, and decides the response: skip, cool down, roll back, give up.
+"""Detects loss and gradient spikes, and chooses a response: skip, cool down, roll back or give up.
 
-Pure functions from figures to decisions, independent of torch, files and ranks. Every rank passes
-in the same all-reduced figures, so every rank makes the same decision in the same step. The
-history is saved in the checkpoint, so a resumed run decides like an uninterrupted one.
-docs/stability.md is the user's guide.
+The functions here map figures to decisions, and are independent of torch, files and ranks. Every
+rank passes in the same all-reduced figures, so every rank makes the same decision in the same step.
+The history is saved in the checkpoint, so a resumed run makes the same decisions as an
+uninterrupted run. docs/stability.md is the user's guide.
 
-Normal values are estimated from the median and the median absolute deviation (MAD) of the last
-accepted steps. Mean and standard deviation would not work: one spike in the window changes both
-and hides the next. Source: Leys et al., "Detecting outliers" (2013), for the MAD and its factor;
-OLMo-core's SkipStepOptimizer for the window of 128 steps, the six deviations, and waiting for half
-a window.
+Normal values are estimated from the median and the median absolute deviation (MAD) over the last
+accepted steps. Mean and standard deviation would not work: a spike in the window changes both and
+so hides the next spike. Source: Leys et al., "Detecting outliers" (2013), for the MAD and its
+factor; OLMo-core's SkipStepOptimizer for the window of 128 steps, the six deviations, and waiting
+for half a window.
 """
 
 import math
@@ -20,8 +20,8 @@ from typing import Any
 
 MAD_TO_DEVIATION = 1.4826  # for normal noise: 1 / the 75% quantile
 # Lower bound on the deviation, as a fraction of the median: otherwise any fluctuation after a flat
-# window would be a spike. Gradient norms have heavy tails, which clipping handles: with this
-# bound, six deviations reach four times the median.
+# window would be a spike. Gradient norms have heavy tails, which clipping handles: with this bound,
+# a norm that is six deviations above the median is at least four times the median.
 LOSS_FLOOR, NORM_FLOOR = 0.02, 0.5
 SKIP_WINDOW_STEPS = 1000  # the window for `max_skips`
 # fp16 starts at a loss scale of 2^16 and halves it at each overflow: 16 skips are a normal start.
@@ -32,18 +32,20 @@ COOL_DOWN, ROLL_BACK, GIVE_UP = "cooldown", "rollback", "give_up"
 
 @dataclass(frozen=True)
 class Policy:
-    """What counts as a spike, and the responses to it.
+    """What counts as a spike, and how to respond.
 
     Attributes:
         threshold: robust z-score above which a loss or gradient norm is a spike; 0: no detection.
-        window: number of accepted steps to compare with; also the steps over which anomalies are
-            counted.
-        skip: refuse steps with a spike. Steps that are not finite are always refused.
+        window: number of accepted steps to compare with, and number of steps over which anomalies
+            are counted.
+        skip: whether to refuse steps with a spike. Steps whose figures are not finite are always
+            refused.
         cooldown_after: anomalies in the window after which the learning rate is lowered; 0: never.
         cooldown_factor: factor on the learning rate during a cooldown.
         cooldown_steps: length of a cooldown, in accepted steps.
         rollback_after: anomalies in the window after which the run is rolled back; 0: never.
-        max_skips: anomalies in `SKIP_WINDOW_STEPS` at which the run gives up; 0: no limit.
+        max_skips: anomalies within `SKIP_WINDOW_STEPS` steps at which the run gives up; 0: no
+            limit.
         watch_norm: whether to check the gradient norm; False if the optimizer reports a different
             norm (Muon).
         overflows_are_normal: whether skipped steps are expected, as when fp16 searches for its loss
@@ -67,8 +69,8 @@ class History:
     """The state of a `SpikeGuard`; saved in the checkpoint as JSON.
 
     Attributes:
-        losses: one per accepted step, limited to the last window: a baseline, not a record.
-        grad_norms: one per entry of `losses`.
+        losses: losses of the accepted steps in the last window, for comparison.
+        grad_norms: gradient norms of the steps in `losses`.
         anomalies: step numbers of the last anomalies, ascending.
         cooldown_left: number of accepted steps for which the learning rate remains lowered.
         overflows: number of consecutive steps skipped because of fp16 overflows.
@@ -82,11 +84,11 @@ class History:
 
 
 def robust_z(value: float, window: Sequence[float], floor: float) -> float:
-    """Return the number of robust deviations by which a value exceeds the median of a window.
+    """Return the number of robust deviations by which a value exceeds a window's median.
 
     Args:
-        window: values, at least one of them finite.
-        floor: lower bound of the deviation, as a fraction of the absolute median.
+        window: values to compare with, of which at least one is finite.
+        floor: lower bound on the deviation, as a fraction of the absolute median.
     """
     median = statistics.median(window)
     deviation = MAD_TO_DEVIATION * statistics.median(abs(each - median) for each in window)
@@ -105,7 +107,7 @@ class SpikeGuard:
         history: state from a resumed run's checkpoint.
 
     Attributes:
-        history: replaced by a new object after each step.
+        history: the current state; replaced by a new object after each step.
         reason: why the current step is an anomaly, or None.
         refused: whether the current step must not be applied.
         weights_lost: whether a step that was not finite was applied to the weights.
@@ -118,7 +120,7 @@ class SpikeGuard:
 
     @property
     def factor(self) -> float:
-        """Factor on the learning rate in the next step."""
+        """Factor by which the next step's learning rate is multiplied."""
         return self.policy.cooldown_factor if self.history.cooldown_left else 1.0
 
     def check_loss(self, loss: float) -> bool:
@@ -136,7 +138,8 @@ class SpikeGuard:
         return self.refused
 
     def end_step(self, step: int, loss: float, grad_norm: float, applied: bool) -> str | None:
-        """Record the checked step; return the response: one of the three constants, or None.
+        """Record the checked step; return the response, which is one of the three constants or
+        None.
 
         Args:
             applied: whether the step changed the weights.
@@ -174,7 +177,7 @@ class SpikeGuard:
         return None
 
     def recent(self, step: int) -> list[int]:
-        """Return the steps with an anomaly in the window that ends at `step`, ascending."""
+        """Return the steps with an anomaly in the window that ends at `step`, in order."""
         return [each for each in self.history.anomalies if step - each < self.policy.window]
 
     def skips_exhausted(self, step: int) -> bool:
@@ -186,7 +189,7 @@ class SpikeGuard:
 def _anomaly(
     name: str, value: float, window: Sequence[float], floor: float, policy: Policy
 ) -> str | None:
-    """Return why a figure is an anomaly, or None."""
+    """Return why a figure is an anomaly, or None if it is not."""
     if not math.isfinite(value):
         return f"{name} is {value}"
     if not policy.threshold or len(window) < max(2, policy.window // 2):

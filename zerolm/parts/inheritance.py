@@ -1,8 +1,9 @@
-"""What a run inherits from a run.json: chosen values, and some derived ones.
+"""Determines what a run inherits from a run.json: chosen values and some derived values.
 
 A run.json contains the resolved value of every setting; `derived_settings` lists those that were
-not set explicitly. A new run derives these again. A branch or resumed run continues a curve that
-already depends on derived values, so it keeps them, except for `FOLLOWING`. Standard library only.
+not set explicitly. A new run derives all of them again. A branch or resumed run continues a loss
+curve that already depends on derived values, so the run keeps these values, except those in
+`FOLLOWING`. Standard library only.
 """
 
 import math
@@ -16,26 +17,25 @@ from zerolm.config.settings import COMMAND_LINE, Settings
 from zerolm.optim.schedule import SCHEDULES, BatchSchedule
 from zerolm.parts.settings import FLAGS, STATIC_DEFAULTS
 
-# Settings specific to one run: its directory, its store and its name in W&B. A branch does not
-# inherit them.
+# Settings specific to one run: its directory, its store and its name in W&B. Branches do not
+# inherit these settings.
 OWN_SETTINGS = frozenset(name for name, about in FLAGS.items() if about["of_one_run"])
 # Settings that depend on other settings or the machine, so every run derives them again.
 FOLLOWING = frozenset(name for name, about in FLAGS.items() if about["follows"])
 
 
 class Layer(NamedTuple):
-    """A file's settings: `values`, and `derived`, the names of values that were not set
-    explicitly.
-    """
+    """The settings in a file, and the names of those that were not set explicitly (`derived`)."""
 
     values: dict[str, Any]
     derived: frozenset[str] = frozenset()
 
     def without_derived(self, *, but_keep: bool) -> "Layer":
-        """Return the chosen values, and the derived values that a continued curve depends on.
+        """Return the values that a run inherits: all chosen values, but derived values only with
+        `but_keep`, and then except those in `FOLLOWING`.
 
         Args:
-            but_keep: whether the run continues the file's run.
+            but_keep: whether the new run continues the file's run.
         """
         dropped = self.derived & FOLLOWING if but_keep else self.derived
         kept = {name: value for name, value in self.values.items() if name not in dropped}
@@ -52,11 +52,11 @@ def derived_settings(settings: Settings) -> dict[str, Any]:
 
 
 def derived_names(record: Mapping[str, Any]) -> frozenset[str]:
-    """Return a run.json's settings that were not set explicitly; a value edited later counts as
-    set.
+    """Return the names of settings in a run.json that were not set explicitly; a value edited later
+    counts as set explicitly.
 
-    Records from earlier releases have no `derived_settings`: there, values equal to their defaults
-    count as derived.
+    Records from earlier releases have no `derived_settings`; values equal to their defaults count
+    as derived there.
     """
     values: Mapping[str, Any] = record["settings"]
     derived = record.get("derived_settings")
@@ -67,9 +67,11 @@ def derived_names(record: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _defaults_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the defaults that follow from a record's other settings, except those from the model.
+    """Return the defaults that follow from a record's other settings, without those derived from
+    the model.
 
-    In earlier releases, the learning rate, batch and total count as chosen.
+    In records from earlier releases, the learning rate, batch size and total therefore count as
+    chosen.
     """
     values = record["settings"]
 
@@ -118,9 +120,10 @@ _WANTED = r"(?<!without )(?<!needs )(?<![Uu]se )(?<![Aa]dd )(?<![Gg]ive )"  # no
 
 
 def with_origins(problems: Iterable[str], settings: Settings) -> list[str]:
-    """Add to each problem with a path from a settings file the file and key that set it.
+    """For each problem that begins with a path from a settings file, append the file and key that
+    set the path.
 
-    Also add `--no-NAME` if the fix is to remove a value set in a file.
+    If the fix is to remove a value set in a file, also add `--no-NAME`.
 
     A flag that the user did not write cannot be removed from the command line.
     """
@@ -135,13 +138,12 @@ def with_origins(problems: Iterable[str], settings: Settings) -> list[str]:
 
 
 def _with_origin(problem: str, settings: Settings, in_files: Mapping[str, str]) -> str:
-    """Add to a problem that begins with a path the file and key that set the path."""
+    """If a problem begins with a path set in a file, append the file and the key."""
     for name, place in in_files.items():
         values = getattr(settings, name)
         for value in values if isinstance(values, tuple) else (values,):
-            shown = (
-                printable(value, "\n\t") if isinstance(value, str) else ""
-            )  # as problems show it
+            # as problems show it
+            shown = printable(value, "\n\t") if isinstance(value, str) else ""
             path = shown.rpartition("=")[0] or shown
             starts = f"{shown}:", f"{path}:", f"{path}/", f"--{name} "
             if path and problem.startswith(starts):
@@ -153,7 +155,7 @@ def _with_no_forms(problem: str, in_files: Mapping[str, str]) -> str:
     fixes = list(_REMOVAL.finditer(problem))
     if not fixes:
         return problem
-    # The text before the fix, and the flag named in the fix.
+    # the text before the fix, and the flag named in the fix
     about = problem[: fixes[-1].start()] + " ".join(problem[fixes[-1].end() :].split()[:1])
     named: dict[str, list[str]] = {}
     for name, place in in_files.items():

@@ -1,8 +1,8 @@
-"""The table of all metrics, and which of them the report, trackers and console show.
+"""The table of all metrics, which also states which of them the report, trackers and console show.
 
 The tables in docs/metrics.md, the panels in `report.html`, the console line and the progress bar
-are derived from `METRICS`. A metric that is missing there is still logged, sent to trackers, and
-drawn in its own panel in the section `OTHER`. Standard library only.
+are derived from `METRICS`. A metric that is not in this table is still logged, sent to trackers,
+and drawn in its own panel in the section `OTHER`. Standard library only.
 
     python -m tests.test_tables    # writes the tables of docs/metrics.md
 """
@@ -25,7 +25,7 @@ ALL = tuple(metric for section in METRICS.values() for metric in section)
 
 
 class Chart(NamedTuple):
-    """A panel with metrics to draw."""
+    """A panel and the keys of the metrics to draw in it."""
 
     section: str
     panel: Panel
@@ -35,13 +35,15 @@ class Chart(NamedTuple):
 
 @cache
 def metric_of(key: str) -> Metric | None:
-    """Return the metric for a key in `metrics.jsonl`; None if it is not in the table."""
+    """Return the table's metric for a key in `metrics.jsonl`, or None if there is none."""
     exact = [metric for metric in ALL if metric.key == key]
     return next((metric for metric in exact or ALL if metric.matches(key)), None)
 
 
 def charts(keys: Collection[str]) -> list[Chart]:
-    """Return the panels that show these metrics in table order, with unknown metrics last."""
+    """Return the panels that show these metrics, in table order; panels for unknown metrics come
+    last.
+    """
     ordered = sorted(keys, key=_by_number)
     found = []
     for section, metrics in METRICS.items():

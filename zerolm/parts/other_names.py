@@ -1,9 +1,10 @@
-"""Our flags for options in HF Trainer, nanoGPT, torchtitan, Megatron-LM and litgpt."""
+"""Maps options of HF Trainer, nanoGPT, torchtitan, Megatron-LM and litgpt to our flags."""
 
 from zerolm.parts.settings import FLAGS
 
 TOKENIZE = "zerolm data tokenize"
-# (our flag, what differs, names elsewhere without their section: `training.steps` is `steps`)
+# (our flag, the difference, names in other programs without the section: `steps` for
+# `training.steps`)
 OTHER_NAMES = (
     ("--learning_rate", "the peak of the schedule", "lr peak_lr max_lr"),
     ("--min_learning_rate", "a rate, not a ratio",
@@ -94,7 +95,9 @@ BY_NAME = {name: (ours, why) for ours, why, names in OTHER_NAMES for name in nam
 
 
 def answer_for(name: str) -> str:
-    """Return ' Here it is X: why.' for an option's name elsewhere, otherwise an empty string."""
+    """Return ' Here it is FLAG: DIFFERENCE.' for an option name from another program, or an empty
+    string for an unknown name.
+    """
     section, _, last = name.partition(".")
     for candidate in (name.replace(".", "_"), last, section):
         if candidate in BY_NAME:

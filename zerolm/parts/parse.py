@@ -1,9 +1,9 @@
 """Parse settings from flags and from the JSON file given by `--settings`.
 
-Runs first, and finds every problem in both before any other file is read. Converts values as
-written by users; `RunSettings` defines which settings exist. Standard library only, so `--help` is
-instant. argparse, which stops at the first problem, is used only for the help and for commands
-that share flags with a run.
+Parsing runs first, and finds every problem in both before any other file is read. Converts the
+values that users write; `RunSettings` defines which settings exist. Standard library only, so
+`--help` is instant. argparse, which stops at the first problem, is used only for the help and for
+commands that share flags with a run.
 """
 
 import argparse
@@ -47,7 +47,7 @@ INTRODUCTION = (
     "model; --check prints them. --no-FLAG resets a value from --settings or --branch."
 )
 SWITCHES = ("switch", "recompute")  # may be written without a value
-ONLY_CHECKED = ("world_size", "hardware")  # for --check, which runs on any machine
+ONLY_CHECKED = ("world_size", "hardware")  # only for --check, which runs on any machine
 
 
 def parse_settings(
@@ -60,8 +60,8 @@ def parse_settings(
         other_flags: additional names to suggest for a mistyped flag.
 
     Returns:
-        (settings, problems). A refused value is treated as if it had not been given, and so is a
-        value reset by `--no-NAME`.
+        (settings, problems). Refused values, and values reset by `--no-NAME`, are treated as if
+        they had not been given.
     """
     problems: list[str] = []
     flags = _read_flags(argv, problems, other_flags)
@@ -69,7 +69,7 @@ def parse_settings(
     origins: dict[str, str] = {}
     path = flags.get("settings")
     file, is_record = (Layer({}), False) if path is None else _read_file(path, problems)
-    # A run.json already contains every setting of the run and its trunk.
+    # A branch's run.json already contains every setting of the branch and its trunk.
     complete = is_record and "branch" not in flags
     base, base_path, is_trunk = _branch_settings({} if complete else file.values | flags, problems)
     run_dir = flags.get("run_dir") or file.values.get("run_dir")
@@ -109,9 +109,10 @@ def add_settings(
     """Add settings to the flags of another command; `settings_of` parses them.
 
     Args:
-        defaults: {name: default in this command}; other flags have a run's defaults.
-        own_help: {name: help text in this command}; other flags have a run's help texts.
-        own_flags: {name: flag in this command}; other flags are named as in a run.
+        defaults: {name: default in this command}; other flags have the same defaults as for a run.
+        own_help: {name: help text in this command}; other flags have the same help texts as for a
+            run.
+        own_flags: {name: flag in this command}; other flags have the same names as for a run.
     """
     for name in names:
         about, default = FLAGS[name], (defaults or {}).get(name)
@@ -132,7 +133,8 @@ def add_settings(
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    """Return the settings of a command that uses `add_settings`, parsed by a run's rules.
+    """Return the settings of a command that uses `add_settings`, parsed by the same rules as for a
+    run.
 
     Raises:
         ConfigError: lists every problem.
@@ -149,7 +151,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
 
 
 def _placeholder(name: str) -> str:
-    """Return the placeholder for a flag's value in its help; empty for a switch."""
+    """Return the placeholder for a flag's value in the help; empty for a boolean flag."""
     return FLAGS[name]["shows"] or "|".join(FLAGS[name]["choices"])
 
 
@@ -162,12 +164,12 @@ def _is_record_of(run_dir: str, path: str) -> bool:
 def _branch_settings(
     given: Mapping[str, Any], problems: list[str]
 ) -> tuple[Layer, Path | None, bool]:
-    """Return the settings of a run with `--branch` and no further flags.
+    """Return the settings that `--branch` provides for a run.
 
     They come from the trunk's run.json, or from the branch's own run.json once it exists.
 
     Returns:
-        The settings; the path of the file; whether it is the trunk's.
+        The settings; the path of the run.json; whether that file is the trunk's.
     """
     branch, run_dir = given.get("branch"), given.get("run_dir")
     if not isinstance(branch, str):
@@ -278,7 +280,7 @@ def _read_flags(
 
 
 def _read_file(path: str, problems: list[str]) -> tuple[Layer, bool]:
-    """Read a settings file or run.json; null counts as not given.
+    """Read a settings file or run.json; a setting that is null counts as not given.
 
     Returns:
         The settings; whether they are a run's complete settings.
@@ -328,17 +330,19 @@ def answer(argv: Sequence[str], usage: str = USAGE, add_flags: AddFlags | None =
 
 
 def help_text(usage: str = USAGE, add_flags: AddFlags | None = None) -> str:
-    """Return the text of `--help all`: every flag with its unit and default, by group.
+    """Return the text of `--help all`, which lists every flag with its unit and default, by group.
 
     Args:
         usage: usage line of the program.
-        add_flags: adds all of the program's flags and their groups; None: pretrain.py's flags.
+        add_flags: adds all of the program's flags and their groups; None for pretrain.py's flags.
     """
     return _parser(usage, add_flags).format_help().rstrip()
 
 
 def short_help_text(usage: str = USAGE, add_flags: AddFlags | None = None) -> str:
-    """Return the text of `--help`: the flags for a first run, and how to list the others."""
+    """Return the text of `--help`, which lists the flags for a first run and states how to list the
+    others.
+    """
     complete = _parser(usage, add_flags)
     titles = [group.title for group in complete._action_groups if group._group_actions]
     closing = (
@@ -358,7 +362,7 @@ def _parser(usage: str, add_flags: AddFlags | None) -> Parser:
 
 
 def add_all_settings(parser: argparse.ArgumentParser) -> None:
-    """Add every setting to a parser used for the help."""
+    """Add every setting as a flag to a parser that is used only for the help."""
     for group, title in GROUPS.items():
         names = [name for name, about in FLAGS.items() if about["group"] == group]
         add_settings(parser.add_argument_group(title), names)
@@ -381,7 +385,7 @@ def _truth(value: Any) -> bool:
 
 
 def _recompute(value: Any) -> bool | str:
-    """Convert full, selective or off; true and false are full and off."""
+    """Convert full, selective or off; true means full, and false means off."""
     if (written := str(value).lower()) not in RECOMPUTE_NAMES:
         raise ValueError(f"must be full, selective or off.{did_you_mean(written, RECOMPUTE_NAMES)}")
     return RECOMPUTE_NAMES[written]
@@ -395,7 +399,7 @@ def _list(value: Any) -> tuple[str, ...]:
 
 
 def _steps(value: Any) -> tuple[int, int]:
-    """Convert `20:23`, or `20` for a single step."""
+    """Convert a range of steps such as `20:23`, or a single step such as `20`."""
     first, colon, last = str(value).partition(":")
     try:
         steps = parse_count(first), parse_count(last if colon else first)

@@ -1,6 +1,6 @@
 """`RunSettings`: a run's settings with the flags of all its parts.
 
-Does not import any part's hooks, so `--help` is instant.
+Imports no hooks of the parts, so `--help` is instant.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _FLAGS = dict.fromkeys(part.Flags for part in reversed(PARTS))
 
 @dataclass(frozen=True)
 class RunSettings(*_FLAGS, Settings):  # type: ignore[misc]
-    """A run's settings: those that every run has, and the flags of each part."""
+    """A run's settings: the core settings, and those of each part."""
 
     parts: ClassVar[tuple[type[Part], ...]] = PARTS
 
