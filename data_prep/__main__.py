@@ -127,7 +127,7 @@ COMMANDS = Group(
                 "tokenize": "encode documents into token shards",
                 "pack": "build the index that packs complete documents into sequences",
                 "verify": "verify the checksums of token shards",
-                "split": "divide the documents of token shards, such as into training and validation",
+                "split": "divide the documents of token shards into training and validation parts",
                 "convert": (
                     "convert token ids from Megatron, MDS, litdata, Parquet or nanoGPT files "
                     "to token shards"

@@ -59,8 +59,8 @@ def _open(index: Path) -> InputFile:
     _, version, code, num_sequences, num_ends = HEADER.unpack(header)
     if version != VERSION or code not in DTYPES:
         raise ConfigError(
-            f"{index}: version {version} and dtype code {code}; supported are version {VERSION} "
-            f"and the integer codes {', '.join(map(str, DTYPES))}."
+            f"{index}: has version {version} and dtype code {code}, but only version {VERSION} and "
+            f"the integer codes {', '.join(map(str, DTYPES))} are supported."
         )
     dtype = np.dtype(DTYPES[code])
     expected = HEADER.size + 12 * num_sequences + 8 * num_ends

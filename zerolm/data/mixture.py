@@ -252,7 +252,7 @@ def _parse_stages(
         start = -(-tokens // seq_len)
         if stages and start <= stages[-1].start:
             problems.append(
-                f"{where}: {spec} starts at or before the previous stage. Give stages in "
+                f"{where}: {spec} does not start after the previous stage. Give stages in "
                 f"ascending order of their tokens, at least one sequence apart."
             )
             continue

@@ -164,7 +164,7 @@ class Profile:
         return block(self.json, *path)
 
     def layout(self, world_size: int) -> Layout:
-        """Return the rank layout; plain data parallelism if the degrees do not fit the world size."""
+        """Return the rank layout: plain data parallelism if the degrees do not fit the ranks."""
         tensor, sequence = self.tensor_parallel, self.sequence_parallel
         if world_size % (tensor * sequence):
             return Layout(world_size)

@@ -60,7 +60,9 @@ class Fp8(Feature):
         line = f"{len(found.chosen)} matrices ({', '.join(kinds)}), {share:.0%} of the FLOPs"
         odd = dict.fromkeys(name.rpartition(".")[2] for name in found.odd)
         if odd:
-            line += f"; not {', '.join(odd)}: sizes are not multiples of {linear.MULTIPLE}"
+            line += (
+                f"; without {', '.join(odd)}: their sizes are not multiples of {linear.MULTIPLE}"
+            )
         return {"fp8": line + ("; emulated on a CPU, slowly" if plan.device == "cpu" else "")}
 
     @classmethod

@@ -243,7 +243,7 @@ def _contradictions(manifest: dict[str, Any]) -> list[str]:
     for key in ("num_tokens", "num_documents"):
         total = sum(shard[key] for shard in manifest["shards"])
         if total != manifest[key]:
-            problems.append(f"{key} is {manifest[key]}, but its shards add up to {total}.")
+            problems.append(f"{key} is {manifest[key]}, but the shards add up to {total}.")
     for number, shard in enumerate(manifest["shards"]):
         ends = [f"{key}{end}" for key in SIDECARS if key in shard for end in _SIDECAR_KEYS]
         if missing := [key for key in ends if key not in shard]:

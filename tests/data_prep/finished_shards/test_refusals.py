@@ -49,7 +49,7 @@ def null_dim(root):
         ("a", "megatron", cut("a.idx", 8), "has 126 bytes, but needs 134 for its 5 sequences"),
         ("a", "megatron", cut("a.idx", 110), "a.idx: ends after 24 bytes"),
         ("a", "megatron", patch("a.idx", 0, b"X"), "a.idx: does not begin with b'MMIDIDX"),
-        ("a", "megatron", patch("a.idx", 17, b"\7"), "a.idx: version 1 and dtype code 7"),
+        ("a", "megatron", patch("a.idx", 17, b"\7"), "a.idx: has version 1 and dtype code 7"),
         ("a", "megatron", patch("a.idx", 34 + 4, b"\2"), "a.idx: sequences from 0 on are not"),
         ("a", "megatron", patch("a.bin", 4, b"\xff\1"), "a.bin: id 511 at position 2 is outside"),
         ("a", "megatron", lambda root: (root / "a.bin").unlink(), "a.bin: no such file"),

@@ -43,7 +43,7 @@ def test_numbers_are_read_exactly(text, number):
 
 @pytest.mark.parametrize("text", ["", "x", "1kk", "nan", "inf", "1e99999", True, None, "0x10"])
 def test_what_is_no_number_is_refused(text):
-    with pytest.raises(ValueError, match="not a|not finite"):
+    with pytest.raises(ValueError, match=r"not a|not finite"):
         parse_number(text)
 
 

@@ -24,7 +24,7 @@ from zerolm.shards.reader import open_source
         ({"vocab_size": "1000"}, 'vocab_size: "1000" must be a whole number'),
         ({"vocab_size": 70_000}, "uint16 cannot hold vocab_size 70000"),
         ({"eos_id": 1000}, "eos_id 1000 is not below vocab_size 1000"),
-        ({"num_tokens": 8}, "num_tokens is 8, but its shards add up to 9"),
+        ({"num_tokens": 8}, "num_tokens is 8, but the shards add up to 9"),
         ({"num_documents": -1}, "num_documents: -1 must be a whole number, not negative"),
         ({"tokenizer": {}}, "tokenizer.fingerprint: missing"),
         ({"shards": []}, "shards is empty"),
@@ -105,8 +105,8 @@ def test_entries_of_other_files_are_checked(tmp_path, keys, named):
         ("size_bytes", "size_bytes .* is not 9 tokens of uint16"),
         ("index_size_bytes", "index_size_bytes .* is not . documents of 8 bytes"),
         ("sums_size_bytes", "sums_size_bytes .* is not "),
-        ("num_tokens", "num_tokens is .*, but its shards add up to"),
-        ("num_documents", "num_documents is .*, but its shards add up to"),
+        ("num_tokens", "num_tokens is .*, but the shards add up to"),
+        ("num_documents", "num_documents is .*, but the shards add up to"),
     ],
 )
 def test_a_number_of_a_manifest_that_contradicts_another_is_named(tmp_path, key, named, by):
