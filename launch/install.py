@@ -79,7 +79,7 @@ def installed(name: str) -> importlib.metadata.Distribution | None:
 
 
 def outside(distribution: importlib.metadata.Distribution) -> bool:
-    """Return whether a package is installed outside of .venv (with --system-site-packages)."""
+    """Return whether a package comes from outside .venv, as --system-site-packages allows."""
     return not str(distribution.locate_file("")).startswith(sys.prefix)
 
 

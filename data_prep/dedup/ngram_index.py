@@ -23,7 +23,7 @@ MAX_FILTER_BITS = 26  # hash bits that index the filter, which rejects most of a
 
 
 class Match(NamedTuple):
-    """A contaminated document; notes on dropped documents have these keys."""
+    """A contaminated document. The fields are also the keys in notes on dropped documents."""
 
     document: int  # index in the batch
     item: str  # the item's file, and its line or paragraph

@@ -33,7 +33,7 @@ class InputFile:
     """A file of token ids whose header has been checked.
 
     Attributes:
-        path: the file that contains the ids, for origins and messages.
+        path: the file that contains the ids; recorded as their origin, and named in messages.
         unit: what a position in the file counts: "document", "sample" or "row".
         size_bytes: total size of this file and of the files that belong to it.
         num_ids: number of ids; None if it is known only after reading.

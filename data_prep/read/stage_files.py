@@ -144,7 +144,7 @@ class Stage:
 
     @property
     def text_field(self) -> str:
-        """The key that contains the text."""
+        """The name of the field that contains the text."""
         return self.manifest["text_field"]
 
 

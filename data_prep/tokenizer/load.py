@@ -199,8 +199,9 @@ def _check_eos_token(directory: Path, eos_token: str) -> None:
 
 
 def _definition_of(backend: Any, directory: Path) -> dict[str, Any]:
-    """Return a backend's definition as `tokenizers` would write it, which is usually the parsed
-    file.
+    """Return a backend's definition as `tokenizers` would serialize it.
+
+    It usually equals the contents of tokenizer.json, which are then read instead.
     """
     if backend.to_str(pretty=True).encode() == (directory / "tokenizer.json").read_bytes():
         return read_definition(directory)

@@ -137,7 +137,10 @@ def _uncertainty(mfu: float | None, run: PlannedRun) -> str:
     if mfu is not None:
         return "depends on the given MFU"
     if run.hardware.is_cpu:
-        return "three runs on one CPU type were within a third; other programs would slow it down"
+        return (
+            "estimates were within a third of the measured time in three runs on one type of CPU; "
+            "other programs slow down training"
+        )
     low, high = PUBLISHED_RUNS
     median, largest, where = MEDIAN_ERROR, MAX_ERROR, ""
     if run.devices > MANY_DEVICES:

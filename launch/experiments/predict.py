@@ -216,8 +216,8 @@ def as_text(record: dict[str, Any], fitted: "Fitted", rungs: "Sequence[Rung]") -
         lines += [
             "",
             f"{found['derivation']}{found['flops']:.3g} FLOPs: best with "
-            f"{shown_count(found['parameters'])} parameters ({low} to {high} when leaving out a "
-            f"run) and {shown_count(found['tokens'])} tokens, "
+            f"{shown_count(found['parameters'])} parameters ({low} to {high} when leaving out each "
+            f"run in turn) and {shown_count(found['tokens'])} tokens, "
             f"{found['tokens'] / found['parameters']:.3g} per parameter",
             f"loss {_interval(found)}; {found['beyond']:.3g} x the compute of the largest run",
         ]

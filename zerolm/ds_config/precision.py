@@ -140,7 +140,7 @@ def _key(profile: Profile, name: str) -> str:
 
 
 def precision_problems(profile: Profile, on_gpu: bool) -> list[str]:
-    """Find problems with precisions that DeepSpeed or this machine does not support."""
+    """Return conflicts of precisions, and those that DeepSpeed or this machine does not support."""
     problems = []
     bf16_key = _key(profile, "bf16")
     fp16, bf16 = profile.block("fp16"), profile.block(bf16_key)

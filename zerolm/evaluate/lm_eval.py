@@ -216,7 +216,7 @@ def evaluate(model: Any, task: Any, limit: int | None = None) -> dict[str, float
 
 
 def flatten_results(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return lm-eval's results as {`<task>/<metric>[_<filter>]`: value}, except standard errors."""
+    """Return lm-eval's results without standard errors: {`<task>/<metric>[_<filter>]`: value}."""
     row = {}
     for task, metrics in results.items():
         for key, value in metrics.items():

@@ -18,7 +18,7 @@ ROUTER_CHOICE = Panel(
 
 
 class ExpertBalance(Feature):
-    """Calls `Routing` in zerolm/routers/routing.py, in every run of a model with routers."""
+    """Drives `Routing` (zerolm/routers/routing.py) in every run whose model has routers."""
 
     name = "expert_balance"
     SECTION = "Routers"

@@ -67,8 +67,8 @@ def takes_betas(name: str) -> bool:
 def is_elementwise(name: str, params: Mapping[str, Any]) -> bool:
     """Return whether a few trial steps on flat shards match steps on the complete parameter.
 
-    The trial uses tiny, typical and huge gradients, since some update rules change beyond a
-    threshold. A successful trial is not a proof.
+    The trial uses tiny, typical and huge gradients, since some update rules behave
+    differently beyond a threshold. A successful trial is not a proof.
 
     Args:
         params: constructor arguments; "auto" means the default.

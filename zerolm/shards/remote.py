@@ -276,7 +276,7 @@ class RemoteFiles:
             return
         try:
             lock = FileLock(self.cache.directory / "filling")
-        # If another process fills the cache or the disk is full, reads fetch their blocks.
+        # If another process is filling the cache or the disk is full, reads fetch blocks on demand.
         except OSError:
             return
         if lock.unsupported is not None:

@@ -31,7 +31,7 @@ from zerolm.tracking.tracker import Row, Tracker, tracker_class
 POLL_SECONDS = 0.5
 MAX_WAITING_ROWS = 1000  # maximum number of queued rows; further rows are read later
 ORPHAN_SECONDS = 3.0  # time for a killed run's watchdogs to log why the run ended
-END_SECONDS = 22.0  # time to send the rest; a run or supervisor waits longer for this process
+END_SECONDS = 22.0  # time to send the remaining rows; a run or supervisor waits longer
 CONNECT_SECONDS = 6.0  # part of END_SECONDS that a tracker has to connect
 FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 2.0, 300.0
 MAX_ERRORS = 5  # number of errors with events and samples to log in the run; mirror.log has all

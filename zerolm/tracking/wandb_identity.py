@@ -80,8 +80,8 @@ def page_of(run_dir: Path) -> str | None:
 def resolve_mode(mode: str) -> str:
     """Resolve `auto` to the mode set by `WANDB_MODE`, else to online if there is a key.
 
-    `WANDB_MODE=disabled` resolves to offline: it disables a run's W&B tracker, while `wandb-sync`
-    writes offline files.
+    `WANDB_MODE=disabled` resolves to offline. This matters only for `wandb-sync`, which then writes
+    offline files: a run with that mode has no W&B tracker.
     """
     if mode != "auto":
         return mode

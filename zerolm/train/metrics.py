@@ -42,7 +42,7 @@ def data_row(
     seq_len: int,
     skipped_windows: skips.SkippedRanges = (),
 ) -> Row:
-    """Return the number of tokens and epochs that the run has trained on from each source.
+    """Return, for each source, how many tokens and epochs the run has trained on.
 
     Args:
         position: number of sequences consumed so far.

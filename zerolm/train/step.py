@@ -64,7 +64,7 @@ class Steps:
     Args:
         features: features whose hooks are called, in the order documented in `Feature`.
         timing_forward: returns a context manager for each forward pass.
-        token_bytes: text bytes of each token, for `sums_by_source`; None if unknown.
+        token_bytes: number of text bytes for each token id, for `sums_by_source`; None if unknown.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ def test_ranks_share_the_rate_of_the_machine(machine, capsys):
 def test_the_text_names_the_rates_and_what_they_were_compared_with(machine, capsys):
     assert plan("--price_per_hour", "0.1") == 0
     text = capsys.readouterr().out
-    assert "measured here with " in text and "on one CPU type" in text
+    assert "measured here with " in text and "on one type of CPU" in text
     assert "1 x " in text and "published runs" not in text and "$" in text
 
 

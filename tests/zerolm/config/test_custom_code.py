@@ -47,7 +47,8 @@ def mark(tmp_path, monkeypatch):
 def test_the_code_of_a_tokenizer_is_refused_and_named(load, tokenizer, tmp_path, mark):
     directory = shutil.copytree(tokenizer, tmp_path / "t")
     malicious.add_code(directory, mark)
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: auto_map: refers to the tok"):
+    refusal = r"tokenizer_config\.json: auto_map: refers to the tokenizer's Python code"
+    with pytest.raises(ConfigError, match=refusal):
         load(str(directory) if load is load_tokenizer else directory)
 
 

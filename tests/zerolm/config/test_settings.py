@@ -41,9 +41,15 @@ def test_numbers_are_read_exactly(text, number):
     assert type(parse_number(text)) is type(number)
 
 
-@pytest.mark.parametrize("text", ["", "x", "1kk", "nan", "inf", "1e99999", True, None, "0x10"])
+@pytest.mark.parametrize("text", ["", "x", "1kk", True, None, "0x10"])
 def test_what_is_no_number_is_refused(text):
-    with pytest.raises(ValueError, match=r"not a|not finite"):
+    with pytest.raises(ValueError, match="is not a number"):
+        parse_number(text)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1e99999"])
+def test_a_number_that_is_not_finite_is_refused(text):
+    with pytest.raises(ValueError, match="is too large or not finite"):
         parse_number(text)
 
 
